@@ -1,0 +1,1 @@
+"""Exact dilated, block-sparse and context-parallel attention over very long sequences."""
