@@ -1,0 +1,221 @@
+"""The one differentiable operator: forward runs a plan, backward runs the same plan with the merged out and lse.
+
+`dilated_attention::forward` and `dilated_attention::backward` are custom operators with fake implementations, so that
+`torch.compile(fullgraph=True)`, `torch.export` and `torch.func` see one opaque step. They take a pattern in normal
+form, flat integers, and make the plan inside, at the length that arrives. Nothing is saved for the backward but q, k,
+v, out and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import native
+from dilated_attention.plan import Plan, plan_dilated
+
+
+def _plan(
+    k: Tensor,
+    seq_len: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Sequence[int],
+    compat: str,
+) -> Plan:
+    heads = k.shape[2]
+    table = tuple(tuple(offsets[b * heads : (b + 1) * heads]) for b in range(len(segment_lengths)))
+    return plan_dilated(tuple(segment_lengths), tuple(dilation_rates), table, seq_len, compat or None)
+
+
+def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """The (batch, seq) slices of a call's samples, each of which has a segment grid of its own.
+
+    Raises ValueError where the values do not fit q: this is the first place that reads them.
+    """
+    seq_len = q.shape[1]
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens must ascend from 0 to seq, {seq_len}; got {bounds}")
+        for start, stop in pairwise(bounds):
+            yield slice(0, 1), slice(start, stop)
+    elif lengths is not None:
+        values = lengths.tolist()
+        if any(not 0 <= length <= seq_len for length in values):
+            raise ValueError(f"lengths must lie in [0, {seq_len}], q's seq; got {values}")
+        for i, length in enumerate(values):
+            yield slice(i, i + 1), slice(0, length)
+    else:
+        yield slice(None), slice(None)
+
+
+def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+    if key_padding_mask is None:
+        return None
+    return torch.zeros(key_padding_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        key_padding_mask, -torch.inf
+    )
+
+
+_OPTIONS = (
+    "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "
+    "str backend, Tensor? lengths, Tensor? cu_seqlens, Tensor? key_padding_mask"
+)
+torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+torch.library.define(
+    "dilated_attention::backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Sequence[int],
+    is_causal: bool,
+    scale: float,
+    compat: str,
+    backend: str,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out, contiguous as q, and lse, `(batch, seq, heads)`. `offsets` is the table, row after row; `compat` "" for
+    none."""
+    bias = _key_bias(q, key_padding_mask)
+    if lengths is None and cu_seqlens is None:
+        plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
+        return native.forward(q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias)
+    out = q.new_zeros(q.shape)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for batch, seq in samples(q, lengths, cu_seqlens):
+        plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
+        sample_bias = None if bias is None else bias[batch, seq]
+        out[batch, seq], lse[batch, seq] = native.forward(
+            q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias
+        )
+    return out, lse
+
+
+@torch.library.register_fake("dilated_attention::forward")
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Sequence[int],
+    is_causal: bool,
+    scale: float,
+    compat: str,
+    backend: str,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
+    bias = _key_bias(q, key_padding_mask)
+    if lengths is None and cu_seqlens is None:
+        plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
+        return native.backward(dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias)
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for batch, seq in samples(q, lengths, cu_seqlens):
+        plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
+        dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))
+        dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
+        dq[batch, seq], dk[batch, seq], dv[batch, seq] = native.backward(
+            dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_
+        )
+    return dq, dk, dv
+
+
+@torch.library.register_fake("dilated_attention::backward")
+def _(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _in_torch_func() -> bool:
+    """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
+    return torch._C._are_functorch_transforms_active()
+
+
+class _Attention(torch.autograd.Function):
+    """`dilated_attention::forward` with its gradient."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.dilated_attention.forward(q, k, v, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *options, lengths, cu_seqlens, key_padding_mask = inputs
+        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *ragged = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        backward = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
+        gradients = backward(dout, dlse, q, k, v, out, lse, *ctx.options, *ragged)
+        return (*gradients, *(None,) * 10)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """`dilated_attention::backward`, which has no gradient."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.dilated_attention.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError(
+            "second derivatives of attention are not fused; "
+            'call with backend="reference", which differentiates any number of times'
+        )
+
+
+torch.library.impl("dilated_attention::forward", "Autograd")(_Attention.apply)
+torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Differentiable out, contiguous as q, and lse, `(batch, seq, heads)`.
+
+    Args:
+        options: those of the operator: segment_lengths, dilation_rates and the table of offsets, row after row, as
+            lists; is_causal, scale, compat ("" for none), backend; lengths, cu_seqlens, key_padding_mask or None.
+    """
+    if _in_torch_func():
+        return _Attention.apply(q, k, v, *options)
+    return torch.ops.dilated_attention.forward(q, k, v, *options)

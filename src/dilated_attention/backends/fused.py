@@ -1,0 +1,121 @@
+"""PyTorch's fused attention operators, under one signature: (out, lse) forward, and a backward that takes merged
+values.
+
+Public `scaled_dot_product_attention` returns no lse, and the gradient that its operators compute from a given (out,
+lse) is just what the merged backward needs; so the `aten` operators under it are called directly. q, k, v are `(batch,
+heads, seq, head_dim)` views with any strides whose last dimension is dense; k and v have as many heads as q. Outputs
+lie in memory as `(batch, seq, heads, head_dim)`.
+
+Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+Queries = Float[Tensor, "batch heads queries dim"]
+Keys = Float[Tensor, "batch heads keys dim"]
+Statistic = Float[Tensor, "batch heads queries"]
+Bias = Float[Tensor, "batch #heads #queries keys"]
+
+
+def _kind(q: Tensor, bias: Tensor | None) -> str:
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type == "cuda":
+        if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+            return "cuda_flash"
+        if bias is None and q.dtype != torch.float64 and q.shape[-1] % 8 == 0:
+            return "cuda_efficient"
+    return "plain"
+
+
+def forward(
+    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None
+) -> tuple[Queries, Statistic]:
+    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
+    kind = _kind(q, bias)
+    if kind == "cpu":
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    if kind == "cuda_flash":
+        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
+        return out, lse
+    if kind == "cuda_efficient":
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
+        return out, lse[..., : q.shape[2]]  # the operator pads the rows of lse to a multiple of 32
+    scores = _scores(q, k, is_causal, scale, bias)
+    lse = scores.logsumexp(-1)
+    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    out = (probabilities.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse
+
+
+def backward(
+    dout: Queries,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    out: Queries,
+    lse: Statistic,
+    is_causal: bool,
+    scale: float,
+    bias: Bias | None,
+) -> tuple[Queries, Keys, Keys]:
+    """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out)); `lse` must be finite."""
+    kind = _kind(q, bias)
+    if kind == "cpu":
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    if kind == "cuda_flash":
+        # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative
+        # lengths.
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            state,
+            state,
+            scale=scale,
+        )
+    if kind == "cuda_efficient":
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        return _aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
+        )[:3]
+    probabilities = torch.exp(_scores(q, k, is_causal, scale, bias) - lse.unsqueeze(-1))
+    delta = (dout.to(lse.dtype) * out).sum(-1, keepdim=True)
+    dscores = (probabilities * ((dout @ v.transpose(-1, -2)).to(lse.dtype) - delta) * scale).to(q.dtype)
+    dv = probabilities.to(dout.dtype).transpose(-1, -2) @ dout
+    return dscores @ k, dscores.transpose(-1, -2) @ q, dv
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None) -> Tensor:
+    """Scores in single precision (double for double), for devices without a fused operator that returns lse."""
+    statistic = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(statistic) * scale
+    if bias is not None:
+        scores = scores + bias
+    if is_causal:
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores

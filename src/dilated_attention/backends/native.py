@@ -1,0 +1,286 @@
+"""The native backend: PyTorch's fused attention on zero-copy strided views of q, k and v.
+
+A group's rows are an arithmetic progression of tokens, hence a strided view; no row is gathered, padded or transposed.
+A group is cut into tiles, one fused call each, so that a tile's temporaries are a bounded part of the output. Where
+the first group is the whole sequence, one call's result *is* the running output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dilated_attention.backends import fused
+from dilated_attention.merge import add_phantoms, merge_into
+from dilated_attention.plan import Plan, Rows, StridedGroup
+
+Tokens = Float[Tensor, "batch seq heads dim"]
+KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
+TokenStatistic = Float[Tensor, "batch seq heads"]
+KeyBias = Float[Tensor, "batch keys"]
+
+_TILE_BYTES = 8 << 20
+"""Tiles are not cut below this size of output: a fused call must stay long against its start-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The part of a group that one fused call computes: batches x segments x heads, foldable into (batch, head)
+        strides.
+
+    Query heads are q_head + i * q_step, key-value heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one
+    shared head.
+    """
+
+    batch: int
+    batches: int
+    segment: int
+    segments: int
+    q_head: int
+    q_step: int
+    k_head: int
+    k_step: int
+    heads: int
+
+    def queries(self, x: Tensor, rows: Rows) -> Tensor:
+        """(batches * segments, heads, rows, ...) of a tensor with query heads, (batch, seq, heads, ...)."""
+        return self._view(x, rows, self.q_head, self.q_step, self.heads)
+
+    def keys(self, x: Tensor, rows: Rows) -> Tensor:
+        """The same of a tensor with key-value heads; a shared head is repeated by a stride of 0."""
+        return self._view(x, rows, self.k_head, self.k_step, self.heads)
+
+    def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
+        """The same, a shared head once: where sums over its query heads belong."""
+        return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1)
+
+    def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
+        """(batches * segments, 1, 1, keys) of a bias (batch, seq)."""
+        return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1).unsqueeze(-2)
+
+    def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int) -> Tensor:
+        batch, token, per_head, *rest = x.stride()
+        offset = self.batch * batch + (rows.start + self.segment * rows.segment) * token + head * per_head
+        fold = rows.segment * token if self.segments > 1 else batch
+        size = (self.batches * self.segments, heads, rows.count, *x.shape[3:])
+        return x.as_strided(size, (fold, head_step * per_head, rows.stride * token, *rest), x.storage_offset() + offset)
+
+
+def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...]) -> _Tile | None:
+    """The tile of a group that is every row of every head in one call; its result is the output itself."""
+    rows = group.queries
+    every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] and group.keys == rows
+    every_head = group.heads == group.head_stride * group.heads == q.shape[2] == k.shape[2]
+    if not (group.first and every_row and every_head and _folds(group, tensors)):
+        return None
+    return _Tile(0, q.shape[0], 0, rows.segments, 0, 1, 0, 1, group.heads)
+
+
+def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether batch and segment are one stride in every (batch, seq, ...) tensor."""
+    if tensors[0].shape[0] == 1 or group.queries.segments == 1:
+        return True
+    step = group.queries.segment * group.queries.segments
+    return step == group.keys.segment * group.keys.segments and all(x.stride(0) == step * x.stride(1) for x in tensors)
+
+
+def _tiles(group: StridedGroup, tensors: tuple[Tensor, ...], ratio: int, row_bytes: int, limit: int) -> Iterator[_Tile]:
+    """Cut a group into tiles whose `row_bytes` a row stay under `limit` bytes, as far as heads allow.
+
+    Args:
+        tensors: all (batch, seq, ...) tensors that the tiles will view.
+        ratio: query heads per key-value head.
+    """
+    batches, segments = tensors[0].shape[0], group.queries.segments
+    # Query heads of one key-value head are neighbours; those of several are a progression when taken one of each.
+    if ratio == 1:
+        families = [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
+    elif group.heads <= ratio:
+        heads = [group.head + i * group.head_stride for i in range(group.heads)]
+        families = [(head * ratio, 1, head, 0, ratio) for head in heads]
+    else:
+        step = group.head_stride
+        families = [(group.head * ratio + j, step * ratio, group.head, step, group.heads) for j in range(ratio)]
+    folds = _folds(group, tensors)
+    for outer in range(1 if folds else batches):
+        inner = batches if folds else 1
+        for q_head, q_step, k_head, k_step, number in families:
+            pieces = -(-inner * segments * number * group.queries.count * row_bytes // limit)
+            batch_pieces, segment_pieces = (min(pieces, inner), 1) if inner > 1 else (1, min(pieces, segments))
+            head_pieces = -(-pieces // (batch_pieces * segment_pieces))
+            for batch, nb in _pieces(inner, batch_pieces):
+                for segment, ns in _pieces(segments, segment_pieces):
+                    for i, n in _pieces(number, head_pieces):
+                        q_first, k_first = q_head + i * q_step, k_head + i * k_step
+                        yield _Tile(outer + batch, nb, segment, ns, q_first, q_step, k_first, k_step, n)
+
+
+def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of min(number, length) nearly equal pieces of range(length)."""
+    number = min(number, length)
+    for i in range(number):
+        start = i * length // number
+        yield start, (i + 1) * length // number - start
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x, copied only if its last dimension is strided: the fused operators read rows as dense vectors."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(
+    q: Tokens,
+    k: KeyTokens,
+    v: KeyTokens,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: KeyBias | None = None,
+    state: tuple[Tokens, TokenStatistic] | None = None,
+) -> tuple[Tokens, TokenStatistic]:
+    """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
+
+    Args:
+        key_bias: 0 or -inf a key, in q's dtype.
+        state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
+    """
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    statistic = torch.promote_types(q.dtype, torch.float32)
+
+    def attend(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
+        causal = is_causal and group.diagonal
+        bias = tile.bias(key_bias, group.keys)
+        views = tile.queries(q, group.queries), tile.keys(k, group.keys), tile.keys(v, group.keys)
+        out, lse = fused.forward(*views, causal, scale, bias)
+        if bias is not None:
+            _mask_empty_rows(out, lse, bias, causal)
+        if group.phantoms and not is_causal:
+            add_phantoms(out, lse, group.phantoms)
+        return out, lse
+
+    groups = plan.groups if q.numel() else ()
+    inputs = tuple(x for x in (q, k, v, key_bias) if x is not None)
+    if state is not None:
+        out, lse = state
+    elif groups and (tile := _whole(groups[0], q, k, inputs)):
+        part, part_lse = attend(groups[0], tile)
+        out = part.transpose(1, 2).reshape(q.shape)
+        lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic)
+        groups = groups[1:]
+    elif plan.covered:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistic)
+    else:
+        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=statistic)
+
+    row_bytes = q.shape[-1] * q.element_size()
+    limit = max(_TILE_BYTES, out.numel() * out.element_size() // 4)
+    for group in groups:
+        for tile in _tiles(group, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit):
+            part, part_lse = attend(group, tile)
+            rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
+            if group.first:
+                rows.copy_(part)
+                rows_lse.copy_(part_lse)
+            else:
+                merge_into(rows, rows_lse, part, part_lse)
+    return out, lse
+
+
+def _mask_empty_rows(out: Tensor, lse: Tensor, bias: Tensor, is_causal: bool) -> None:
+    """Give rows whose every key is masked out 0 and lse -inf; the operators disagree about them."""
+    seen = bias == 0
+    seen = seen.squeeze(-2).cumsum(-1) > 0 if is_causal else seen.any(-1)
+    empty = ~seen.expand(lse.shape)
+    lse.masked_fill_(empty, -torch.inf)
+    out.masked_fill_(empty.unsqueeze(-1), 0.0)
+
+
+def backward(
+    dout: Tokens,
+    dlse: TokenStatistic | None,
+    q: Tokens,
+    k: KeyTokens,
+    v: KeyTokens,
+    out: Tokens,
+    lse: TokenStatistic,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: KeyBias | None = None,
+) -> tuple[Tokens, KeyTokens, KeyTokens]:
+    """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
+    None."""
+    q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(dout)
+    empty = lse == -torch.inf
+    lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient
+    if dlse is not None:
+        dlse = dlse.masked_fill(empty, 0.0)
+
+    def differentiate(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+        dout_, q_, out_, lse_ = (tile.queries(x, group.queries) for x in (dout, q, out, lse))
+        dlse_ = None if dlse is None else tile.queries(dlse, group.queries)
+        k_, v_ = tile.keys(k, group.keys), tile.keys(v, group.keys)
+        bias = tile.bias(key_bias, group.keys)
+        return _fused_backward(dout_, dlse_, q_, k_, v_, out_, lse_, is_causal and group.diagonal, scale, bias)
+
+    groups = plan.groups if q.numel() else ()
+    ratio = q.shape[2] // k.shape[2]
+    inputs = tuple(x for x in (q, k, v, dout, key_bias) if x is not None)
+    assign = plan.square and ratio == 1  # then the group that writes a row of out may write that row of dq, dk and dv
+    # Rows that several parts add to are summed in single precision at least.
+    sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
+    if assign and groups and (tile := _whole(groups[0], q, k, inputs)):
+        parts = differentiate(groups[0], tile)
+        dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums) for part in parts)
+        groups = groups[1:]
+    else:
+        make = torch.empty if assign and plan.covered else torch.zeros
+        dq, dk, dv = (make(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
+
+    row_bytes = 3 * q.shape[-1] * q.element_size()
+    limit = max(3 * _TILE_BYTES, 3 * q.numel() * q.element_size() // 4)
+    for group in groups:
+        for tile in _tiles(group, (*inputs, dq, dk), ratio, row_bytes, limit):
+            part_q, part_k, part_v = differentiate(group, tile)
+            if tile.k_step == 0 and tile.heads > 1:
+                part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
+            targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)
+            for target, part in zip(targets, (part_q, part_k, part_v), strict=True):
+                if assign and group.first:
+                    target.copy_(part)
+                else:
+                    target.add_(part)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _fused_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One tile's (dq, dk, dv).
+
+    A gradient on lse enters as one more column: with q, k, v = 0, out = 1 and dout = -dlse there, sum(dout out) becomes
+    sum(dout out) - dlse, which is what it adds to dS / P, and no product changes.
+    """
+    if dlse is None:
+        return fused.backward(dout, q, k, v, out, lse, is_causal, scale, bias)
+    column = dlse.unsqueeze(-1).to(q.dtype)
+    dout = torch.cat([dout, -column], -1)
+    out = torch.cat([out, torch.ones_like(column)], -1)
+    q, k, v = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k, v))
+    dq, dk, dv = fused.backward(dout, q, k, v, out, lse, is_causal, scale, bias)
+    return dq[..., :-1], dk[..., :-1], dv[..., :-1]

@@ -1,0 +1,317 @@
+"""The calls: check, choose a backend, run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import autograd
+from dilated_attention.backends import reference, table
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.patterns import Dilated, Offsets
+from dilated_attention.plan import StridedGroup, plan_dilated
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    offsets: Offsets = "head",
+    head_groups: bool = False,
+    compat: str | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    mesh: Any = None,
+    seq_len: int | None = None,
+    head_offset: int = 0,
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
+
+    Branch (w, r) lets token p take part for head h iff (p mod w) mod r == o(h); a query that takes part sees the keys
+    of its segment p // w that take part (causal: keys j <= p). With c(i, j) the number of branches that show key j to
+    query i and s = scale q kᵀ,
+
+        out_i = sum_j c exp(s_ij) v_j / sum_j c exp(s_ij),        lse_i = log sum_j c exp(s_ij).
+
+    A query that no branch covers gets out 0, lse -inf and gradient 0. See `Dilated` for the arguments of the pattern;
+    the definition is LongNet's (arXiv:2307.02486), without its released code's padding keys and cut gradient.
+
+    Args:
+        q: `(batch, seq, heads, head_dim)`; float64, float32, bfloat16 or float16; any strides.
+        k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads key-value head
+            h // (heads // kv_heads) and has its offset.
+        segment_lengths, dilation_rates, offsets, head_groups: the pattern, as in `Dilated`.
+        compat: `"torchscale"`: the forward of released torchscale, GigaPath and LongViT checkpoints: offsets by head
+            block, and, when not causal, the zero keys that pad each segment to a multiple of its rate are attended.
+            Its gradient is the true one of that forward.
+        is_causal: a query sees no key after itself.
+        scale: of the scores; default 1 / sqrt(head_dim).
+        dropout_p: not supported yet: only 0.
+        lengths: `(batch,)` integers: each sample ends there; rows after it give out 0, lse -inf and influence nothing.
+        cu_seqlens: `(samples + 1,)` integers from 0 to seq: samples packed one after another, batch 1, each with a
+            segment grid that starts at its own first token.
+        key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`).
+        return_lse: also return lse.
+        backend: `"auto"`, `"native"` (PyTorch's fused operators) or `"reference"` (dense, float64 inside, any
+            derivative).
+        mesh, seq_len, transport: context parallelism; not supported yet.
+        head_offset: global index of the first key-value head of these tensors (tensor parallelism).
+
+    Returns:
+        out, as q; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for float64), natural logarithm,
+        differentiable.
+
+    Raises:
+        ValueError: naming the argument, its value and what would be right.
+    """
+    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    return _attend(
+        q, k, v, pattern, compat=compat, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
+        seq_len=seq_len, head_offset=head_offset, transport=transport,
+    )  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Dilated,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    mesh: Any = None,
+    seq_len: int | None = None,
+    head_offset: int = 0,
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of any pattern; arguments and returns as in `dilated_attention`."""
+    return _attend(
+        q, k, v, pattern, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
+        seq_len=seq_len, head_offset=head_offset, transport=transport,
+    )  # fmt: skip
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Dilated,
+    *,
+    compat: str | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    return_lse: bool,
+    backend: str,
+    mesh: Any,
+    seq_len: int | None,
+    head_offset: int,
+    transport: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if not isinstance(pattern, Dilated):
+        raise ValueError(f"pattern must be a Dilated pattern; got {type(pattern).__name__}")
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v)
+    lengths, cu_seqlens = _check_ragged(q, lengths, cu_seqlens)
+    _check_mask(q, key_padding_mask)
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
+    if dropout_p > 0:
+        raise UnsupportedError(f"dropout_p={dropout_p}: attention dropout is not supported yet; use dropout_p=0.0")
+    if mesh is not None:
+        raise UnsupportedError("mesh: context parallelism is not supported yet; use mesh=None")
+    if transport != "auto":
+        raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
+    if seq_len is not None and seq_len != q.shape[1]:
+        raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    choice = table.choose(backend, q.device, q.dtype)
+    offsets = _table(pattern, compat, k.shape[2], head_offset)
+    if choice.backend == "reference":
+        for _ in autograd.samples(q, lengths, cu_seqlens):
+            pass  # checks the lengths
+        out, lse = reference.reference_attention(
+            q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets, is_causal=is_causal, scale=scale,
+            compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+        )  # fmt: skip
+    else:
+        flat = [offset for row in offsets for offset in row]
+        out, lse = autograd.attend(
+            q, k, v, list(pattern.segment_lengths), list(pattern.dilation_rates), flat, is_causal, float(scale),
+            compat or "", choice.backend, lengths, cu_seqlens, key_padding_mask,
+        )  # fmt: skip
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _table(pattern: Dilated, compat: str | None, num_heads: int, head_offset: int) -> tuple[tuple[int, ...], ...]:
+    if compat not in (None, "torchscale"):
+        raise ValueError(f'compat must be None or "torchscale"; got {compat!r}')
+    if compat == "torchscale":
+        if pattern.head_groups:
+            raise ValueError('compat="torchscale" has offsets by head block and no head groups; got head_groups=True')
+        if pattern.offsets == "head":
+            pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, "head_block")
+    return pattern.offset_table(num_heads, head_offset)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
+    if not (isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(
+            f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
+            "read as (batch, seq, heads, head_dim)"
+        )
+    if q.shape[3] == 0:
+        raise ValueError(f"q must have head_dim of at least 1; got shape {tuple(q.shape)}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
+        )
+
+
+def _check_ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths)
+        if lengths.shape != q.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(
+                f"lengths must be {q.shape[0]} integers, one per batch row; "
+                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
+            )
+    if cu_seqlens is not None:
+        cu_seqlens = torch.as_tensor(cu_seqlens)
+        if (
+            cu_seqlens.dim() != 1
+            or not len(cu_seqlens)
+            or cu_seqlens.is_floating_point()
+            or cu_seqlens.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"cu_seqlens must be (samples + 1,) integers; got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+            )
+        if q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
+    return lengths, cu_seqlens
+
+
+def _check_mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
+    if key_padding_mask is None:
+        return
+    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+        kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
+        raise ValueError(f"key_padding_mask must be a bool tensor, True where a key is ignored; got {kind}")
+    if key_padding_mask.shape != q.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, seq) = {tuple(q.shape[:2])}; got {tuple(key_padding_mask.shape)}"
+        )
+    if key_padding_mask.device != q.device:
+        raise ValueError(f"key_padding_mask must be on q's device, {q.device}; got {key_padding_mask.device}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. Prints as a table.
+
+    Attributes:
+        backend, reason: the backend that would serve the call, and why.
+        refusals: why each other backend would not.
+        groups: the strided groups of the plan, in order of execution.
+        flops: of the forward: 4 head_dim a score entry.
+        bytes: that the forward must move at least: rows of q, k and v read, and of out and lse read and written, per
+            group.
+    """
+
+    backend: str
+    reason: str
+    refusals: dict[str, str]
+    groups: tuple[StridedGroup, ...]
+    flops: int
+    bytes: int
+
+    def __str__(self) -> str:
+        lines = [f"backend   {self.backend}: {self.reason}"]
+        lines += [f"  not {name}: {why}" for name, why in self.refusals.items()]
+        lines.append(f"forward   {self.flops / 1e9:.3f} GFLOP, at least {self.bytes / 1e6:.2f} MB moved")
+        lines.append("group  heads              segments  rows    stride  first token  written")
+        for i, group in enumerate(self.groups):
+            rows = group.queries
+            heads = f"{group.head}:{group.head + group.heads * group.head_stride}:{group.head_stride}"
+            how = "directly" if group.first else "merged"
+            lines.append(
+                f"{i:<6} {heads:<18} {rows.segments:<9} {rows.count:<7} {rows.stride:<7} {rows.start:<12} {how}"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Dilated,
+    *,
+    compat: str | None = None,
+    is_causal: bool = False,
+    backend: str = "auto",
+    head_offset: int = 0,
+) -> Explanation:
+    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well."""
+    _check_tensors(q, k, v)
+    choice = table.choose(backend, q.device, q.dtype)
+    offsets = _table(pattern, compat, k.shape[2], head_offset)
+    plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, offsets, q.shape[1], compat)
+    ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
+    entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * q.shape[0]
+    moved = 0
+    for group in plan.groups:
+        problems = group.heads * group.queries.segments * q.shape[0]
+        written = 1 if group.first else 2  # a merge reads what it changes
+        moved += problems * (group.queries.count * ratio * (row + written * (row + 4)) + group.keys.count * 2 * row)
+    return Explanation(choice.backend, choice.reason, choice.refusals, plan.groups, 4 * q.shape[3] * entries, moved)

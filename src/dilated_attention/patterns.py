@@ -1,0 +1,186 @@
+"""Patterns: what attends to what, as small frozen values that know no length, device or tensor.
+
+A pattern's heads are the heads of k and v. With grouped queries, query head h has the offset of the key-value head
+that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows one strided set of rows whoever asks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OffsetTable = tuple[tuple[int, ...], ...]
+"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
+
+Offsets = Literal["head", "head_block"] | Sequence[Sequence[int]]
+
+
+def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence of positive integers, one per branch; got {values!r}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must hold positive integers; got {value!r} in {list(values)!r}")
+    return tuple(values)
+
+
+@dataclass(frozen=True)
+class Dilated:
+    """Dilated attention: a union of branches (w, r) whose softmax runs over all their keys, counted with multiplicity.
+
+    In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A query that
+    takes part sees the keys of its segment that take part. With c(i, j) the number of branches that show key j to
+    query i,
+
+        P(i, j) = c(i, j) exp(s(i, j)) / sum_j' c(i, j') exp(s(i, j')),
+
+    which is what LongNet's mixing by softmax denominators computes (arXiv:2307.02486, equations 10 and 11).
+
+    Args:
+        segment_lengths: w of each branch, in tokens. A segment longer than the sequence is the whole sequence; the last
+            segment may be short.
+        dilation_rates: r of each branch.
+        offsets: `"head"`: o(h) = h mod r (the paper); `"head_block"`: o(h) = h // ceil(num_heads / r) (released
+            torchscale, GigaPath and LongViT checkpoints); or a table, branches x heads, of integers in [0, r), or -1
+            for a head that takes no part in the branch.
+        head_groups: cut the heads into one contiguous run per branch (the first num_heads mod branches runs are one
+            head larger); run i uses branch i alone, at offset i mod r_i. Rows that take no part give out 0, lse -inf.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offsets: Offsets = "head"
+    head_groups: bool = False
+
+    def __post_init__(self) -> None:
+        segments = _positive_ints("segment_lengths", self.segment_lengths)
+        rates = _positive_ints("dilation_rates", self.dilation_rates)
+        if not segments:
+            raise ValueError("segment_lengths is empty; give at least one branch, such as segment_lengths=[2048]")
+        if len(segments) != len(rates):
+            raise ValueError(
+                f"segment_lengths and dilation_rates must have one entry per branch each; "
+                f"got {len(segments)} and {len(rates)}: {list(segments)} and {list(rates)}"
+            )
+        offsets: Offsets = self.offsets
+        if isinstance(offsets, str):
+            if offsets not in ("head", "head_block"):
+                raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
+        else:
+            offsets = tuple(tuple(row) for row in offsets)
+            if len(offsets) != len(segments):
+                raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")
+            for row, rate in zip(offsets, rates, strict=True):
+                for offset in row:
+                    if isinstance(offset, bool) or not isinstance(offset, int) or not -1 <= offset < rate:
+                        raise ValueError(
+                            f"offsets must be integers in [0, {rate}) for dilation rate {rate}, or -1; got {offset!r}"
+                        )
+        if self.head_groups and offsets != "head":
+            raise ValueError(
+                f"head_groups=True sets the offsets itself (i mod r_i for run i); got offsets={offsets!r}. "
+                'Leave offsets="head", or give the table without head_groups'
+            )
+        object.__setattr__(self, "segment_lengths", segments)
+        object.__setattr__(self, "dilation_rates", rates)
+        object.__setattr__(self, "offsets", offsets)
+
+    def offset_table(self, num_heads: int, head_offset: int = 0) -> OffsetTable:
+        """The offset of every head in every branch; -1 where the head takes no part in the branch.
+
+        Args:
+            head_offset: the table is that of heads head_offset to head_offset + num_heads of a larger module.
+
+        Raises ValueError where the pattern does not fit the heads, or where a branch could never show any token.
+        """
+        if isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0:
+            raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
+        if head_offset and (self.head_groups or self.offsets == "head_block"):
+            raise ValueError(
+                f"head_offset={head_offset} needs offsets that do not depend on the total number of heads; "
+                "give offsets as a table over all heads: Dilated(...).offset_table(total)"
+            )
+        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+        table: list[tuple[int, ...]]
+        if self.head_groups:
+            if num_heads < len(branches):
+                raise ValueError(
+                    f"head_groups=True gives each branch a run of heads; "
+                    f"{num_heads} heads cannot serve {len(branches)} branches"
+                )
+            base, larger = divmod(num_heads, len(branches))
+            table, start = [], 0
+            for i, (_, rate) in enumerate(branches):
+                stop = start + base + (i < larger)
+                table.append(tuple([i % rate if start <= h < stop else -1 for h in range(num_heads)]))
+                start = stop
+        elif self.offsets == "head":
+            table = [tuple([(head_offset + h) % rate for h in range(num_heads)]) for _, rate in branches]
+        elif self.offsets == "head_block":
+            table = [tuple([h // -(-num_heads // rate) for h in range(num_heads)]) for _, rate in branches]
+        else:
+            for row in self.offsets:
+                if len(row) < head_offset + num_heads or (not head_offset and len(row) != num_heads):
+                    raise ValueError(
+                        f"offsets must have one entry per key-value head in each branch; got {len(row)} entries "
+                        f"for heads {head_offset} to {head_offset + num_heads}"
+                    )
+            table = [tuple(row[head_offset : head_offset + num_heads]) for row in self.offsets]
+        for row, (segment, rate) in zip(table, branches, strict=True):
+            if num_heads and all(offset < 0 or offset >= segment for offset in row):
+                raise ValueError(
+                    f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is at "
+                    f"least the segment length; got offsets {row}. Lower the dilation rate or lengthen the segment"
+                )
+        return tuple(table)
+
+    def coverage(self, seq_len: int, num_heads: int) -> Tensor:
+        """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
+
+        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        """
+        from dilated_attention.plan import plan_dilated
+
+        plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
+        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+        for group in plan.groups:
+            rows = group.queries
+            keys.as_strided(
+                (group.heads, rows.segments, rows.count),
+                (group.head_stride * seq_len, rows.segment, rows.stride),
+                group.head * seq_len + rows.start,
+            ).add_(group.keys.count)
+        blind = int((keys == 0).sum())
+        if blind:
+            warnings.warn(
+                f"{blind} of {keys.numel()} (head, token) pairs see no key at {seq_len} tokens and {num_heads} heads; "
+                "their output is 0. A branch of dilation rate 1 covers every token",
+                stacklevel=2,
+            )
+        return keys
+
+    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        from dilated_attention.plan import plan_dilated
+
+        plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
+        return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
+
+    def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
+        """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
+
+        Args:
+            num_heads: heads of k and v; default: as many as `head` needs to exist, at least one per branch.
+        """
+        from dilated_attention.plots import plot_counts
+
+        heads = num_heads or max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
+        return plot_counts(self, seq_len, head, heads, ax)

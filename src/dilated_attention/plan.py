@@ -1,0 +1,221 @@
+"""Plans: the closed-form groups of rows that a pattern means at one length, and the cache that keeps them.
+
+A group is a family of equal strided blocks, so that a plan stays a few integers at any length. Plans are pure integers:
+tables on a device are derived from them elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from dilated_attention.patterns import OffsetTable
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens start + i * segment + j * stride, for 0 <= i < segments and 0 <= j < count."""
+
+    start: int
+    segment: int
+    segments: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedGroup:
+    """Independent attention problems of one shape: one per segment and per head.
+
+    In segment i, for the key-value heads head + m * head_stride with 0 <= m < heads, the query rows of segment i see
+    the key rows of segment i.
+
+    Attributes:
+        diagonal: the causal mask, where the call asks for one, applies inside the group, by position in it. False:
+            every key is seen even when causal (keys that lie before all queries).
+        first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
+        phantoms: zero keys (score 0, value 0) that each query sees besides, when not causal; see compat="torchscale".
+    """
+
+    queries: Rows
+    keys: Rows
+    head: int
+    heads: int
+    head_stride: int
+    diagonal: bool = True
+    first: bool = False
+    phantoms: int = 0
+
+    def entries(self, is_causal: bool) -> int:
+        """Score entries that the group computes for one query head per key-value head."""
+        rows, keys = self.queries.count, self.keys.count
+        per_segment = rows * (rows + 1) // 2 if is_causal and self.diagonal else rows * keys
+        return self.heads * self.queries.segments * per_segment
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one pattern means at one length.
+
+    Attributes:
+        covered: the groups marked `first` hold every (row, head), so that nothing needs to be initialised.
+        square: in every group the queries are the keys (self-attention on one device).
+    """
+
+    seq_len: int
+    num_heads: int
+    groups: tuple[StridedGroup, ...]
+    covered: bool
+    square: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size charged to the cache, in bytes: an upper estimate of the Python objects."""
+        return 256 + 512 * len(self.groups)
+
+
+def _progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut an ascending list into arithmetic progressions (first, count, step), greedily."""
+    i = 0
+    while i < len(heads):
+        step = heads[i + 1] - heads[i] if i + 1 < len(heads) else 1
+        count = 1
+        while i + count < len(heads) and heads[i + count] - heads[i + count - 1] == step:
+            count += 1
+        yield heads[i], count, step
+        i += count
+
+
+def _compile_dilated(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    table: OffsetTable,
+    seq_len: int,
+    compat: str | None,
+) -> Plan:
+    num_heads = len(table[0])
+    if seq_len == 0:
+        return Plan(0, num_heads, (), covered=True, square=True)
+    groups: list[StridedGroup] = []
+    begun: set[int] = set()  # heads that an earlier branch has written
+    covered: set[int] = set()  # heads whose every row the first branch has written
+    # The densest branch goes first: it writes the running output that the others are merged into.
+    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
+        rate, offsets = dilation_rates[branch], table[branch]
+        segment = min(segment_lengths[branch], seq_len)
+        classes: dict[tuple[int, bool], list[int]] = {}
+        for head, offset in enumerate(offsets):
+            if 0 <= offset < segment:
+                classes.setdefault((offset, head not in begun), []).append(head)
+        for (offset, first), heads in classes.items():
+            full, tail = divmod(seq_len, segment)
+            spans = [(offset, full, segment), (full * segment + offset, 1, tail)]
+            for start, segments, length in spans:
+                count = -(-(length - offset) // rate)
+                if count <= 0:
+                    continue
+                rows = Rows(start, segment, segments, rate, count)
+                phantoms = -(-segment // rate) - count if compat == "torchscale" else 0
+                for head, number, step in _progressions(heads):
+                    groups.append(StridedGroup(rows, rows, head, number, step, True, first, phantoms))
+        for head, offset in enumerate(offsets):
+            if offset >= 0 and head not in begun:
+                begun.add(head)
+                if rate == 1:
+                    covered.add(head)
+    return Plan(seq_len, num_heads, tuple(groups), covered=len(covered) == num_heads, square=True)
+
+
+class CacheInfo(NamedTuple):
+    """Counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
+
+    hits: int
+    misses: int
+    evictions: int
+    entries: int
+    bytes: int
+    max_bytes: int
+
+
+class PlanCache:
+    """A least-recently-used cache bounded by bytes, safe under threads.
+
+    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
+    kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
+        with self._lock:
+            if key in self._entries:
+                self._hits += 1
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        value = make()
+        with self._lock:
+            self._misses += 1
+            if key not in self._entries:
+                self._entries[key] = value
+                self._bytes += value.nbytes  # type: ignore[attr-defined]
+                self._evict()
+        return value
+
+    def _evict(self) -> None:
+        while self._bytes > self._max_bytes:
+            _, value = self._entries.popitem(last=False)
+            self._bytes -= value.nbytes
+            self._evictions += 1
+
+    def info(self) -> CacheInfo:
+        """Hits, misses, evictions, entries, bytes held and the limit, read at one moment."""
+        with self._lock:
+            return CacheInfo(
+                self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._max_bytes
+            )
+
+    def clear(self) -> None:
+        """Drop every entry and set the counters to zero."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def resize(self, max_bytes: int) -> None:
+        """Set the limit, in bytes, and evict what no longer fits."""
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+            raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
+        with self._lock:
+            self._max_bytes = max_bytes
+            self._evict()
+
+
+plan_cache = PlanCache(max_bytes=64 << 20)
+"""Plans, layouts and their device tables, for the whole process."""
+
+
+def plan_dilated(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    table: OffsetTable,
+    seq_len: int,
+    compat: str | None = None,
+) -> Plan:
+    """The plan of a dilated pattern in normal form, from the cache.
+
+    Args:
+        table: branch x key-value head, as `Dilated.offset_table` gives it.
+        compat: `"torchscale"` adds the zero keys of released checkpoints: each group counts ceil(w' / r) keys a
+            segment, w' = min(w, seq_len), however many of them are real.
+    """
+    key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
+    return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
