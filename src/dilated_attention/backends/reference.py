@@ -216,7 +216,8 @@ def reference_attention(
         ValueError: the count matrix would exceed 2 GiB.
     """
     counts, phantoms = batch_counts(
-        *q.shape[:2],
+        q.shape[0],
+        q.shape[1],
         segment_lengths,
         dilation_rates,
         table,
@@ -233,7 +234,7 @@ def _check_size(batch: int, num_heads: int, seq_len: int) -> None:
     size = 4 * batch * num_heads * seq_len**2
     if size > MAX_BYTES:
         raise ValueError(
-            f"seq_len = {seq_len}: the count matrix of the reference backend, int32 {batch} x {num_heads} x {seq_len} x "
-            f"{seq_len}, would take {size / 1024**3:.1f} GiB, more than {MAX_BYTES / 1024**3:.0f} GiB; use "
+            f"seq_len = {seq_len}: the count matrix of the reference backend, int32 {batch} x {num_heads} x {seq_len} "
+            f"x {seq_len}, would take {size / 1024**3:.1f} GiB, more than {MAX_BYTES / 1024**3:.0f} GiB; use "
             f'backend="native" or a shorter sequence'
         )
