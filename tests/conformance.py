@@ -83,18 +83,12 @@ def magnitudes(
     to first order, an error of ε in each operation makes one of ε times this size in the result.
     """
     kv_heads = k.shape[2]
-    counts = counts[(None,) * (4 - counts.ndim)].double()[:, :, None]
+    lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)[1]
+    lse = lse.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)[..., None]
     score = scale * torch.einsum("bnhgd,bmhd->bhgnm", q.unflatten(2, (kv_heads, -1)), k)
-    score = torch.where(counts > 0, score, -torch.inf)
-    shift = torch.nn.functional.pad(score, (0, 1)).amax(-1, keepdim=True)
-    weight = counts * (score - shift).exp()
-    total = weight.sum(-1, keepdim=True)
-    if phantoms is not None:
-        total = total + phantoms[(None,) * (3 - phantoms.ndim)][:, :, None, :, None] * (-shift).exp()
-    seen = total > 0
-    total = torch.where(seen, total, 1.0)
-    weight = weight / total
-    lse = torch.where(seen, (shift + total.log()).abs(), 0.0)
+    counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
+    weight = torch.where(counts > 0, counts * (score - lse).exp(), 0.0)
+    lse = torch.where(lse.isfinite(), lse.abs(), 0.0)
 
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
     q, d_out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, d_lse.transpose(1, 2)))

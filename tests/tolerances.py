@@ -1,12 +1,12 @@
 """The only tolerances of the tests: relative error in norm, per dtype.
 
 A result that cancels meets no relative bar in finite precision: where a query sees one key, the gradient of q is
-exactly 0, and what is computed is the rounding of dP - dP. So an error passes if it is at most
+exactly 0, and what is computed is the rounding of dP - dP. So an error passes if its norm is at most
 
     max(TOLERANCE ‖expected‖, ROUNDING ε ‖magnitude‖),
 
 ε the machine epsilon of the dtype and magnitude the size of the terms that the result is a sum of
-(`conformance.magnitudes`). The second bar is the higher one only where those terms cancel to a small part of themselves.
+(`conformance.magnitudes`). The second bar is the higher one only where they cancel to a small part.
 """
 
 from __future__ import annotations
