@@ -1,0 +1,240 @@
+"""The oracle: attention from an integer count matrix, in float64, for any pattern.
+
+    P_ij = c_ij exp(s_ij) / Z_i,    Z_i = Σ_j c_ij exp(s_ij),    out_i = Σ_j P_ij v_j,    lse_i = log Z_i,
+
+where s_ij = scale · q_i·k_j and c_ij counts how often the pattern shows key j to query i. Everything is a plain
+differentiable tensor operation, so autograd gives the gradients, to any order. Time and memory are O(heads · seq²). It
+is written from the definition of the patterns and shares no index arithmetic with plans or the other backends, which
+are tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+MAX_BYTES = 2 * 1024**3  # of a count matrix
+
+
+def count_matrix(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    table: Sequence[Sequence[int]],
+    seq_len: int,
+    *,
+    is_causal: bool,
+    key_padding_mask: Bool[Tensor, " seq"] | None = None,
+) -> Int[Tensor, "heads seq seq"]:
+    """How many branches show key j to query i, for every head of k and v.
+
+    In a branch (w, r) token p lies in segment p // w and takes part for head h iff (p mod w) mod r = o(h); a query that
+    takes part sees the keys of its segment that take part (causal: those at j <= i).
+
+    Args:
+        segment_lengths, dilation_rates: w and r of each branch.
+        table: o(h) per branch and head; -1 where the head takes no part in the branch.
+        seq_len: N.
+        is_causal: whether a query sees no key behind it.
+        key_padding_mask: True at keys that nobody sees.
+
+    Returns:
+        int32 `(heads, seq, seq)`, indexed by head, query and key.
+
+    Raises:
+        ValueError: the matrix would exceed 2 GiB.
+    """
+    num_heads = len(table[0])
+    _check_size(1, num_heads, seq_len)
+    position = torch.arange(seq_len)
+    counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int32)
+    for w, r, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
+        segment = position // w
+        same_segment = segment[:, None] == segment[None, :]
+        for h, offset in enumerate(offsets):
+            takes_part = (position % w) % r == offset
+            counts[h] += same_segment & takes_part[:, None] & takes_part[None, :]
+    if is_causal:
+        counts *= position[:, None] >= position[None, :]
+    if key_padding_mask is not None:
+        counts *= ~key_padding_mask.cpu()
+    return counts
+
+
+def phantom_counts(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    table: Sequence[Sequence[int]],
+    seq_len: int,
+    *,
+    is_causal: bool,
+) -> Int[Tensor, "heads seq"]:
+    """How many zero keys `compat="torchscale"` shows to each query.
+
+    torchscale pads the sequence to a multiple of w' = min(w, N) and each segment to a multiple of r, and attends the
+    padding: a query that takes part in a branch sees, beside the m keys of its segment that take part,
+    ceil(w'/r) - m keys with score 0 and value 0. They lie behind every token, so a causal query sees none.
+    """
+    phantoms = torch.zeros(len(table[0]), seq_len, dtype=torch.int32)
+    if is_causal or seq_len == 0:
+        return phantoms
+    position = torch.arange(seq_len)
+    for w, r, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
+        width = min(w, seq_len)
+        for h, offset in enumerate(offsets):
+            takes_part = (position % width) % r == offset
+            for start in range(0, seq_len, width):
+                queries = slice(start, start + width)
+                phantoms[h, queries] += takes_part[queries] * (-(-width // r) - takes_part[queries].sum())
+    return phantoms
+
+
+def attend(
+    q: Float[Tensor, "batch queries heads head_dim"],
+    k: Float[Tensor, "batch keys kv_heads head_dim"],
+    v: Float[Tensor, "batch keys kv_heads value_dim"],
+    counts: Int[Tensor, "*#samples kv_heads queries keys"],
+    *,
+    scale: float,
+    phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
+) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch queries heads"]]:
+    """Softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
+
+    Args:
+        q, k, v: query head h attends with KV head h // (heads / kv_heads).
+        counts: c, of any pattern; the batch may be left out.
+        scale: s = scale · q·k.
+        phantoms: further keys per query with score 0 and value 0.
+
+    Returns:
+        out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
+        query that sees nothing gets out = 0, lse = -inf and passes no gradient. A non-finite number in q or k reaches
+        the queries that see it and no other; one in v makes their out NaN.
+    """
+    kv_heads = k.shape[2]
+    query, key, value = (x.to(torch.float64) for x in (q, k, v))
+    counts = counts.to(q.device)[(None,) * (4 - counts.ndim)]
+    if phantoms is not None:
+        phantoms = phantoms.to(q.device).expand(counts.shape[:-1])
+        counts = torch.cat([counts, phantoms[..., None]], -1)
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
+    counts = counts[:, :, None]
+    visible = counts > 0
+
+    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", query.unflatten(2, (kv_heads, -1)), key)
+    score = torch.where(visible, score, -torch.inf)
+    # A constant shift drops out of P and of lse, so it takes no gradient. The extra column serves rows of no keys.
+    shift = torch.nn.functional.pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
+    shift = torch.where(shift.isfinite(), shift, 0.0)
+    weight = counts * torch.exp(score - shift)
+    total = weight.sum(-1, keepdim=True)
+    empty = ~visible.any(-1, keepdim=True)
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, shift + total.log())
+
+    # P is 0 at an unseen key, but 0 · NaN is NaN.
+    finite = value.isfinite()
+    out = torch.einsum("bhgnm,bmhd->bnhgd", weight / total, torch.where(finite, value, 0.0))
+    tainted = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~finite).double()) > 0
+    out = torch.where(tainted, torch.nan, out)
+
+    lse = lse.squeeze(-1).permute(0, 3, 1, 2).flatten(2)
+    return out.flatten(2, 3).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def batch_counts(
+    batch: int,
+    seq_len: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    table: Sequence[Sequence[int]],
+    *,
+    is_causal: bool,
+    compat: str | None = None,
+    lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
+    cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
+    key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+) -> tuple[Int[Tensor, "batch heads seq seq"], Int[Tensor, "batch heads seq"] | None]:
+    """Counts and phantoms of a batch whose samples each have segments of their own, from their own first token on.
+
+    Arguments as for `reference_attention`. Rows outside every sample see nothing and are seen by none.
+    """
+    if cu_seqlens is not None:
+        samples = [(0, start, stop) for start, stop in pairwise(int(bound) for bound in cu_seqlens)]
+    elif lengths is not None:
+        samples = [(b, 0, int(length)) for b, length in enumerate(lengths)]
+    else:
+        samples = [(b, 0, seq_len) for b in range(batch)]
+
+    num_heads = len(table[0])
+    _check_size(batch, num_heads, seq_len)
+    counts = torch.zeros(batch, num_heads, seq_len, seq_len, dtype=torch.int32)
+    phantoms = torch.zeros(batch, num_heads, seq_len, dtype=torch.int32)
+    for b, start, stop in samples:
+        rows = slice(start, stop)
+        branches = (segment_lengths, dilation_rates, table, stop - start)
+        padding = None if key_padding_mask is None else key_padding_mask[b, rows]
+        counts[b, :, rows, rows] = count_matrix(*branches, is_causal=is_causal, key_padding_mask=padding)
+        phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
+    return counts, phantoms if compat == "torchscale" else None
+
+
+def reference_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads head_dim"],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    table: Sequence[Sequence[int]],
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    compat: str | None = None,
+    lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
+    cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
+    key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
+    """Dilated attention from the definition.
+
+    Args:
+        segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
+        scale: 1/√head_dim unless given.
+        compat: `"torchscale"` adds the zero keys of `phantom_counts`.
+        lengths: tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
+        cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
+            has its own segments from its own first token.
+        key_padding_mask: True at keys that nobody sees.
+
+    Returns:
+        out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
+        natural logarithm.
+
+    Raises:
+        ValueError: the count matrix would exceed 2 GiB.
+    """
+    counts, phantoms = batch_counts(
+        q.shape[0],
+        q.shape[1],
+        segment_lengths,
+        dilation_rates,
+        table,
+        is_causal=is_causal,
+        compat=compat,
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask,
+    )
+    return attend(q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms)
+
+
+def _check_size(batch: int, num_heads: int, seq_len: int) -> None:
+    size = 4 * batch * num_heads * seq_len**2
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"seq_len = {seq_len}: the count matrix of the reference backend, int32 {batch} x {num_heads} x {seq_len} "
+            f"x {seq_len}, would take {size / 1024**3:.1f} GiB, more than {MAX_BYTES / 1024**3:.0f} GiB; use "
+            f'backend="native" or a shorter sequence'
+        )

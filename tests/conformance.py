@@ -1,0 +1,162 @@
+"""Every way of computing attention against the oracle: out, lse, dq, dk, dv, with a gradient on out and on lse.
+
+A pattern or a backend is tested by one small class:
+
+    class TestWindow(Conformance):
+        seq_len = 37
+
+        def run(self, q, k, v):
+            return attention(q, k, v, Window(5), return_lse=True, backend="native")
+
+        def counts(self):
+            position = torch.arange(37)
+            return ((position[:, None] - position).abs() < 5).expand(self.kv_heads, 37, 37)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention.backends.reference import attend
+from tolerances import TOLERANCE, excess
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def evaluate(run: Run, inputs: tuple[Tensor, ...], cotangents: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """out, lse (batch, heads, seq) and the gradients of ⟨out, cotangent⟩ + ⟨lse, cotangent⟩."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = run(*leaves)
+    return (*results, *torch.autograd.grad(results, leaves, cotangents))
+
+
+def excesses(
+    run: Run,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    *,
+    scale: float,
+    phantoms: Tensor | None = None,
+    with_lse_gradient: bool = True,
+    seed: int = 0,
+) -> dict[str, float]:
+    """The error of each result over its bar, judged on the float64 oracle of the same inputs."""
+    q, k, v = inputs
+    generator = torch.Generator().manual_seed(seed)
+    d_out = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=torch.float64).to(q.dtype)
+    d_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, dtype=torch.float64)
+    d_lse = (d_lse * with_lse_gradient).to(torch.promote_types(q.dtype, torch.float32))
+
+    def oracle(q, k, v):
+        out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
+        return out, lse.transpose(1, 2)
+
+    doubles = tuple(x.double() for x in inputs)
+    expected = evaluate(oracle, doubles, (d_out.double(), d_lse.double()))
+    actual = evaluate(run, inputs, (d_out, d_lse))
+    dtypes = (q.dtype, d_lse.dtype, q.dtype, k.dtype, v.dtype)
+    assert tuple(x.dtype for x in actual) == dtypes
+    sizes = magnitudes(*doubles, counts, d_out.double(), d_lse.double(), scale=scale, phantoms=phantoms)
+    return {name: excess(a, e, size, q.dtype) for name, a, e, size in zip(NAMES, actual, expected, sizes, strict=True)}
+
+
+def magnitudes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+    *,
+    scale: float,
+    phantoms: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The size of the terms that out, lse, dq, dk and dv are sums of: each formula on absolute values (bars).
+
+    s̄ = scale q̄ k̄,  L̄ = |lse| + Σ P s̄,  P̄ = P (1 + s̄ + L̄),  out̄ = P̄ v̄,  dS̄ = P̄ (d̄out v̄ + d̄out·out̄ + d̄lse),
+    dq̄ = scale dS̄ k̄,  dk̄ = scale dS̄ᵀ q̄,  dv̄ = P̄ᵀ d̄out:
+    to first order, an error of ε in each operation makes one of ε times this size in the result.
+    """
+    kv_heads = k.shape[2]
+    lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)[1]
+    lse = lse.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)[..., None]
+    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", q.unflatten(2, (kv_heads, -1)), k)
+    counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
+    weight = torch.where(counts > 0, counts * (score - lse).exp(), 0.0)
+    lse = torch.where(lse.isfinite(), lse.abs(), 0.0)
+
+    q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
+    q, d_out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, d_lse.transpose(1, 2)))
+    score = abs(scale) * torch.einsum("bnhgd,bmhd->bhgnm", q, k)
+    lse = lse + (weight * score).sum(-1, keepdim=True)
+    weight = weight * (1 + score + lse)
+    out = torch.einsum("bhgnm,bmhd->bnhgd", weight, v)
+    mean = (d_out * out).sum(-1) + d_lse
+    slope = weight * (torch.einsum("bnhgd,bmhd->bhgnm", d_out, v) + mean.permute(0, 2, 3, 1)[..., None])
+    dq = abs(scale) * torch.einsum("bhgnm,bmhd->bnhgd", slope, k).flatten(2, 3)
+    dk = abs(scale) * torch.einsum("bhgnm,bnhgd->bmhd", slope, q)
+    dv = torch.einsum("bhgnm,bnhgd->bmhd", weight, d_out)
+    return out.flatten(2, 3), lse.squeeze(-1).flatten(1, 2), dq, dk, dv
+
+
+class Conformance:
+    """Subclasses set the shape and give `run` and `counts`; values and gradients are then checked in every dtype."""
+
+    batch = 2
+    seq_len: int
+    heads = 4
+    kv_heads = 4
+    head_dim = 8
+    scale = 8**-0.5
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out as q and lse `(batch, heads, seq)`, by the code under test."""
+        raise NotImplementedError
+
+    def counts(self) -> Tensor:
+        """How often each query sees each key: `(kv_heads, seq, seq)`, or with the batch in front."""
+        raise NotImplementedError
+
+    def phantoms(self) -> Tensor | None:
+        """How many zero keys each query sees: as `counts` without the keys."""
+        return None
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(self.batch, self.seq_len, heads, self.head_dim, generator=generator, dtype=torch.float64).to(
+                dtype
+            )
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        return q, k, v
+
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize("with_lse_gradient", [False, True])
+    def test_values_and_gradients(self, dtype: torch.dtype, with_lse_gradient: bool):
+        errors = excesses(
+            self.run,
+            self.inputs(dtype),
+            self.counts(),
+            scale=self.scale,
+            phantoms=self.phantoms(),
+            with_lse_gradient=with_lse_gradient,
+        )
+        assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+    def test_rows_that_see_nothing(self):
+        q, k, v = (x.requires_grad_() for x in self.inputs(torch.float32))
+        counts = self.counts()
+        counts = counts[(None,) * (4 - counts.ndim)].expand(self.batch, -1, -1, -1)
+        empty = (counts == 0).all(-1).repeat_interleave(self.heads // self.kv_heads, 1)
+        out, lse = self.run(q, k, v)
+        d_q = torch.autograd.grad((out, lse), q, (torch.ones_like(out), torch.ones_like(lse)))[0]
+        assert torch.equal(lse == -torch.inf, empty)
+        assert (out.transpose(1, 2)[empty] == 0).all()
+        assert (d_q.transpose(1, 2)[empty] == 0).all()
+        assert not any(x.isnan().any() for x in (out, lse, d_q))
