@@ -1,0 +1,82 @@
+"""What every test runs under: checked annotations, seeded generators, reproducible hypothesis."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+PACKAGE = importlib.util.find_spec("dilated_attention").submodule_search_locations
+
+# beartype checks each call against its jaxtyping shapes. Not in `kernels`: Triton compiles a kernel from the function's
+# own source and globals, and the checking wrapper has others.
+jaxtyping.install_import_hook(
+    [f"dilated_attention.{m.name}" for m in pkgutil.iter_modules(PACKAGE) if m.name != "kernels"], "beartype.beartype"
+)
+
+
+class _TorchGenerator:
+    """Lets hypothesis seed torch before each example, so that a failure replays and shrinks on the same tensors."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_generator = _TorchGenerator()  # hypothesis holds it weakly
+hypothesis.register_random(_generator)
+# No deadline and no complaint about slow examples: both measure how busy the machine is.
+_relaxed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, **_relaxed)
+hypothesis.settings.register_profile("explore", derandomize=False, max_examples=2000, **_relaxed)
+hypothesis.settings.load_profile("ci")  # pytest --hypothesis-profile=explore looks for new failures
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The test starts from torch's seed 0, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No annotation checks in this test: it passes wrong input, and the error that users get is what it tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def fresh_python() -> Callable[..., str]:
+    """`fresh_python(source, **environment)` runs `source` in a new interpreter without this file; its standard output.
+
+    For what the checking wrappers stand in the way of (`torch.compile(fullgraph=True)` cannot trace through them) and
+    for what is decided when a module is imported (`TRITON_INTERPRET="1"`). Warnings are errors there too.
+    """
+
+    def run(source: str, **environment: str) -> str:
+        process = subprocess.run(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    return run

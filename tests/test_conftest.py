@@ -1,0 +1,62 @@
+"""The checks that the other tests rely on are really on."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+
+import hypothesis
+import hypothesis.strategies as st
+import jaxtyping
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
+
+import dilated_attention
+
+
+@jaxtyping.jaxtyped(typechecker=beartype)
+def add(a: Float[Tensor, "batch seq"], b: Float[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
+    return a + b
+
+
+def test_annotations_of_every_module_but_the_kernels_are_checked():
+    for module in pkgutil.iter_modules(dilated_attention.__path__):
+        loader = importlib.util.find_spec(f"dilated_attention.{module.name}").loader
+        assert (type(loader).__name__ == "_JaxtypingLoader") == (module.name != "kernels"), module.name
+
+
+def test_a_shape_that_contradicts_its_annotation_is_an_error():
+    with pytest.raises(TypeCheckError):
+        add(torch.zeros(2, 3), torch.zeros(1, 3))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unchecked_lets_wrong_shapes_reach_the_function():
+    assert add(torch.zeros(2, 3), torch.zeros(1, 3)).shape == (2, 3)
+
+
+def test_fresh_python_is_unchecked_and_takes_an_environment(fresh_python):
+    source = """
+        import os, sys
+        import dilated_attention
+        print(os.environ["TRITON_INTERPRET"], "beartype" in sys.modules)
+    """
+    assert fresh_python(source, TRITON_INTERPRET="1").split() == ["1", "False"]
+
+
+def test_fresh_python_fails_on_a_warning(fresh_python):
+    with pytest.raises(AssertionError, match="UserWarning: found"):
+        fresh_python("import warnings; warnings.warn('found')")
+
+
+draws = []
+
+
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(size=st.integers(1, 9))
+def test_each_hypothesis_example_starts_from_one_torch_seed(size):
+    draws.append(torch.rand(size)[0].item())
+    assert len(set(draws)) == 1

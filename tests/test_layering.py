@@ -1,0 +1,96 @@
+"""Dependencies point one way: a module imports from its own layer and from lower ones only."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import dilated_attention
+
+ROOT = Path(dilated_attention.__file__).parent
+NAME = "dilated_attention"
+
+# Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
+LAYERS = (
+    {"errors", "kernels", "merge", "plots"},
+    {"patterns", "plan", "layout"},
+    {"backends"},
+    {"autograd"},
+    {"functional", "parallel", "routing"},
+    {"nn"},
+    {"bench", "integrations", "models"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
+ALONE = {"kernels", "merge"}  # import nothing of ours
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
+    """The names directly under our package that `tree`, a module of `package`, imports, anywhere in it."""
+    targets = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets += [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) + 1 - node.level]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            targets += [[*base, alias.name] for alias in node.names]
+    ours = [target[1:] for target in targets if target[0] == NAME]
+    return {target[0] if target else "__init__" for target in ours}
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What the module at `path`, relative to the package, imports against the direction."""
+    module = path.parts[0].removesuffix(".py")
+    if module not in LEVEL:
+        return [f"{path}: {module} has no layer: give it one in tests/test_layering.py"]
+    highest = -1 if module in ALONE else LEVEL[module]
+    # A name that is no module (`from dilated_attention import attention`) comes from the package's own __init__.
+    return [
+        f"{path}: {module} must not import {other}"
+        for other in sorted(imported(ast.parse(source), (NAME, *path.parts[:-1])) - {module})
+        if LEVEL.get(other, LEVEL["__init__"]) > highest
+    ]
+
+
+def test_dependencies_point_one_way():
+    found = [
+        line
+        for file in sorted(ROOT.rglob("*.py"))
+        for line in violations(file.relative_to(ROOT), file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_spelling_of_an_upward_import_is_found():
+    upward = [
+        ("plan.py", "from dilated_attention.functional import attention"),
+        ("plan.py", "from .functional import attention"),
+        ("plan.py", "import dilated_attention.nn as nn"),
+        ("plan.py", "def f():\n    from . import backends"),
+        ("plan.py", "from dilated_attention import dilated_attention"),
+        ("plan.py", "import dilated_attention"),
+        ("merge.py", "from .errors import UnsupportedError"),
+        ("kernels/strided.py", "from .. import plan"),
+        ("kernels/strided.py", "from ..merge import merge"),
+        ("backends/native.py", "if TYPE_CHECKING:\n    from ..autograd import forward"),
+        ("parallel/comm.py", "from ..nn import DilatedAttention"),
+        ("models/longnet/blocks.py", "from ...cli import main"),
+        ("shapes.py", ""),
+    ]
+    for path, source in upward:
+        assert len(violations(Path(path), source)) == 1, (path, source)
+
+
+def test_downward_and_sideways_imports_pass():
+    downward = [
+        ("plan.py", "from .errors import UnsupportedError\nfrom .patterns import Dilated\nimport torch.nn"),
+        ("kernels/strided.py", "from .online import update\nfrom . import online\nfrom ..kernels import blocks"),
+        ("backends/native.py", "from ..plan import Plan\nfrom dilated_attention.merge import merge_into"),
+        ("functional.py", "from . import autograd, parallel"),
+        ("cli.py", "from . import bench\nfrom .models.longnet import LongNetLM"),
+        ("__init__.py", "from .functional import attention\nfrom .nn import DilatedAttention"),
+    ]
+    for path, source in downward:
+        assert violations(Path(path), source) == [], (path, source)

@@ -1,0 +1,46 @@
+"""Every Python file of the project parses as Python 3.10 and is named after a concept."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(
+    path.relative_to(ROOT)
+    for path in ROOT.rglob("*.py")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)  # .venv
+)
+SYNTAX = (3, 10)
+EMPTY_WORDS = re.compile(r"(utils?|helpers?|common|misc|improved|optimized|production|v\d+)")
+
+
+def empty_words(path: Path) -> list[str]:
+    return [word for part in path.with_suffix("").parts for word in part.split("_") if EMPTY_WORDS.fullmatch(word)]
+
+
+def test_there_are_files_to_check():
+    assert Path("src/dilated_attention/__init__.py") in FILES
+    assert Path("tests/test_package.py") in FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_parses_as_the_oldest_python(path):
+    ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path), feature_version=SYNTAX)
+
+
+def test_newer_syntax_is_refused():
+    with pytest.raises(SyntaxError):
+        ast.parse("try:\n    pass\nexcept* ValueError:\n    pass", feature_version=SYNTAX)
+
+
+def test_modules_are_named_after_concepts():
+    assert {str(path): words for path in FILES if (words := empty_words(path))} == {}
+
+
+@pytest.mark.parametrize("name", ["utils.py", "bench/helpers.py", "common/__init__.py", "ring_v2.py", "_utils.py"])
+def test_an_empty_name_is_found(name):
+    assert empty_words(Path(name))
