@@ -24,15 +24,17 @@ from torch import Tensor
 from dilated_attention.backends.reference import attend
 from tolerances import TOLERANCE, excess
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def evaluate(run: Run, inputs: tuple[Tensor, ...], cotangents: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """out, lse (batch, heads, seq) and the gradients of ⟨out, cotangent⟩ + ⟨lse, cotangent⟩."""
+def evaluate(run: Run, inputs: tuple[Tensor, ...], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
+    """out, lse `(batch, heads, seq)`, dq, dk and dv, from cotangents of out, of lse or of both."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    results = run(*leaves)
-    return (*results, *torch.autograd.grad(results, leaves, cotangents))
+    values = dict(zip(("out", "lse"), run(*leaves), strict=True))
+    gradients = torch.autograd.grad(
+        [values[name] for name in cotangents], leaves, list(cotangents.values()), materialize_grads=True
+    )
+    return values | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def excesses(
@@ -42,27 +44,29 @@ def excesses(
     *,
     scale: float,
     phantoms: Tensor | None = None,
-    with_lse_gradient: bool = True,
+    gradient_of: tuple[str, ...] = ("out", "lse"),
     seed: int = 0,
 ) -> dict[str, float]:
     """The error of each result over its bar, judged on the float64 oracle of the same inputs."""
     q, k, v = inputs
     generator = torch.Generator().manual_seed(seed)
-    d_out = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=torch.float64).to(q.dtype)
-    d_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, dtype=torch.float64)
-    d_lse = (d_lse * with_lse_gradient).to(torch.promote_types(q.dtype, torch.float32))
+    shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
+    dtypes = {"out": q.dtype, "lse": torch.promote_types(q.dtype, torch.float32)}
+    normal = {name: torch.randn(shapes[name], generator=generator, dtype=torch.float64) for name in gradient_of}
+    cotangents = {name: x.to(dtypes[name]) for name, x in normal.items()}
 
     def oracle(q, k, v):
         out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
         return out, lse.transpose(1, 2)
 
-    doubles = tuple(x.double() for x in inputs)
-    expected = evaluate(oracle, doubles, (d_out.double(), d_lse.double()))
-    actual = evaluate(run, inputs, (d_out, d_lse))
-    dtypes = (q.dtype, d_lse.dtype, q.dtype, k.dtype, v.dtype)
-    assert tuple(x.dtype for x in actual) == dtypes
-    sizes = magnitudes(*doubles, counts, d_out.double(), d_lse.double(), scale=scale, phantoms=phantoms)
-    return {name: excess(a, e, size, q.dtype) for name, a, e, size in zip(NAMES, actual, expected, sizes, strict=True)}
+    actual = evaluate(run, inputs, cotangents)
+    assert {name: actual[name].dtype for name in dtypes} == dtypes
+    doubles = (q.double(), k.double(), v.double())
+    cotangents = {name: x.double() for name, x in cotangents.items()}
+    expected = evaluate(oracle, doubles, cotangents)
+    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    sizes = magnitudes(*doubles, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms)
+    return {name: excess(actual[name], expected[name], sizes[name], q.dtype) for name in expected}
 
 
 def magnitudes(
@@ -75,7 +79,7 @@ def magnitudes(
     *,
     scale: float,
     phantoms: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """The size of the terms that out, lse, dq, dk and dv are sums of: each formula on absolute values (bars).
 
     s̄ = scale q̄ k̄,  L̄ = |lse| + Σ P s̄,  P̄ = P (1 + s̄ + L̄),  out̄ = P̄ v̄,  dS̄ = P̄ (d̄out v̄ + d̄out·out̄ + d̄lse),
@@ -101,7 +105,7 @@ def magnitudes(
     dq = abs(scale) * torch.einsum("bhgnm,bmhd->bnhgd", slope, k).flatten(2, 3)
     dk = abs(scale) * torch.einsum("bhgnm,bnhgd->bmhd", slope, q)
     dv = torch.einsum("bhgnm,bnhgd->bmhd", weight, d_out)
-    return out.flatten(2, 3), lse.squeeze(-1).flatten(1, 2), dq, dk, dv
+    return {"out": out.flatten(2, 3), "lse": lse.squeeze(-1).flatten(1, 2), "dq": dq, "dk": dk, "dv": dv}
 
 
 class Conformance:
@@ -137,15 +141,15 @@ class Conformance:
         return q, k, v
 
     @pytest.mark.parametrize("dtype", TOLERANCE)
-    @pytest.mark.parametrize("with_lse_gradient", [False, True])
-    def test_values_and_gradients(self, dtype: torch.dtype, with_lse_gradient: bool):
+    @pytest.mark.parametrize("gradient_of", [("out",), ("lse",), ("out", "lse")], ids=" and ".join)
+    def test_values_and_gradients(self, dtype: torch.dtype, gradient_of: tuple[str, ...]):
         errors = excesses(
             self.run,
             self.inputs(dtype),
             self.counts(),
             scale=self.scale,
             phantoms=self.phantoms(),
-            with_lse_gradient=with_lse_gradient,
+            gradient_of=gradient_of,
         )
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 

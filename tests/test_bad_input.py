@@ -1,0 +1,194 @@
+"""Every bad argument gives one clear ValueError: the argument, the value it got, what would be right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dilated_attention import BackendError, UnsupportedError, dilated_attention
+
+BATCH, SEQ, HEADS, DIM = 2, 8, 4, 4
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape or (BATCH, SEQ, HEADS, DIM), dtype=dtype, device=device)
+
+
+def ids(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+# changed arguments; what the message must hold: the argument, its value, the remedy
+BAD = {
+    "q is no tensor": ({"q": [1.0]}, ["q", "list", "torch.Tensor"]),
+    "rank of q": ({"q": tensor(SEQ, HEADS, DIM)}, ["q", "(8, 4, 4)", "(batch, seq, heads, head_dim)"]),
+    "rank of k": ({"k": tensor(BATCH, SEQ, DIM)}, ["k", "(2, 8, 4)", "(batch, seq, heads, head_dim)"]),
+    "rank of v": ({"v": tensor(1, BATCH, SEQ, HEADS, DIM)}, ["v", "(1, 2, 8, 4, 4)", "(batch, seq, heads, head_dim)"]),
+    "k and v differ": ({"v": tensor(BATCH, SEQ, HEADS, 5)}, ["k and v", "(2, 8, 4, 4)", "(2, 8, 4, 5)", "same shape"]),
+    "batch differs": ({"q": tensor(3, SEQ, HEADS, DIM)}, ["q and k", "(3, 8, 4, 4)", "(2, 8, 4, 4)", "agree in batch"]),
+    "seq differs": ({"q": tensor(BATCH, 7, HEADS, DIM)}, ["q and k", "(2, 7, 4, 4)", "agree in batch, seq"]),
+    "head_dim differs": ({"q": tensor(BATCH, SEQ, HEADS, 3)}, ["q and k", "(2, 8, 4, 3)", "head_dim"]),
+    "no head_dim": ({x: tensor(BATCH, SEQ, HEADS, 0) for x in "qkv"}, ["q", "(2, 8, 4, 0)", "head_dim", "at least 1"]),
+    "no heads": ({x: tensor(BATCH, SEQ, 0, DIM) for x in "kv"}, ["heads", "0", "divide"]),
+    "heads not divisible": ({x: tensor(BATCH, SEQ, 3, DIM) for x in "kv"}, ["heads", "4", "3", "divide"]),
+    "more kv_heads": ({x: tensor(BATCH, SEQ, 8, DIM) for x in "kv"}, ["heads", "4", "8", "divide"]),
+    "dtype of k": ({"k": tensor(dtype=torch.float64)}, ["k", "torch.float64", "q", "torch.float32", "one floating dtype"]),
+    "integer tensors": ({x: tensor(dtype=torch.int64) for x in "qkv"}, ["q", "torch.int64", "floating dtype"]),
+    "complex tensors": ({x: tensor(dtype=torch.complex64) for x in "qkv"}, ["q", "torch.complex64", "floating dtype"]),
+    "eight bits": ({x: tensor().to(torch.float8_e5m2) for x in "qkv"}, ["torch.float8_e5m2", "float32"]),
+    "device of v": ({"v": tensor(device="meta")}, ["v", "meta", "q", "cpu", "one device"]),
+    "no branch": ({"segment_lengths": [], "dilation_rates": []}, ["segment_lengths", "empty", "at least one"]),
+    "unequal lists": ({"dilation_rates": [1]}, ["segment_lengths", "dilation_rates", "[4, 8]", "[1]", "one entry per branch"]),
+    "segment 0": ({"segment_lengths": [4, 0]}, ["segment_lengths", "0", "[4, 0]", "positive integers"]),
+    "segment -4": ({"segment_lengths": [-4, 8]}, ["segment_lengths", "-4", "positive integers"]),
+    "segment 4.0": ({"segment_lengths": [4.0, 8]}, ["segment_lengths", "4.0", "positive integers"]),
+    "segment True": ({"segment_lengths": [True, 8]}, ["segment_lengths", "True", "positive integers"]),
+    "segment '4'": ({"segment_lengths": ["4", 8]}, ["segment_lengths", "'4'", "positive integers"]),
+    "a string of segments": ({"segment_lengths": "48"}, ["segment_lengths", "positive integers"]),
+    "one segment": ({"segment_lengths": 4}, ["segment_lengths", "4", "positive integers"]),
+    "no segments": ({"segment_lengths": None}, ["segment_lengths", "None", "positive integers"]),
+    "rate 0": ({"dilation_rates": [1, 0]}, ["dilation_rates", "0", "[1, 0]", "positive integers"]),
+    "rate -1": ({"dilation_rates": [1, -1]}, ["dilation_rates", "-1", "positive integers"]),
+    "rate 1.5": ({"dilation_rates": [1, 1.5]}, ["dilation_rates", "1.5", "positive integers"]),
+    "one rate": ({"dilation_rates": 1}, ["dilation_rates", "1", "positive integers"]),
+    "r > w, table": (
+        {"segment_lengths": [8, 2], "dilation_rates": [1, 6], "offsets": [[0] * 4, [2, 3, 4, 5]]},
+        ["segment 2", "rate 6", "(2, 3, 4, 5)", "Lower the dilation rate or lengthen the segment"],
+    ),
+    "r > w, head groups": (
+        {"segment_lengths": [8, 1], "dilation_rates": [1, 6], "head_groups": True},
+        ["segment 1", "rate 6", "Lower the dilation rate or lengthen the segment"],
+    ),
+    "no head": ({"offsets": [[0] * 4, [-1] * 4]}, ["segment 8", "rate 2", "(-1, -1, -1, -1)"]),
+    "unknown offsets": ({"offsets": "heads"}, ["offsets", "'heads'", '"head"', '"head_block"', "table"]),
+    "offsets None": ({"offsets": None}, ["offsets", "None", '"head"', "table"]),
+    "offsets of one branch": ({"offsets": [[0] * 4]}, ["offsets", "1 row", "one per branch, 2"]),
+    "offsets not nested": ({"offsets": [0, 1]}, ["offsets", "[0, 1]", "branches x heads"]),
+    "offsets of 3 heads": ({"offsets": [[0] * 3, [0] * 3]}, ["offsets", "3", "one entry per key-value head"]),
+    "offset r": ({"offsets": [[0] * 4, [0, 1, 2, 0]]}, ["offsets", "2", "[0, 2)"]),
+    "offset -2": ({"offsets": [[0] * 4, [0, 1, -2, 0]]}, ["offsets", "-2", "[0, 2)", "-1"]),
+    "offset 0.5": ({"offsets": [[0] * 4, [0, 0.5, 0, 0]]}, ["offsets", "0.5", "integers"]),
+    "groups and a table": ({"offsets": "head_block", "head_groups": True}, ["head_groups=True", "'head_block'", '"head"']),
+    "more groups than heads": (
+        {"segment_lengths": [8] * 5, "dilation_rates": [1] * 5, "head_groups": True},
+        ["head_groups=True", "4 heads", "5 branches"],
+    ),
+    "unknown compat": ({"compat": "longnet"}, ["compat", "'longnet'", '"torchscale"']),
+    "compat and groups": ({"compat": "torchscale", "head_groups": True}, ["compat", "head_groups=True"]),
+    "scale nan": ({"scale": math.nan}, ["scale", "nan", "finite"]),
+    "scale inf": ({"scale": math.inf}, ["scale", "inf", "finite"]),
+    "scale is text": ({"scale": "1"}, ["scale", "'1'", "number"]),
+    "is_causal is no bool": ({"is_causal": "yes"}, ["is_causal", "'yes'", "bool"]),
+    "dropout": ({"dropout_p": 0.1}, ["dropout_p", "0.1", "not supported", "dropout_p=0.0"]),
+    "dropout 2": ({"dropout_p": 2.0}, ["dropout_p", "2.0", "[0, 1)"]),
+    "lengths and cu_seqlens": ({"lengths": ids(8, 8), "cu_seqlens": ids(0, 8)}, ["lengths", "cu_seqlens", "both"]),
+    "too many lengths": ({"lengths": ids(8, 8, 8)}, ["lengths", "(3,)", "2 integers"]),
+    "rank of lengths": ({"lengths": ids(8, 8)[None]}, ["lengths", "(1, 2)", "2 integers"]),
+    "dtype of lengths": ({"lengths": ids(8, 8).double()}, ["lengths", "torch.float64", "2 integers"]),
+    "lengths is text": ({"lengths": "all"}, ["lengths", "'all'", "2 integers"]),
+    "length over seq": ({"lengths": ids(8, 9)}, ["lengths", "[8, 9]", "[0, 8]"]),
+    "length below 0": ({"lengths": ids(-1, 8)}, ["lengths", "[-1, 8]", "[0, 8]"]),
+    "cu_seqlens and a batch": ({"cu_seqlens": ids(0, 8)}, ["cu_seqlens", "batch 2", "batch 1"]),
+    "mask of bytes": ({"key_padding_mask": torch.zeros(2, 8, dtype=torch.uint8)}, ["key_padding_mask", "torch.uint8", "bool"]),
+    "mask is a list": ({"key_padding_mask": [[False] * 8] * 2}, ["key_padding_mask", "list", "bool"]),
+    "shape of mask": ({"key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)}, ["key_padding_mask", "(2, 7)", "(2, 8)"]),
+    "mask over heads": (
+        {"key_padding_mask": torch.zeros(2, 4, 8, 8, dtype=torch.bool)},
+        ["key_padding_mask", "(2, 4, 8, 8)", "(2, 8)"],
+    ),
+    "device of mask": (
+        {"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool, device="meta")},
+        ["key_padding_mask", "meta", "cpu"],
+    ),
+    "unknown backend": ({"backend": "cuda"}, ["backend", "'cuda'", "'native'", "'reference'"]),
+    "mesh": ({"mesh": object()}, ["mesh", "not supported", "mesh=None"]),
+    "transport": ({"transport": "ring"}, ["transport", "'ring'", "mesh"]),
+    "seq_len": ({"seq_len": 9}, ["seq_len", "9", "8"]),
+    "head_offset": ({"head_offset": -1}, ["head_offset", "-1", "non-negative"]),
+    "head_offset of blocks": ({"head_offset": 4, "offsets": "head_block"}, ["head_offset", "4", "table"]),
+}  # fmt: skip
+
+PACKED = {
+    "starts late": (ids(1, 8), ["cu_seqlens", "[1, 8]", "from 0 to"]),
+    "ends early": (ids(0, 7), ["cu_seqlens", "[0, 7]", "8"]),
+    "ends late": (ids(0, 9), ["cu_seqlens", "[0, 9]", "8"]),
+    "descends": (ids(0, 5, 3, 8), ["cu_seqlens", "[0, 5, 3, 8]", "ascend"]),
+    "empty": (ids(), ["cu_seqlens", "(0,)", "(samples + 1,)"]),
+    "rank": (ids(0, 8)[None], ["cu_seqlens", "(1, 2)", "(samples + 1,)"]),
+    "dtype": (ids(0, 8).float(), ["cu_seqlens", "torch.float32", "integers"]),
+}
+
+
+def refused(arguments: dict, words: list[str], error: type[Exception] = ValueError) -> None:
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(error) as raised:
+        dilated_attention(**arguments)
+    message = str(raised.value)
+    assert all(word in message for word in words), f"{message!r} lacks {[w for w in words if w not in message]}"
+    for name, x in before.items():
+        assert x.is_meta or torch.equal(x.float(), arguments[name].float()), f"{name} was changed"
+
+
+def arguments(**changes) -> dict:
+    return {
+        "q": tensor(),
+        "k": tensor(),
+        "v": tensor(),
+        "segment_lengths": [4, 8],
+        "dilation_rates": [1, 2],
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument(name, backend):
+    changes, words = BAD[name]
+    refused(arguments(**{"backend": backend} | changes), words)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", PACKED)
+def test_bad_packing(name, backend):
+    cu_seqlens, words = PACKED[name]
+    packed = {x: tensor(1, SEQ, HEADS, DIM) for x in "qkv"}
+    refused(arguments(**packed, cu_seqlens=cu_seqlens, backend=backend), words)
+
+
+def test_what_is_not_supported_yet_says_so():
+    refused(arguments(dropout_p=0.5), ["dropout_p"], UnsupportedError)
+    refused(arguments(mesh=object()), ["mesh"], UnsupportedError)
+
+
+def test_no_backend_says_why_each_refused():
+    eight = {x: tensor().to(torch.float8_e5m2) for x in "qkv"}
+    refused(arguments(**eight), ["native", "torch.float8_e5m2", "reference"], BackendError)
+
+
+def test_too_long_for_the_reference():
+    meta = {x: tensor(1, 2**20, 1, 1, device="meta") for x in "qkv"}
+    refused(arguments(**meta, backend="reference"), ["seq_len = 1048576", "native"])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_pass_through(name, number, backend):
+    """Token 5 lies in the second segment of 4: its head there may be anything, the first segment is as it was."""
+    generator = torch.Generator().manual_seed(0)
+    clean = {x: torch.randn(BATCH, SEQ, HEADS, DIM, generator=generator) for x in "qkv"}
+    dirty = {x: y.clone() for x, y in clean.items()}
+    dirty[name][1, 5, 2, 3] = number
+    leaves = [x.requires_grad_() for x in dirty.values()]
+    out = dilated_attention(*leaves, [4], [1], backend=backend)
+    expected = dilated_attention(*clean.values(), [4], [1], backend=backend)
+    elsewhere = torch.ones_like(out, dtype=torch.bool)
+    elsewhere[1, 4:, 2] = False
+    assert torch.equal(out[elsewhere], expected[elsewhere])
+    seen = out[1, 5 if name == "q" else slice(4, None), 2]
+    if math.isnan(number):
+        assert (seen if name != "v" else seen[:, 3]).isnan().all()
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert gradient[0].isfinite().all()

@@ -1,0 +1,241 @@
+"""Random calls over every option: the native backend against the reference backend in float64 on the same inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance import excesses
+from dilated_attention import Dilated, dilated_attention
+from dilated_attention.backends.reference import batch_counts
+
+LAYOUTS = ("contiguous", "heads_first", "packed", "sliced", "head_dim_strided", "shared_batch")
+FULL_PRECISION = st.sampled_from([torch.float64, torch.float32])
+
+# Not st.integers, which draws its lower bound so often that a third of the calls would hold no token or one.
+BATCHES = st.sampled_from([1, 2, 1, 3, 2, 0])
+LENGTHS = st.sampled_from(range(1, 41))
+SEGMENTS = st.sampled_from(range(1, 49))
+RATES = st.sampled_from([1, 2, 3, 1, 2, 4, 5, 6, 7, 9])
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, but for the tensors' numbers, which `seed` gives."""
+
+    batch: int
+    seq_len: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    pattern: Dilated
+    compat: str | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    lengths: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    padding: float | None = None
+    layout: str = "contiguous"
+    gradient_of: tuple[str, ...] = ("out", "lse")
+    seed: int = 0
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return tuple(
+            arrange(self.layout, (self.batch, self.seq_len, heads, self.head_dim), generator, dtype)
+            for heads in (self.kv_heads * self.group, self.kv_heads, self.kv_heads)
+        )
+
+    def ragged(self) -> dict[str, Tensor | None]:
+        mask = None
+        if self.padding is not None:
+            generator = torch.Generator().manual_seed(self.seed + 1)
+            mask = torch.rand(self.batch, self.seq_len, generator=generator) < self.padding
+        return {
+            "lengths": None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int64),
+            "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32),
+            "key_padding_mask": mask,
+        }
+
+    def table(self) -> tuple[tuple[int, ...], ...]:
+        pattern = self.pattern
+        if self.compat is not None and pattern.offsets == "head":
+            pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, "head_block")
+        return pattern.offset_table(self.kv_heads)
+
+
+def arrange(layout: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Random numbers of this shape, in memory as `layout` says."""
+    batch, seq_len, heads, head_dim = shape
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    match layout:
+        case "contiguous":
+            return normal(shape).to(dtype)
+        case "heads_first":
+            return normal(batch, heads, seq_len, head_dim).to(dtype).transpose(1, 2)
+        case "packed":
+            return normal(batch, seq_len, 3, heads, head_dim).to(dtype).select(2, 1)
+        case "sliced":
+            return normal(batch, seq_len + 3, heads + 1, head_dim + 2).to(dtype)[:, 2:-1, 1:, :-2]
+        case "head_dim_strided":
+            return normal(batch, seq_len, head_dim, heads).to(dtype).transpose(2, 3)
+        case "shared_batch":
+            return normal(1, seq_len, heads, head_dim).to(dtype).expand(shape)
+    raise AssertionError(layout)
+
+
+@st.composite
+def patterns(draw, kv_heads: int) -> Dilated:
+    branches = draw(st.sampled_from([1, 2, 3, 4]))
+    segments = tuple(draw(st.lists(SEGMENTS, min_size=branches, max_size=branches)))
+    rates = tuple(draw(st.lists(RATES, min_size=branches, max_size=branches)))
+    kind = draw(st.sampled_from(["head", "head_block", "table", "groups"]))
+    if kind == "groups" and branches <= kv_heads:
+        assume(all(i % r < w for i, (w, r) in enumerate(zip(segments, rates, strict=True))))
+        return Dilated(segments, rates, head_groups=True)
+    if kind == "table":
+        table = tuple(
+            tuple(draw(st.lists(st.sampled_from([*range(r), -1]), min_size=kv_heads, max_size=kv_heads))) for r in rates
+        )
+        assume(all(any(0 <= o < w for o in row) for w, row in zip(segments, table, strict=True)))
+        return Dilated(segments, rates, table)
+    return Dilated(segments, rates, "head_block" if kind == "head_block" else "head")
+
+
+@st.composite
+def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
+    pattern = draw(patterns(kv_heads).filter(lambda pattern: not (compat and pattern.head_groups)))
+    batch, seq_len = draw(BATCHES), draw(LENGTHS)
+    lengths = cu_seqlens = padding = None
+    kind = draw(st.sampled_from(["lengths", "cu_seqlens", "mask", "lengths+mask", "cu_seqlens+mask"])) if ragged else ""
+    if "lengths" in kind:
+        lengths = tuple(draw(st.lists(st.sampled_from(range(seq_len, -1, -1)), min_size=batch, max_size=batch)))
+    if "cu_seqlens" in kind:
+        batch = 1
+        cu_seqlens = (0, *sorted(draw(st.lists(st.sampled_from(range(seq_len + 1)), max_size=5))), seq_len)
+    if "mask" in kind:
+        padding = draw(st.sampled_from([0.1, 0.5, 0.9, 0.0, 1.0]))
+    return Call(
+        batch=batch,
+        seq_len=seq_len,
+        kv_heads=kv_heads,
+        group=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(st.sampled_from([2, 1, 3, 8, 16, 20])),
+        pattern=pattern,
+        compat="torchscale" if compat else None,
+        is_causal=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 0.3, 1.0])),
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
+        padding=padding,
+        layout=draw(st.sampled_from(LAYOUTS)),
+        gradient_of=draw(st.sampled_from([("out",), ("out", "lse"), ("lse",)])),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small calls are faster on one; and `torch.empty` is filled with NaN, so that what is read was written."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
+    q, k, v = call.inputs(dtype)
+    ragged = call.ragged()
+    counts, phantoms = batch_counts(
+        call.batch,
+        call.seq_len,
+        call.pattern.segment_lengths,
+        call.pattern.dilation_rates,
+        call.table(),
+        is_causal=call.is_causal,
+        compat=call.compat,
+        **ragged,
+    )
+    run = partial(
+        dilated_attention,
+        segment_lengths=call.pattern.segment_lengths,
+        dilation_rates=call.pattern.dilation_rates,
+        offsets=call.pattern.offsets,
+        head_groups=call.pattern.head_groups,
+        compat=call.compat,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        return_lse=True,
+        backend=backend,
+        **ragged,
+    )
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    errors = excesses(
+        run,
+        (q, k, v),
+        counts,
+        scale=scale,
+        phantoms=phantoms,
+        gradient_of=call.gradient_of,
+        seed=call.seed,
+    )
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+def random_calls(count: int):
+    """The same calls in every run, so that a failure is the change's and not the day's."""
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
+
+
+@random_calls(1000)
+@given(call=calls())
+def test_float64(call):
+    check(call, torch.float64)
+
+
+@random_calls(1000)
+@given(call=calls())
+def test_float32(call):
+    check(call, torch.float32)
+
+
+@random_calls(1000)
+@given(call=calls(ragged=True), dtype=FULL_PRECISION)
+def test_ragged(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(400)
+@given(call=calls(compat=True), dtype=FULL_PRECISION)
+def test_torchscale(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(200)
+@given(call=calls(ragged=True, compat=True), dtype=FULL_PRECISION)
+def test_torchscale_ragged(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(300)
+@given(call=calls(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_half_precision(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(100)
+@given(
+    call=st.one_of(calls(), calls(ragged=True), calls(compat=True)),
+    dtype=FULL_PRECISION,
+)
+def test_reference_backend(call, dtype):
+    check(call, dtype, "reference")
