@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from conformance import excesses
 from dilated_attention import Dilated, dilated_attention
+from dilated_attention.backends import native
 from dilated_attention.backends.reference import batch_counts
 
 LAYOUTS = ("contiguous", "heads_first", "packed", "sliced", "head_dim_strided", "shared_batch")
@@ -27,7 +29,10 @@ RATES = st.sampled_from([1, 2, 3, 1, 2, 4, 5, 6, 7, 9])
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, but for the tensors' numbers, which `seed` gives."""
+    """The arguments of one call, but for the tensors' numbers, which `seed` gives.
+
+    `tile_bytes` makes the native backend cut small groups as it cuts those of many megabytes.
+    """
 
     batch: int
     seq_len: int
@@ -42,6 +47,7 @@ class Call:
     cu_seqlens: tuple[int, ...] | None = None
     padding: float | None = None
     layout: str = "contiguous"
+    tile_bytes: int = native._TILE_BYTES
     gradient_of: tuple[str, ...] = ("out", "lse")
     seed: int = 0
 
@@ -136,6 +142,7 @@ def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
         cu_seqlens=cu_seqlens,
         padding=padding,
         layout=draw(st.sampled_from(LAYOUTS)),
+        tile_bytes=draw(st.sampled_from([native._TILE_BYTES, 1])),
         gradient_of=draw(st.sampled_from([("out",), ("out", "lse"), ("lse",)])),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -179,15 +186,16 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
         **ragged,
     )
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
-    errors = excesses(
-        run,
-        (q, k, v),
-        counts,
-        scale=scale,
-        phantoms=phantoms,
-        gradient_of=call.gradient_of,
-        seed=call.seed,
-    )
+    with mock.patch.object(native, "_TILE_BYTES", call.tile_bytes):
+        errors = excesses(
+            run,
+            (q, k, v),
+            counts,
+            scale=scale,
+            phantoms=phantoms,
+            gradient_of=call.gradient_of,
+            seed=call.seed,
+        )
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 

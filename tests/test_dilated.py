@@ -1,0 +1,176 @@
+"""Dilated patterns through the public function against counts from the definition, case by case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance import Conformance, excesses
+from dilated_attention import Dilated, dilated_attention
+from dilated_attention.backends.reference import batch_counts, count_matrix
+
+
+class DilatedConformance(Conformance):
+    seq_len = 37
+    pattern: Dilated
+    is_causal = False
+    compat: str | None = None
+    lengths: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    key_padding_mask: torch.Tensor | None = None
+
+    def ragged(self):
+        return {
+            "lengths": None if self.lengths is None else torch.tensor(self.lengths),
+            "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens),
+            "key_padding_mask": self.key_padding_mask,
+        }
+
+    def run(self, q, k, v):
+        pattern = self.pattern
+        return dilated_attention(
+            q,
+            k,
+            v,
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            offsets=pattern.offsets,
+            head_groups=pattern.head_groups,
+            compat=self.compat,
+            is_causal=self.is_causal,
+            return_lse=True,
+            backend="native",
+            **self.ragged(),
+        )
+
+    def definition(self):
+        pattern = self.pattern
+        return batch_counts(
+            self.batch,
+            self.seq_len,
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            pattern.offset_table(self.kv_heads),
+            is_causal=self.is_causal,
+            compat=self.compat,
+            **self.ragged(),
+        )
+
+    def counts(self):
+        return self.definition()[0]
+
+    def phantoms(self):
+        return self.definition()[1]
+
+
+class TestOneSegment(DilatedConformance):
+    pattern = Dilated((64,), (1,))
+
+
+class TestCausalSegments(DilatedConformance):
+    pattern = Dilated((8,), (1,))
+    is_causal = True
+
+
+class TestPaper(DilatedConformance):
+    """Every token is covered; head 3 of 4 has its own offset at every rate."""
+
+    pattern = Dilated((8, 16, 32), (1, 2, 4))
+
+
+class TestPaperCausal(TestPaper):
+    is_causal = True
+
+
+class TestRateBeyondHeads(DilatedConformance):
+    """Offsets 4 and 5 have no head, and no branch covers every token."""
+
+    pattern = Dilated((12, 24), (3, 6))
+    is_causal = True
+
+
+class TestRateThatDividesNothing(DilatedConformance):
+    pattern = Dilated((7, 11), (2, 5))
+
+
+class TestGroupedQueries(DilatedConformance):
+    heads, kv_heads = 6, 2
+    pattern = Dilated((8, 32), (1, 2))
+    is_causal = True
+
+
+class TestMultiQuery(DilatedConformance):
+    kv_heads = 1
+    pattern = Dilated((8, 32), (2, 3))
+
+
+class TestHeadGroups(DilatedConformance):
+    heads = kv_heads = 5
+    pattern = Dilated((8, 16), (1, 2), head_groups=True)
+
+
+class TestOffsetTable(DilatedConformance):
+    pattern = Dilated((8, 16), (2, 3), ((0, 1, -1, 0), (2, 2, 0, -1)))
+    is_causal = True
+
+
+class TestTorchscale(DilatedConformance):
+    pattern = Dilated((7, 24), (2, 3), "head_block")
+    compat = "torchscale"
+
+
+class TestLengths(DilatedConformance):
+    pattern = Dilated((8, 16), (1, 3))
+    lengths = (37, 11)
+
+
+class TestPacked(DilatedConformance):
+    batch = 1
+    pattern = Dilated((8, 16), (1, 3))
+    cu_seqlens = (0, 5, 5, 24, 37)
+    is_causal = True
+
+
+class TestPadding(DilatedConformance):
+    """The first keys of sample 1 are padding, so that its first causal queries see nothing."""
+
+    pattern = Dilated((8, 16), (1, 2))
+    key_padding_mask = torch.arange(37) < torch.tensor([[0], [12]])
+    is_causal = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_segments_of_more_than_one_block_of_the_fused_kernel(is_causal, dtype):
+    """PyTorch's CPU kernel walks over blocks of 512 keys; the random calls stay below one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1700, 2, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    counts = count_matrix([600, 1500], [1, 2], [[0, 0], [0, 1]], 1700, is_causal=is_causal)
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, [600, 1500], [1, 2], is_causal=is_causal, return_lse=True, backend="native")
+
+    errors = excesses(run, (q, k, v), counts, scale=0.25)
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_head_offset_is_a_slice_of_all_heads(backend):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    whole = dilated_attention(q, k, v, [8, 16], [1, 3], backend=backend)
+    part = dilated_attention(*(x[:, :, 2:] for x in (q, k, v)), [8, 16], [1, 3], head_offset=2, backend=backend)
+    torch.testing.assert_close(part, whole[:, :, 2:])
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qv"])
+def test_gradients_of_some_inputs_only(names):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(1, 9, 2, 4, generator=generator, dtype=torch.float64) for name in "qkv"}
+    wanted = [tensors[name].requires_grad_() for name in names]
+    gradients = [
+        torch.autograd.grad(dilated_attention(*tensors.values(), [4, 8], [1, 2], backend=b).square().sum(), wanted)
+        for b in ("native", "reference")
+    ]
+    for native, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(native, reference)
