@@ -82,7 +82,7 @@ def magnitudes(
 ) -> dict[str, Tensor]:
     """The size of the terms that out, lse, dq, dk and dv are sums of: each formula on absolute values (bars).
 
-    s̄ = scale q̄ k̄,  L̄ = |lse| + Σ P s̄,  P̄ = P (1 + s̄ + L̄),  out̄ = P̄ v̄,  dS̄ = P̄ (d̄out v̄ + d̄out·out̄ + d̄lse),
+    s̄ = scale q̄ k̄,  L̄ = 1 + |lse| + Σ P s̄,  P̄ = P (s̄ + L̄),  out̄ = P̄ v̄,  dS̄ = P̄ (d̄out v̄ + d̄out·out̄ + d̄lse),
     dq̄ = scale dS̄ k̄,  dk̄ = scale dS̄ᵀ q̄,  dv̄ = P̄ᵀ d̄out:
     to first order, an error of ε in each operation makes one of ε times this size in the result.
     """
@@ -97,8 +97,8 @@ def magnitudes(
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
     q, d_out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, d_lse.transpose(1, 2)))
     score = abs(scale) * torch.einsum("bnhgd,bmhd->bhgnm", q, k)
-    lse = lse + (weight * score).sum(-1, keepdim=True)
-    weight = weight * (1 + score + lse)
+    lse = 1 + lse + (weight * score).sum(-1, keepdim=True)
+    weight = weight * (score + lse)
     out = torch.einsum("bhgnm,bmhd->bnhgd", weight, v)
     mean = (d_out * out).sum(-1) + d_lse
     slope = weight * (torch.einsum("bnhgd,bmhd->bhgnm", d_out, v) + mean.permute(0, 2, 3, 1)[..., None])
