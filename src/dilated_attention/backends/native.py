@@ -8,7 +8,7 @@ the first group is the whole sequence, one call's result *is* the running output
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -28,45 +28,80 @@ _TILE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
-    """The part of a group that one fused call computes: batches x segments x heads, foldable into (batch, head)
-        strides.
+class _Family:
+    """Groups of one shape, each one token and one key-value head after the other: a branch whose offset is h mod r.
 
-    Query heads are q_head + i * q_step, key-value heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one
-    shared head.
+    Several residues of tokens then fold into one stride, token + head.
+    """
+
+    group: StridedGroup
+    residues: int
+
+
+def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
+    """Join runs of groups that differ by one token and one head a step."""
+    i = 0
+    while i < len(groups):
+        first, residues = groups[i], 1
+        while i + residues < len(groups) and groups[i + residues] == _shifted(first, residues):
+            residues += 1
+        yield _Family(first, residues)
+        i += residues
+
+
+def _shifted(group: StridedGroup, step: int) -> StridedGroup:
+    queries = replace(group.queries, start=group.queries.start + step)
+    keys = replace(group.keys, start=group.keys.start + step)
+    return replace(group, queries=queries, keys=keys, head=group.head + step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The part of a family that one fused call computes: a block of (batch, segment, residue, head) indices.
+
+    At most one of the batch, segment and residue counts exceeds 1, unless batch and segment are one stride. Query heads
+    are q_head + i * q_step, key-value heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one shared head. A
+    residue shifts the tokens by 1, the query heads by q_shift and the key-value heads by 1.
     """
 
     batch: int
     batches: int
     segment: int
     segments: int
+    residue: int
+    residues: int
     q_head: int
     q_step: int
+    q_shift: int
     k_head: int
     k_step: int
     heads: int
 
     def queries(self, x: Tensor, rows: Rows) -> Tensor:
-        """(batches * segments, heads, rows, ...) of a tensor with query heads, (batch, seq, heads, ...)."""
-        return self._view(x, rows, self.q_head, self.q_step, self.heads)
+        """(problems, heads, rows, ...) of a tensor with query heads, (batch, seq, heads, ...)."""
+        return self._view(x, rows, self.q_head, self.q_step, self.heads, self.q_shift)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
         """The same of a tensor with key-value heads; a shared head is repeated by a stride of 0."""
-        return self._view(x, rows, self.k_head, self.k_step, self.heads)
+        return self._view(x, rows, self.k_head, self.k_step, self.heads, 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
         """The same, a shared head once: where sums over its query heads belong."""
-        return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1)
+        return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1, 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
-        """(batches * segments, 1, 1, keys) of a bias (batch, seq)."""
-        return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1).unsqueeze(-2)
+        """(problems, 1, 1, keys) of a bias (batch, seq)."""
+        return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0).unsqueeze(-2)
 
-    def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int) -> Tensor:
+    def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
         batch, token, per_head, *rest = x.stride()
-        offset = self.batch * batch + (rows.start + self.segment * rows.segment) * token + head * per_head
-        fold = rows.segment * token if self.segments > 1 else batch
-        size = (self.batches * self.segments, heads, rows.count, *x.shape[3:])
+        start = rows.start + self.segment * rows.segment + self.residue
+        offset = self.batch * batch + start * token + (head + self.residue * shift) * per_head
+        if self.residues > 1:
+            fold = token + shift * per_head
+        else:
+            fold = rows.segment * token if self.segments > 1 else batch
+        size = (self.batches * self.segments * self.residues, heads, rows.count, *x.shape[3:])
         return x.as_strided(size, (fold, head_step * per_head, rows.stride * token, *rest), x.storage_offset() + offset)
 
 
@@ -77,7 +112,7 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
     every_head = group.heads == group.head_stride * group.heads == q.shape[2] == k.shape[2]
     if not (group.first and every_row and every_head and _folds(group, tensors)):
         return None
-    return _Tile(0, q.shape[0], 0, rows.segments, 0, 1, 0, 1, group.heads)
+    return _Tile(0, q.shape[0], 0, rows.segments, 0, 1, 0, 1, 1, 0, 1, group.heads)
 
 
 def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
@@ -88,35 +123,54 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
     return step == group.keys.segment * group.keys.segments and all(x.stride(0) == step * x.stride(1) for x in tensors)
 
 
-def _tiles(group: StridedGroup, tensors: tuple[Tensor, ...], ratio: int, row_bytes: int, limit: int) -> Iterator[_Tile]:
-    """Cut a group into tiles whose `row_bytes` a row stay under `limit` bytes, as far as heads allow.
+def _tiles(
+    plan_groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], ratio: int, row_bytes: int, limit: int
+) -> Iterator[tuple[StridedGroup, _Tile]]:
+    """Cut groups into tiles whose `row_bytes` a row stay under `limit` bytes as far as can be, in few calls.
 
     Args:
         tensors: all (batch, seq, ...) tensors that the tiles will view.
         ratio: query heads per key-value head.
     """
-    batches, segments = tensors[0].shape[0], group.queries.segments
-    # Query heads of one key-value head are neighbours; those of several are a progression when taken one of each.
+    batches = tensors[0].shape[0]
+    for family in _families(plan_groups):
+        group, residues = family.group, family.residues
+        segments = group.queries.segments
+        folds = _folds(group, tensors)
+        # One call spans either all residues of one segment, or all segments of one residue.
+        if batches * segments < residues * (1 if folds else batches):
+            outer = [(batch, 1, segment, 1, 0, residues) for batch in range(batches) for segment in range(segments)]
+        elif folds:
+            outer = [(0, batches, 0, segments, residue, 1) for residue in range(residues)]
+        else:
+            outer = [(b, 1, 0, segments, residue, 1) for b in range(batches) for residue in range(residues)]
+        for q_head, q_step, k_head, k_step, heads in _head_runs(group, ratio):
+            for batch, nb, segment, ns, residue, nr in outer:
+                pieces = -(-nb * ns * nr * heads * group.queries.count * row_bytes // limit)
+                splits = [1, 1, 1]
+                axis = 0 if nb > 1 else 1 if ns > 1 else 2  # a folded batch and segment can only be cut by batch
+                splits[axis] = min(pieces, (nb, ns, nr)[axis])
+                for b, nb_ in _pieces(nb, splits[0]):
+                    for s, ns_ in _pieces(ns, splits[1]):
+                        for r, nr_ in _pieces(nr, splits[2]):
+                            for h, nh in _pieces(heads, -(-pieces // splits[axis])):
+                                q_first, k_first = q_head + h * q_step, k_head + h * k_step
+                                block = batch + b, nb_, segment + s, ns_, residue + r, nr_
+                                yield group, _Tile(*block, q_first, q_step, ratio, k_first, k_step, nh)
+
+
+def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int, int]]:
+    """(q_head, q_step, k_head, k_step, heads) of the progressions of query heads that a group has.
+
+    The query heads of one key-value head are neighbours; those of several are a progression when taken one of each.
+    """
     if ratio == 1:
-        families = [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
-    elif group.heads <= ratio:
+        return [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
+    if group.heads <= ratio:
         heads = [group.head + i * group.head_stride for i in range(group.heads)]
-        families = [(head * ratio, 1, head, 0, ratio) for head in heads]
-    else:
-        step = group.head_stride
-        families = [(group.head * ratio + j, step * ratio, group.head, step, group.heads) for j in range(ratio)]
-    folds = _folds(group, tensors)
-    for outer in range(1 if folds else batches):
-        inner = batches if folds else 1
-        for q_head, q_step, k_head, k_step, number in families:
-            pieces = -(-inner * segments * number * group.queries.count * row_bytes // limit)
-            batch_pieces, segment_pieces = (min(pieces, inner), 1) if inner > 1 else (1, min(pieces, segments))
-            head_pieces = -(-pieces // (batch_pieces * segment_pieces))
-            for batch, nb in _pieces(inner, batch_pieces):
-                for segment, ns in _pieces(segments, segment_pieces):
-                    for i, n in _pieces(number, head_pieces):
-                        q_first, k_first = q_head + i * q_step, k_head + i * k_step
-                        yield _Tile(outer + batch, nb, segment, ns, q_first, q_step, k_first, k_step, n)
+        return [(head * ratio, 1, head, 0, ratio) for head in heads]
+    step = group.head_stride
+    return [(group.head * ratio + j, step * ratio, group.head, step, group.heads) for j in range(ratio)]
 
 
 def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
@@ -179,15 +233,14 @@ def forward(
 
     row_bytes = q.shape[-1] * q.element_size()
     limit = max(_TILE_BYTES, out.numel() * out.element_size() // 4)
-    for group in groups:
-        for tile in _tiles(group, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit):
-            part, part_lse = attend(group, tile)
-            rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
-            if group.first:
-                rows.copy_(part)
-                rows_lse.copy_(part_lse)
-            else:
-                merge_into(rows, rows_lse, part, part_lse)
+    for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit):
+        part, part_lse = attend(group, tile)
+        rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
+        if group.first:
+            rows.copy_(part)
+            rows_lse.copy_(part_lse)
+        else:
+            merge_into(rows, rows_lse, part, part_lse)
     return out, lse
 
 
@@ -245,17 +298,16 @@ def backward(
 
     row_bytes = 3 * q.shape[-1] * q.element_size()
     limit = max(3 * _TILE_BYTES, 3 * q.numel() * q.element_size() // 4)
-    for group in groups:
-        for tile in _tiles(group, (*inputs, dq, dk), ratio, row_bytes, limit):
-            part_q, part_k, part_v = differentiate(group, tile)
-            if tile.k_step == 0 and tile.heads > 1:
-                part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
-            targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)
-            for target, part in zip(targets, (part_q, part_k, part_v), strict=True):
-                if assign and group.first:
-                    target.copy_(part)
-                else:
-                    target.add_(part)
+    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit):
+        part_q, part_k, part_v = differentiate(group, tile)
+        if tile.k_step == 0:  # heads share one key-value head
+            part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
+        targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)
+        for target, part in zip(targets, (part_q, part_k, part_v), strict=True):
+            if assign and group.first:
+                target.copy_(part)
+            else:
+                target.add_(part)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
