@@ -25,7 +25,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for bad input with one line on stderr, 128 + n after signal n."""
+    """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
+    diverged, with one line on stderr; 128 + n after signal n."""
     parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
@@ -48,9 +49,9 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
     for name, default, text in (
         ("context", 8192, "bytes per sequence"),
-        ("steps", 80, "optimizer steps of each training"),
-        ("layers", 3, "transformer blocks"),
-        ("dim", 128, "width of the model"),
+        ("steps", 240, "optimizer steps of each training"),
+        ("layers", 2, "transformer blocks"),
+        ("dim", 64, "width of the model"),
         ("heads", 2, "attention heads"),
         ("seed", 0, "of the weights and of the order of the text"),
     ):
@@ -144,14 +145,18 @@ def _train(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"dilated-attention train: error: {error}", file=sys.stderr)
         return 2
-    return session.run(
-        training,
-        options.out,
-        Console(),
-        save_every=options.save_every,
-        held_out_windows=options.held_out,
-        sample_bytes=options.sample,
-    )
+    try:
+        return session.run(
+            training,
+            options.out,
+            Console(),
+            save_every=options.save_every,
+            held_out_windows=options.held_out,
+            sample_bytes=options.sample,
+        )
+    except FloatingPointError as error:
+        print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
+        return 1
 
 
 def _add_info(commands: Any) -> None:

@@ -47,8 +47,8 @@ def device_name(device: torch.device | str = "cpu") -> str:
     return f"{platform.processor() or platform.machine()} ({device.type}), {os.cpu_count()} cores"
 
 
-def peak_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes: the most that this process has held, resident, or on the GPU allocated by PyTorch."""
+def peak_memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes: the most that this process has held, resident, or on the GPU allocated by PyTorch. None on Windows."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":  # not getrusage: its maximum is inherited from the process that started this one
@@ -56,7 +56,7 @@ def peak_memory(device: torch.device | str = "cpu") -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     if sys.platform == "win32":
-        raise NotImplementedError("peak memory on Windows")
+        return None
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 LINES = ("-", "--", ":", "-.")
 
 
+@runtime_checkable
 class Branches(Protocol):
     """A frozen dataclass of dilated branches: `Dilated`, which this module lies below."""
 
@@ -65,6 +66,8 @@ def save_pattern(path: Path, pattern: Branches, seq_len: int, num_heads: int, to
     figure = Figure(figsize=(2.6 * heads + 0.8, 3.6), layout="constrained")
     for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
         plot_counts(drawn, tokens, head, num_heads, axes, is_causal=True)
+        axes.set_xticks(range(0, tokens, max(1, tokens // 4)))
+        axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
         if head:
             axes.set_ylabel("")
     title = f"segments {list(lengths)}, rates {list(pattern.dilation_rates)}"

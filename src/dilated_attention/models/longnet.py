@@ -120,11 +120,11 @@ class LongNetLM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's: normal of deviation 0.02, divided by sqrt(2 num_layers) for what is added to the residual stream."""
+        """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                residual = name.endswith(("output.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
+                adds = 2 * self.config.num_layers if name.endswith(("output.weight", "mlp.2.weight")) else 1
+                nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
 
     def forward(
         self, tokens: Int[Tensor, "batch seq"], *, positions: Int[Tensor, "*batch seq"] | None = None

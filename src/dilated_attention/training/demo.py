@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import save_loss_curves
 from dilated_attention.storage import write_text
@@ -30,6 +31,7 @@ def demo(out: Path, options: Sequence[str], console: Console) -> int:
     rows = {}
     for number, name in enumerate(NAMES, 1):
         console.print(f"\n[bold]{number} of 2: {name} attention[/bold]")
+        console.file.flush()
         code = _train([*options, "--out", str(out / name), "--overwrite", *(["--dense"] if name == "dense" else [])])
         if code:
             return code
@@ -51,11 +53,11 @@ def demo(out: Path, options: Sequence[str], console: Console) -> int:
 def compare(dilated: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
     """The ratios of two rows of `train`, and the score entries that each head of each model computes in a forward."""
     context = dilated["recipe"]["context"]
-    heads = dilated["config"]["num_heads"]
-    pattern = dilated["config"]["pattern"]
+    config = LongNetConfig.from_json(json.dumps(dilated["config"]))
+    causal = Dilated((context,), (1,))
 
-    def entries(shown: Dilated) -> float:
-        return shown.flops(context, heads, 1, is_causal=True) / 4 / heads
+    def entries(pattern: Dilated) -> float:
+        return pattern.flops(context, config.kv_heads, 1, is_causal=True) / 4 / config.kv_heads
 
     return {
         "name": "demo",
@@ -63,9 +65,8 @@ def compare(dilated: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
             dilated["tokens_per_second"]["median"] / dense["tokens_per_second"]["median"]
         ),
         "dilated_over_dense_bits_per_byte": dilated["held_out_bits_per_byte"] / dense["held_out_bits_per_byte"],
-        "dilated_over_dense_peak_memory": dilated["peak_memory_bytes"] / dense["peak_memory_bytes"],
-        "score_entries_per_head_dilated": entries(Dilated(**pattern)),
-        "score_entries_per_head_dense": entries(Dilated((context,), (1,))),
+        "score_entries_per_head_dilated": entries(config.pattern or causal),
+        "score_entries_per_head_dense": entries(causal),
         "context": context,
         "environment": dilated["environment"],
         "date": dense["date"],
@@ -93,15 +94,16 @@ def _table(rows: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table
             name,
             f"{row['tokens_per_second']['median']:,.0f}",
             f"{row['train_seconds']:.0f} s",
-            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB" if row["peak_memory_bytes"] else "not measured",
             f"{row['held_out_bits_per_byte']:.3f}",
         )
+    measured = rows["dense"]["peak_memory_bytes"]
     table.add_section()
     table.add_row(
         "dilated / dense",
         f"{comparison['dilated_over_dense_tokens_per_second']:.2f}",
         f"{rows['dilated']['train_seconds'] / rows['dense']['train_seconds']:.2f}",
-        f"{comparison['dilated_over_dense_peak_memory']:.2f}",
+        f"{rows['dilated']['peak_memory_bytes'] / rows['dense']['peak_memory_bytes']:.2f}" if measured else "",
         f"{comparison['dilated_over_dense_bits_per_byte']:.3f}",
     )
     return table

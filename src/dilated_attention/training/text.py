@@ -120,7 +120,7 @@ def _files(folder: Path, *, python_only: bool) -> Iterator[Path]:
             name
             for name in folders
             if not name.startswith(".")
-            and not (python_only and name in {"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+            and not (python_only and name in {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         )
         for name in sorted(names):
             path = Path(parent, name)
