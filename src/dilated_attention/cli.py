@@ -1,0 +1,194 @@
+"""The command `dilated-attention`: arguments only."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from dilated_attention.environment import report
+from dilated_attention.models import LongNetConfig
+from dilated_attention.patterns import Dilated
+from dilated_attention.training.loop import Recipe
+
+DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
+    diverged, with one line on stderr; 128 + n after signal n."""
+    parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_demo(commands)
+    _add_train(commands)
+    _add_info(commands)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+def _add_demo(commands: Any) -> None:
+    summary = "train a small language model with dilated and with dense attention, and compare"
+    parser = commands.add_parser(
+        "demo",
+        help=summary,
+        description=f"{summary.capitalize()}: the same bytes of the Python standard library's sources, the same steps. "
+        "Prints speed, memory and held-out bits per byte; about 3 minutes on 2 CPU cores.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
+    for name, default, text in (
+        ("context", 8192, "bytes per sequence"),
+        ("steps", 240, "optimizer steps of each training"),
+        ("layers", 2, "transformer blocks"),
+        ("dim", 64, "width of the model"),
+        ("heads", 2, "attention heads"),
+        ("seed", 0, "of the weights and of the order of the text"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
+    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate", metavar="X")
+    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from dilated_attention.training.demo import demo
+
+    names = ("context", "steps", "layers", "dim", "heads", "seed", "lr", "device")
+    words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    return demo(options.out, [*words, "--warmup", str(min(10, options.steps // 4))], Console())
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level language model on any text",
+        description="Train a byte-level LongNet language model; one window of text in 20 is held out. Ctrl-C saves a "
+        "checkpoint, and --resume continues it, on the CPU to the same losses bit for bit.",
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files or folders of text (default: the Python standard library's sources)"
+    )
+    _plain(parser, "out", Path, Path("runs/train"), "folder of the run")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="continue the run in --out with its options and its text")
+    begin.add_argument("--overwrite", action="store_true", help="start anew even if --out holds a checkpoint")
+    _plain(parser, "device", str, "cpu", "a PyTorch device")
+    _plain(parser, "backend", str, "auto", "of dilated attention")
+    _plain(parser, "save-every", _positive, 100, "steps between checkpoints")
+    _plain(parser, "held-out", _positive, 16, "held-out windows to measure at the end")
+    _plain(parser, "sample", _natural, 256, "bytes of sample text to write at the end")
+
+    model = parser.add_argument_group("model")
+    _given(model, "layers", int, "num_layers", "transformer blocks")
+    _given(model, "dim", int, "embed_dim", "width")
+    _given(model, "heads", int, "num_heads", "attention heads")
+    _given(model, "kv-heads", int, "num_kv_heads", "heads of keys and values (default: as --heads)")
+    _given(model, "segments", _integers, "segment_lengths", "segment lengths (default: context/16,context/4,context)")
+    _given(model, "rates", _integers, "dilation_rates", "dilation rate of each segment length (default: 1,4,16)")
+    model.add_argument("--dense", action="store_true", help="dense attention, by PyTorch's fused operator")
+
+    recipe = parser.add_argument_group("recipe")
+    _given(recipe, "context", int, "context", "bytes per sequence")
+    _given(recipe, "batch", int, "batch_size", "sequences per step")
+    _given(recipe, "steps", int, "steps", "optimizer steps")
+    _given(recipe, "lr", float, "learning_rate", "peak learning rate")
+    _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
+    _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
+    _given(recipe, "seed", int, "seed", "of the weights and of the order of the text")
+    parser.set_defaults(run=_train)
+
+
+def _plain(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+    help_text = f"{text} (default: {default})"
+    parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
+
+
+def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
+    """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
+    if DEFAULTS.get(field) is not None:
+        text += f" (default: {DEFAULTS[field]})"
+    metavar = {int: "N", float: "X"}.get(kind, "N,N,...")  # type: ignore[call-overload]
+    group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from dilated_attention.training import session
+
+    given = vars(options)
+    model: dict[str, Any] = {
+        name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
+    }
+    recipe = {field.name: given[field.name] for field in dataclasses.fields(Recipe) if field.name in given}
+    try:
+        if "segment_lengths" in given or "dilation_rates" in given:
+            if options.dense or "segment_lengths" not in given or "dilation_rates" not in given:
+                raise ValueError("--segments and --rates go together, and not with --dense")
+            model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
+        elif options.dense:
+            model["pattern"] = None
+        where = {"device": options.device, "backend": options.backend}
+        if options.resume:
+            training = session.resume(options.paths, options.out, model, recipe, **where)
+        else:
+            training = session.start(options.paths, options.out, model, recipe, overwrite=options.overwrite, **where)
+    except ValueError as error:
+        print(f"dilated-attention train: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        return session.run(
+            training,
+            options.out,
+            Console(),
+            save_every=options.save_every,
+            held_out_windows=options.held_out,
+            sample_bytes=options.sample,
+        )
+    except FloatingPointError as error:
+        print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
+        return 1
+
+
+def _add_info(commands: Any) -> None:
+    text = "print device, versions and backends, and why each is or is not available"
+    parser = commands.add_parser("info", help=text, description=text.capitalize() + ".")
+    parser.set_defaults(run=_info)
+
+
+def _info(_: argparse.Namespace) -> int:
+    print(report())
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+# argparse puts the name of the type in its error: "invalid positive integer value: '0'"
+_positive.__name__ = "positive integer"
+_natural.__name__ = "non-negative integer"
+_integers.__name__ = "list of integers"

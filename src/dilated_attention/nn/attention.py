@@ -1,0 +1,228 @@
+"""Dilated attention as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import dilated_attention
+from dilated_attention.patterns import Dilated
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` with its pattern and options held; no parameters.
+
+    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out as q, or (out, lse).
+    Attention dropout acts in training only.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        offsets: Any = "head",
+        head_groups: bool = False,
+        compat: str | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+        self.compat = compat
+        self.scale = scale
+        self.dropout = dropout
+        self.backend = backend
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch seq heads head_dim"],
+        k: Float[Tensor, "batch seq kv_heads head_dim"],
+        v: Float[Tensor, "batch seq kv_heads head_dim"],
+        is_causal: bool = False,
+        *,
+        lengths: Int[Tensor, " batch"] | None = None,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern.segment_lengths,
+            self.pattern.dilation_rates,
+            offsets=self.pattern.offsets,
+            head_groups=self.pattern.head_groups,
+            compat=self.compat,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, compat={self.compat!r}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
+
+    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
+    whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
+    refused by name (`UnsupportedError`): attn_mask, need_weights=True, add_bias_kv, add_zero_attn, a key whose length
+    is not the query's. Unlike PyTorch's, `is_causal=True` is no hint: it needs no mask, and it masks.
+
+    Returns (out, None). A query with no visible key gets W_o 0 + b, not NaN.
+    """
+
+    # nn.TransformerEncoderLayer in eval mode runs a fused dense layer straight on self_attn's weights, never calling
+    # its forward, when this attribute of nn.MultiheadAttention is True.
+    _qkv_same_embed_dim = False
+
+    in_proj_weight: nn.Parameter | None  # None with kdim or vdim of their own; the next three are None without
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        offsets: Any = "head",
+        head_groups: bool = False,
+        compat: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
+        if add_bias_kv or add_zero_attn:
+            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            raise UnsupportedError(f"{name}=True: the added key has no position, so no branch shows it; leave it False")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.batch_first = batch_first
+        self.attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            offsets=offsets,
+            head_groups=head_groups,
+            compat=compat,
+            dropout=dropout,
+            backend=backend,
+        )
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        packed = self.kdim == self.vdim == embed_dim
+        self.register_parameter("in_proj_weight", empty(3 * embed_dim, embed_dim) if packed else None)
+        self.register_parameter("q_proj_weight", None if packed else empty(embed_dim, embed_dim))
+        self.register_parameter("k_proj_weight", None if packed else empty(embed_dim, self.kdim))
+        self.register_parameter("v_proj_weight", None if packed else empty(embed_dim, self.vdim))
+        self.register_parameter("in_proj_bias", empty(3 * embed_dim) if bias else None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.MultiheadAttention`, draw for draw: Xavier for the inputs, zero biases."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*batch_and_seq embed_dim"],
+        key: Float[Tensor, "*batch_and_seq kdim"],
+        value: Float[Tensor, "*batch_and_seq vdim"],
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], None]:
+        """query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
+
+        key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
+        average_attn_weights: says how weights that are not returned would be averaged; without effect.
+        """
+        if need_weights:
+            raise UnsupportedError("need_weights=True: the weights are never formed; pass need_weights=False")
+        if attn_mask is not None:
+            raise UnsupportedError(
+                f"attn_mask of shape {tuple(attn_mask.shape)}: masks over pairs are not supported; "
+                "pass is_causal=True for causality and key_padding_mask for padding"
+            )
+        if query.dim() not in (2, 3):
+            raise ValueError(
+                f"query has shape {tuple(query.shape)}: expected (batch, seq, embed_dim) or (seq, embed_dim)"
+            )
+        if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
+            raise UnsupportedError(
+                f"query, key, value have shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}: "
+                "dilated attention is among the same positions, so all but the last dim must be equal"
+            )
+        q, k, v = self._project(query, key, value)
+        batched, swap = query.dim() == 3, query.dim() == 3 and not self.batch_first
+        heads = []
+        for x in (q, k, v):
+            x = x if batched else x[None]
+            heads.append((x.transpose(0, 1) if swap else x).unflatten(-1, (self.num_heads, self.head_dim)))
+        mask = None if key_padding_mask is None else _boolean(key_padding_mask)
+        if mask is not None and not batched:
+            mask = mask[None]
+        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask).flatten(-2)
+        out = out.transpose(0, 1) if swap else out
+        return self.out_proj(out if batched else out[0]), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None and query is key is value:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _boolean(mask: Tensor) -> Tensor:
+    """nn.TransformerEncoder hands on boolean masks as 0 / -inf."""
+    if not mask.is_floating_point():
+        return mask
+    ignored = mask == -torch.inf
+    if not bool((ignored | (mask == 0)).all()):
+        raise UnsupportedError("key_padding_mask: a floating mask may hold 0 and -inf only; no bias is added to scores")
+    return ignored

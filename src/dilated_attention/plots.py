@@ -1,0 +1,102 @@
+"""Pictures: loss curves and attention patterns, readable in black and white."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+LINES = ("-", "--", ":", "-.")
+
+
+@runtime_checkable
+class Branches(Protocol):
+    """A frozen dataclass of dilated branches: `Dilated`, which this module lies below."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]: ...
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]: ...
+
+    def offset_table(self, num_heads: int) -> tuple[tuple[int, ...], ...]: ...
+
+
+def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
+    """losses: nats per byte a step, by run; held_out: bits per byte at the end, drawn as a point."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, values), line in zip(losses.items(), LINES, strict=False):
+        bits = [value / math.log(2) for value in values]
+        label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
+        axes.plot(range(1, len(bits) + 1), bits, line, color="black", linewidth=1.2, label=label)
+        if name in held_out:
+            axes.plot([len(bits)], [held_out[name]], "o" if line == "-" else "s", color="black", fillstyle="none")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def save_pattern(path: Path, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
+    """Causal visibility, one square a (query, key), of up to 4 heads.
+
+    A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
+    """
+    tokens = min(tokens, seq_len)
+    lengths = tuple(
+        max(rate, round(length * tokens / seq_len))
+        for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    )
+    drawn = replace(pattern, segment_lengths=lengths)
+    heads = min(num_heads, 4)
+    figure = Figure(figsize=(2.6 * heads + 0.8, 3.6), layout="constrained")
+    for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
+        plot_counts(drawn, tokens, head, num_heads, axes, is_causal=True)
+        axes.set_xticks(range(0, tokens, max(1, tokens // 4)))
+        axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
+        if head:
+            axes.set_ylabel("")
+    title = f"segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
+    if lengths != pattern.segment_lengths:
+        title += f", for {list(pattern.segment_lengths)} at {seq_len:,} tokens"
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def plot_counts(
+    pattern: Branches, seq_len: int, head: int, num_heads: int, ax: Axes | None = None, *, is_causal: bool = False
+) -> Axes:
+    """One square a (query row, key column) of one head: white where unseen, darker the more branches show the key."""
+    axes = Figure(figsize=(4, 4), layout="constrained").add_subplot() if ax is None else ax
+    counts = _counts(pattern, seq_len, head, num_heads)
+    counts = np.tril(counts) if is_causal else counts
+    axes.imshow(counts, cmap="Greys", vmin=0, vmax=len(pattern.segment_lengths), interpolation="nearest")
+    axes.set(title=f"head {head}", xlabel="key", ylabel="query")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+    return axes
+
+
+def _counts(pattern: Branches, seq_len: int, head: int, num_heads: int) -> np.ndarray:
+    """How many branches show key j to query i, causality aside."""
+    position = np.arange(seq_len)
+    counts = np.zeros((seq_len, seq_len), dtype=np.int64)
+    table = pattern.offset_table(num_heads)
+    for length, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
+        segment = np.where(position % length % rate == offsets[head], position // length, -1)
+        counts += (segment[:, None] == segment) & (segment >= 0)
+    return counts

@@ -1,0 +1,1 @@
+"""Training on text: what `dilated-attention train` and `demo` run."""

@@ -1,0 +1,233 @@
+"""One training run from start, or from its checkpoint, to its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dilated_attention.backends import table
+from dilated_attention.environment import environment, peak_memory, require_device
+from dilated_attention.models import LongNetConfig
+from dilated_attention.patterns import Dilated
+from dilated_attention.plots import save_loss_curves, save_pattern
+from dilated_attention.storage import write_text
+from dilated_attention.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention.training.text import read_text
+
+PROMPT_BYTES = 128
+PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
+
+
+def default_pattern(context: int) -> Dilated:
+    """Three branches of context/16, context/4 and context tokens, each a quarter as dense as the one before."""
+    if context < 256:
+        return Dilated((context,), (1,))
+    return Dilated((context // 16, context // 4, context), (1, 4, 16))
+
+
+def start(
+    paths: Sequence[Path],
+    out: Path,
+    model: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    device: str = "cpu",
+    backend: str = "auto",
+) -> Training:
+    """A new run in `out`, which then holds its checkpoint of step 0. ValueError, nothing written, for bad input."""
+    checkpoint = out / "checkpoint.safetensors"
+    if checkpoint.exists() and not overwrite:
+        raise ValueError(f"{checkpoint} exists: give --resume to continue it, --overwrite, or another --out")
+    plan = Recipe(**recipe)
+    config = LongNetConfig(**{"pattern": default_pattern(plan.context), **model})
+    training = Training(config, plan, read_text(paths), device=_usable(device, backend), backend=backend)
+    try:
+        training.save(checkpoint)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
+    return training
+
+
+def resume(
+    paths: Sequence[Path],
+    out: Path,
+    model: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+) -> Training:
+    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them."""
+    checkpoint = out / "checkpoint.safetensors"
+    about = read_checkpoint(checkpoint)[1]
+    for mine, given in ((about.config, model), (about.recipe, recipe)):
+        for name, value in given.items():
+            if getattr(mine, name) != value:
+                raise ValueError(
+                    f"{checkpoint}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; "
+                    "leave that option out to continue it, or give another --out"
+                )
+    text = read_text(paths or about.paths)
+    training = Training(about.config, about.recipe, text, device=_usable(device, backend), backend=backend)
+    training.load(checkpoint)
+    return training
+
+
+def _usable(device: str, backend: str) -> torch.device:
+    usable = require_device(device)
+    table.choose(backend, usable, torch.float32)
+    return usable
+
+
+def run(
+    training: Training,
+    out: Path,
+    console: Console,
+    *,
+    save_every: int,
+    held_out_windows: int,
+    sample_bytes: int,
+) -> int:
+    """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved."""
+    checkpoint = out / "checkpoint.safetensors"
+    with _signals() as received:
+        for step in _with_progress(training, console):
+            if received or step % save_every == 0 or step == training.recipe.steps:
+                training.save(checkpoint)
+            if received:
+                console.print(
+                    f"stopped after step {step} of {training.recipe.steps}; --resume continues from {checkpoint}"
+                )
+                return 128 + received[0]
+    _report(training, out, console, held_out_windows, sample_bytes)
+    return 0
+
+
+def _report(training: Training, out: Path, console: Console, held_out_windows: int, sample_bytes: int) -> None:
+    begin = time.perf_counter()
+    with console.status("measuring on held-out text"):
+        bits = training.held_out_bits_per_byte(held_out_windows)
+    row = {
+        "name": "train",
+        "attention": "dense" if training.config.pattern is None else "dilated",
+        "tokens_per_second": _quantiles(training),
+        "peak_memory_bytes": peak_memory(training.device),
+        "held_out_bits_per_byte": bits,
+        "held_out_bytes": training.recipe.context * min(held_out_windows, len(training.split.held_out)),
+        "held_out_seconds": time.perf_counter() - begin,
+        "train_seconds": sum(training.seconds),
+        "config": dataclasses.asdict(training.config),
+        "recipe": dataclasses.asdict(training.recipe),
+        "text_sha256": training.digest,
+        "environment": environment(training.device),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_text(out / "figures.jsonl", json.dumps(row) + "\n")
+    steps = zip(training.losses, training.seconds, strict=True)
+    write_text(
+        out / "steps.jsonl",
+        "".join(
+            json.dumps({"step": step, "bits_per_byte": loss / math.log(2), "seconds": seconds}) + "\n"
+            for step, (loss, seconds) in enumerate(steps, 1)
+        ),
+    )
+    training.model.save_pretrained(out / "model")
+    name = str(row["attention"])
+    save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
+    context = training.recipe.context
+    save_pattern(
+        out / "pattern.png", training.config.pattern or Dilated((context,), (1,)), context, training.config.kv_heads
+    )
+    console.print(f"held-out text: {bits:.3f} bits per byte (8 = knowing nothing)")
+    if sample_bytes:
+        with console.status("writing a sample"):
+            sample = write_sample(training, sample_bytes)
+        write_text(out / "sample.txt", sample)
+        console.rule("sample: held-out text, continued by the model after the bar", style="dim")
+        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.rule(style="dim")
+    console.print(f"saved in {out}: model/, checkpoint.safetensors, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+
+
+def write_sample(training: Training, length: int) -> str:
+    """A held-out prompt, a bar, and `length` sampled bytes; what a terminal would obey is shown as a dot."""
+    prompt = training.split.held_out[:1, :PROMPT_BYTES].long()
+    generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
+    tokens = training.model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
+
+    def readable(part: torch.Tensor) -> str:
+        text = bytes(part.tolist()).decode("utf-8", errors="replace")
+        return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+    return f"{readable(tokens[0, : prompt.shape[1]])}▌{readable(tokens[0, prompt.shape[1] :])}\n"
+
+
+def _quantiles(training: Training) -> dict[str, float]:
+    """p10, median and p90 of the steps' tokens/s, without the first step, which allocates and plans."""
+    tokens = training.recipe.batch_size * training.recipe.context
+    rates = sorted(tokens / seconds for seconds in training.seconds[1:] or training.seconds)
+    last = len(rates) - 1
+    return {"p10": rates[round(0.1 * last)], "median": statistics.median(rates), "p90": rates[round(0.9 * last)]}
+
+
+def _with_progress(training: Training, console: Console) -> Iterator[int]:
+    """Runs the remaining steps; yields the number of each after it is done."""
+    recipe, tokens = training.recipe, training.recipe.batch_size * training.recipe.context
+
+    def shown() -> str:
+        return f"{training.losses[-1] / math.log(2):.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
+
+    if not console.is_terminal:
+        printed = time.monotonic()
+        while training.finished_steps < recipe.steps:
+            training.step()
+            step = training.finished_steps
+            if time.monotonic() - printed > PLAIN_SECONDS or step == recipe.steps:
+                printed = time.monotonic()
+                left = (recipe.steps - step) * statistics.median(training.seconds)
+                console.print(f"step {step}/{recipe.steps} · {shown()} · {left:.0f} s left", highlight=False)
+            yield step
+        return
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=recipe.steps, completed=training.finished_steps, shown="first step")
+        while training.finished_steps < recipe.steps:
+            training.step()
+            progress.update(task, completed=training.finished_steps, shown=shown())
+            yield training.finished_steps
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are noted, so that the step in progress ends whole; a second one kills as usual."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

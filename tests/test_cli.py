@@ -1,0 +1,190 @@
+"""The command line: what it prints, its exit codes, one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dilated_attention import environment, plots
+from dilated_attention.cli import main
+from dilated_attention.patterns import Dilated
+from dilated_attention.training import demo
+
+SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
+TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(i * i % 251 for i in range(5000)))
+    return path
+
+
+def exit_code(arguments) -> int:
+    try:
+        return main([str(word) for word in arguments])
+    except SystemExit as ended:
+        return ended.code
+
+
+def failure(capsys, *arguments) -> str:
+    """The one line that a call with bad input prints on stderr."""
+    assert exit_code(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("dilated-attention")
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", ["", "demo", "train", "info"])
+def test_help(command, capsys):
+    assert exit_code([*command.split(), "--help"]) == 0
+    assert f"usage: dilated-attention {command}".strip() in capsys.readouterr().out
+
+
+def test_info(capsys):
+    assert exit_code(["info"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("PyTorch", "threads", "cpu:", "cuda:", "native", "reference", "not chosen by auto: quadratic"):
+        assert word in printed
+
+
+def test_wrong_arguments(capsys, tmp_path, text):
+    out = ["--out", tmp_path / "run"]
+    assert "invalid choice: 'fly'" in failure(capsys, "fly")
+    assert "required: command" in failure(capsys)
+    assert "invalid int value: 'x'" in failure(capsys, "train", "--steps", "x")
+    assert "invalid positive integer value: '0'" in failure(capsys, "train", "--save-every", "0")
+    assert "invalid list of integers value: '4,x'" in failure(capsys, "train", "--segments", "4,x")
+    assert "not allowed with" in failure(capsys, "train", "--resume", "--overwrite")
+    for words, message in {
+        "--steps 0": "steps=0",
+        "--lr nan": "learning_rate=nan",
+        "--segments 64": "--segments and --rates go together",
+        "--segments 64 --rates 1 --dense": "not with --dense",
+        "--segments 64,8 --rates 1": "segment_lengths",
+        "--heads 3": "embed_dim=16: must be a multiple of 2 x num_heads=6",
+        "--device warp": "device='warp'",
+        "--device meta": "device='meta': meta is not supported",
+        "--backend magic": "backend must be one of",
+        "--context 4999": "has 5,000 bytes: a context of 4,999 needs at least 10,000",
+    }.items():
+        assert message in failure(capsys, "train", text, *out, *TINY, *words.split())
+    assert "cannot be read" in failure(capsys, "train", tmp_path / "none.txt", *out)
+    assert "there is no such file" in failure(capsys, "train", "--resume", *out)
+    assert not (tmp_path / "run").exists()
+    assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
+
+
+def test_train_again_and_resume(capsys, tmp_path, text):
+    out = ["--out", tmp_path / "run"]
+    assert exit_code(["train", text, *out, *TINY, "--segments", "16,64", "--rates", "1,2"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
+    assert "with steps=4, not 5" in failure(capsys, "train", *out, "--resume", "--steps", "5")
+    assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
+    assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
+    text.write_bytes(text.read_bytes()[:-1])
+    assert "another text" in failure(capsys, "train", *out, "--resume")
+    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
+    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(before[:-1])
+    assert "truncated" in failure(capsys, "train", *out, "--resume")
+    assert exit_code(["train", text, *out, *TINY, "--overwrite", "--dense"]) == 0
+    assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
+
+
+def test_control_c_in_a_terminal(tmp_path, text):
+    """The process itself: Ctrl-C ends with 130 and a checkpoint, which --resume ends to the losses of a whole run."""
+    words = [word for item in {**SIZE, "--context": 64, "--steps": 200, "--sample": 0}.items() for word in item]
+
+    def command(*arguments):
+        return [sys.executable, "-m", "dilated_attention", "train", *map(str, arguments)]
+
+    def losses(name):
+        lines = (tmp_path / name / "steps.jsonl").read_text().splitlines()
+        return [json.loads(line)["bits_per_byte"] for line in lines]
+
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(text, "--out", out, *words, "--save-every", "1"), stdout=subprocess.PIPE)
+    end = time.monotonic() + 60
+    first = None
+    while time.monotonic() < end and process.poll() is None:
+        if (out / "checkpoint.safetensors").exists():
+            now = (out / "checkpoint.safetensors").stat().st_mtime_ns
+            first = first or now
+            if now != first:  # past step 0
+                process.send_signal(signal.SIGINT)
+                break
+        time.sleep(0.002)
+    printed = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, printed
+    assert "--resume continues" in printed
+    assert subprocess.run(command("--out", out, "--resume"), stdout=subprocess.DEVNULL).returncode == 0
+    assert exit_code(["train", text, "--out", tmp_path / "straight", *words]) == 0
+    assert losses("run") == losses("straight")
+
+
+def test_demo(tmp_path, capsys):
+    words = [word for item in {**SIZE, "--context": 512, "--steps": 3}.items() for word in item]
+    assert exit_code(["demo", "--out", tmp_path, *words]) == 0
+    printed = capsys.readouterr().out
+    for word in ("dilated / dense", "tokens/s", "peak memory", "million (query, key) pairs"):
+        assert word in printed
+    dilated, dense, both = (json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines())
+    assert (dilated["attention"], dense["attention"]) == ("dilated", "dense")
+    assert dilated["recipe"] == dense["recipe"]
+    assert both["score_entries_per_head_dense"] == 512 * 513 // 2
+    assert both["score_entries_per_head_dilated"] == sum(
+        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 4), (512, 16))
+    )
+    assert (tmp_path / "loss.png").exists()
+    assert exit_code(["demo", "--out", tmp_path, "--context", "1"]) == 2
+
+
+def test_explanation_says_which_way_the_figures_point():
+    row = {
+        "dilated_over_dense_tokens_per_second": 0.5,
+        "dilated_over_dense_bits_per_byte": 1.01,
+        "score_entries_per_head_dilated": 2e6,
+        "score_entries_per_head_dense": 3e7,
+        "context": 8192,
+    }
+    assert "0.50 times the speed" in demo.explanation(row)
+    assert "1.0% more bits" in demo.explanation(row)
+    assert "fewer bits" in demo.explanation({**row, "dilated_over_dense_bits_per_byte": 0.99})
+
+
+def test_peak_memory_is_of_this_process_alone(fresh_python):
+    """getrusage would report the peak of the parent from before the exec."""
+    held = bytearray(os.urandom(1)) * (400 * 2**20)
+    peak = int(fresh_python("from dilated_attention.environment import peak_memory; print(peak_memory())"))
+    assert peak > 20 * 2**20
+    assert environment.peak_memory() > len(held)
+    assert peak < environment.peak_memory()
+
+
+def test_picture_of_a_pattern(tmp_path):
+    axes = plots.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2)
+    counts = axes.images[0].get_array()
+    assert counts.shape == (10, 10)
+    assert counts[1].tolist() == [1, 2, 1, 2, 0, 1, 0, 1, 0, 0]  # head 1: segment 0 to 3, and odd tokens to 7
+    causal = plots.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2, is_causal=True).images[0].get_array()
+    assert causal[1].tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
+    plots.save_pattern(tmp_path / "pattern.png", Dilated((512, 8192), (1, 16)), 8192, 8)
+    assert (tmp_path / "pattern.png").stat().st_size > 0
+
+
+def test_divergence_is_one_line(capsys, tmp_path, text):
+    words = ["--out", tmp_path / "run", *TINY, "--lr", "1e30", "--steps", "50", "--warmup", "0"]
+    assert exit_code(["train", text, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "try a lower --lr" in line
+    assert (tmp_path / "run" / "checkpoint.safetensors").exists()

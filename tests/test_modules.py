@@ -1,0 +1,226 @@
+"""Attention modules against `nn.MultiheadAttention`, rotary positions, the transformer block."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilated_attention import UnsupportedError, dilated_attention
+from dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, TransformerBlock, rotary_tables, rotate
+from dilated_attention.patterns import Dilated
+from tolerances import TOLERANCE, relative_error
+
+F64 = {"dtype": torch.float64}
+COVER = {"segment_lengths": [64], "dilation_rates": [1]}  # one segment that covers every sequence here
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    assert relative_error(actual, expected) <= TOLERANCE[expected.dtype]
+
+
+def twins(*args, pattern=COVER, **kwargs) -> tuple[MultiheadDilatedAttention, nn.MultiheadAttention]:
+    kwargs = {"batch_first": True, **F64, **kwargs}
+    theirs = nn.MultiheadAttention(*args, **kwargs)
+    ours = MultiheadDilatedAttention(*args, **kwargs, **pattern)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def compare(ours: nn.Module, theirs: nn.Module, inputs: tuple[Tensor, ...], causal=False, mask=None, **kwargs) -> None:
+    """Outputs, and gradients of every input and parameter."""
+    grads = []
+    outs = []
+    seq = inputs[0].shape[-2] if inputs[0].dim() == 2 or theirs.batch_first else inputs[0].shape[0]
+    for module in (ours, theirs):
+        distinct = {id(x): x.detach().clone().requires_grad_() for x in inputs}
+        leaves = list(distinct.values())
+        q, k, v = (distinct[id(x)] for x in inputs)
+        attn_mask = mask
+        if causal and module is theirs:
+            attn_mask = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+        given = {"attn_mask": attn_mask, "need_weights": False} if module is theirs else {}
+        out, weights = module(q, k, v, is_causal=causal, **given, **kwargs)
+        assert weights is None
+        parameters = dict(module.named_parameters())
+        out.sin().sum().backward()
+        outs.append(out)
+        grads.append([x.grad for x in leaves] + [parameters[name].grad for name in sorted(parameters)])
+    same(outs[0], outs[1])
+    for ours_grad, theirs_grad in zip(*grads, strict=True):
+        assert (ours_grad - theirs_grad).norm() <= 1e-12 * max(1.0, theirs_grad.norm().item())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])
+def test_one_segment_equals_pytorch(layout, bias, causal):
+    ours, theirs = twins(24, 3, bias=bias, batch_first=layout != "seq_first")
+    x = torch.randn((17, 24) if layout == "unbatched" else (2, 17, 24), **F64)
+    if layout == "seq_first":
+        x = x.transpose(0, 1)
+    compare(ours, theirs, (x, x, x), causal)
+
+
+@pytest.mark.parametrize("dims", [{}, {"kdim": 10}, {"vdim": 6}, {"kdim": 10, "vdim": 6}])
+def test_key_and_value_of_their_own(dims):
+    ours, theirs = twins(24, 3, **dims)
+    q = torch.randn(2, 9, 24, **F64)
+    k, v = torch.randn(2, 9, dims.get("kdim", 24), **F64), torch.randn(2, 9, dims.get("vdim", 24), **F64)
+    compare(ours, theirs, (q, k, v))
+    if not dims:
+        compare(ours, theirs, (q, k, k))
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])
+@pytest.mark.parametrize("floating", [False, True])
+def test_key_padding_mask(floating, layout):
+    ours, theirs = twins(24, 3, batch_first=layout != "seq_first")
+    x = torch.randn((9, 24) if layout == "unbatched" else (2, 9, 24), **F64)
+    ignored = torch.zeros(x.shape[:-1], dtype=torch.bool)
+    ignored[..., 5:] = True
+    if layout == "seq_first":
+        x = x.transpose(0, 1)
+    mask = torch.zeros(ignored.shape, **F64).masked_fill(ignored, -math.inf) if floating else ignored
+    compare(ours, theirs, (x, x, x), key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("offsets", ["head", "head_block"])
+def test_branches_are_a_bias_of_log_counts(offsets, causal):
+    """nn.MultiheadAttention with log c(i, j) added to its scores is the definition of dilated attention."""
+    heads, seq, branches = 4, 21, [(4, 1), (8, 2), (32, 4)]
+    pattern = {"segment_lengths": [w for w, _ in branches], "dilation_rates": [r for _, r in branches]}
+    counts = torch.zeros(heads, seq, seq, **F64)
+    for h in range(heads):
+        for w, r in branches:
+            offset = h % r if offsets == "head" else h // -(-heads // r)
+            for i in range(seq):
+                for j in range(i + 1 if causal else seq):
+                    counts[h, i, j] += i // w == j // w and i % w % r == offset and j % w % r == offset
+    ours, theirs = twins(16, heads, pattern=pattern)
+    ours.attention = DilatedAttention(**pattern, offsets=offsets)
+    x = torch.randn(2, seq, 16, **F64)
+    out = ours(x, x, x, is_causal=causal)[0]
+    same(out, theirs(x, x, x, attn_mask=counts.log().repeat(2, 1, 1), need_weights=False)[0])
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"bias": False}, {"kdim": 10, "vdim": 6}])
+def test_initialised_draw_for_draw_as_pytorch(kwargs):
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(24, 3, **kwargs).state_dict()
+    torch.manual_seed(3)
+    ours = MultiheadDilatedAttention(24, 3, **kwargs, **COVER).state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_state_dict_goes_back_to_pytorch():
+    ours = MultiheadDilatedAttention(24, 3, **COVER)
+    nn.MultiheadAttention(24, 3).load_state_dict(ours.state_dict())
+    assert list(copy.deepcopy(ours).state_dict()) == list(ours.state_dict())
+
+
+def test_encoder_layer_calls_it_in_eval_mode_too():
+    """nn.TransformerEncoderLayer has a fast path that would run dense attention on its weights."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, **F64)
+    ours = MultiheadDilatedAttention(16, 2, **F64, segment_lengths=[4], dilation_rates=[1])
+    ours.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = ours
+    x = torch.randn(2, 8, 16, **F64)
+    padding = torch.zeros(2, 8, dtype=torch.bool)
+    padding[1, 6:] = True
+    expected = layer(x, src_key_padding_mask=padding)
+    assert not torch.allclose(expected, nn.TransformerEncoderLayer.forward(layer, x.flip(1)).flip(1))
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        same(encoder(x, src_key_padding_mask=padding), expected)
+        halves = torch.cat((encoder(x[:1, :4]), encoder(x[:1, 4:])), 1)  # segments of 4 do not see each other
+        same(encoder(x[:1]), halves)
+
+
+def test_refusals(unchecked):
+    x = torch.randn(2, 8, 16)
+    module = MultiheadDilatedAttention(16, 2, **COVER)
+    with pytest.raises(UnsupportedError, match="need_weights=True"):
+        module(x, x, x, need_weights=True)
+    with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(8, 8\)"):
+        module(x, x, x, attn_mask=torch.zeros(8, 8))
+    with pytest.raises(UnsupportedError, match="same positions"):
+        module(x, x[:, :5], x[:, :5])
+    with pytest.raises(UnsupportedError, match="0 and -inf only"):
+        module(x, x, x, key_padding_mask=torch.ones(2, 8))
+    with pytest.raises(ValueError, match="query has shape"):
+        module(x[None], x[None], x[None])
+    with pytest.raises(UnsupportedError, match="dropout"):
+        MultiheadDilatedAttention(16, 2, dropout=0.1, **COVER)(x, x, x)
+    MultiheadDilatedAttention(16, 2, dropout=0.1, **COVER).eval()(x, x, x)
+    for name in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(UnsupportedError, match=name):
+            MultiheadDilatedAttention(16, 2, **{name: True}, **COVER)
+    for dims in ((16, 3), (0, 1), (16, 0)):
+        with pytest.raises(ValueError, match=f"embed_dim={dims[0]} must be a positive multiple of num_heads={dims[1]}"):
+            MultiheadDilatedAttention(*dims, **COVER)
+    with pytest.raises(ValueError, match="segment_lengths"):
+        DilatedAttention([4, 8], [1])
+
+
+def test_module_holds_the_options_of_the_function():
+    q, k, v = torch.randn(2, 20, 4, 8, **F64), *torch.randn(2, 2, 20, 2, 8, **F64)
+    options = {"offsets": "head_block", "compat": "torchscale"}
+    module = DilatedAttention([4, 16], [1, 4], **options, scale=0.3)
+    expected = dilated_attention(q, k, v, [4, 16], [1, 4], **options, scale=0.3, is_causal=True, return_lse=True)
+    for actual, wanted in zip(module(q, k, v, is_causal=True, return_lse=True), expected, strict=True):
+        same(actual, wanted)
+    same(module(q, k, v), dilated_attention(q, k, v, [4, 16], [1, 4], **options, scale=0.3))
+    assert "segment_lengths=(4, 16)" in repr(module)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 8, **F64)
+
+    def score(m: int, n: int) -> Tensor:
+        tables = (rotary_tables(torch.tensor([p]), 8, dtype=torch.float64) for p in (m, n))
+        a, b = (rotate(x, table) for x, table in zip((q, k), tables, strict=True))
+        return (a * b).sum()
+
+    torch.testing.assert_close(score(7, 3), score(1_000_007, 1_000_003), rtol=0, atol=1e-8)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+    torch.testing.assert_close(rotate(q, rotary_tables(torch.tensor([0]), 8)), q)
+
+
+def test_rotary_angles_are_exact_far_out():
+    far = 2**30 + 1
+    cos, sin = rotary_tables(torch.tensor([far]), 2)  # one pair, of frequency 1
+    assert cos.dtype == torch.float32
+    torch.testing.assert_close(cos[0, 0, 0].item(), math.cos(far), rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin[0, 0, 1].item(), math.sin(far), rtol=0, atol=1e-6)
+
+
+def test_rotary_keeps_dtype_and_takes_positions_per_sample():
+    x = torch.randn(2, 5, 3, 8)
+    positions = torch.stack((torch.arange(5), torch.arange(10, 15)))
+    both = rotate(x, rotary_tables(positions, 8))
+    torch.testing.assert_close(both[1:], rotate(x[1:], rotary_tables(positions[1], 8)))
+    low = rotate(x.bfloat16(), rotary_tables(positions, 8))
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), both, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="head_dim=7"):
+        rotary_tables(positions, 7)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_block_dense_equals_one_segment_and_is_causal(kv_heads):
+    dense = TransformerBlock(32, 4, kv_heads, 64, None).double()
+    dilated = TransformerBlock(32, 4, kv_heads, 64, Dilated((64,), (1,))).double()
+    dilated.load_state_dict(dense.state_dict())
+    x = torch.randn(2, 19, 32, **F64)
+    tables = rotary_tables(torch.arange(19), 8, dtype=torch.float64)
+    same(dilated(x, tables, True), dense(x, tables, True))
+    same(dilated(x, tables), dense(x, tables))
+    changed = x.clone()
+    changed[:, 11:] = 0
+    same(dilated(changed, tables, True)[:, :11], dense(x, tables, True)[:, :11])
