@@ -1,0 +1,436 @@
+"""Every builder against a dense mask over tokens, the algebra and the conversions on random layouts, and bad input."""
+
+from __future__ import annotations
+
+import matplotlib
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from dilated_attention.layout import BlockLayout
+
+matplotlib.use("Agg")
+
+SIZES = [(1, 16), (16, 16), (100, 16), (512, 64), (777, (32, 48)), (500, (64, 16)), (613, (16, 64)), (450, (48, 32))]
+BSR_IS_BETA = pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens(seq_len):
+    position = torch.arange(seq_len)
+    return position[:, None], position[None, :]
+
+
+def blocks_of(mask, block_size):
+    """Booleans (…, queries, keys) -> (…, query blocks, key blocks): any pair of the block."""
+    q_block, k_block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    rows, columns = -(-mask.shape[-2] // q_block), -(-mask.shape[-1] // k_block)
+    padded = torch.zeros(*mask.shape[:-2], rows * q_block, columns * k_block, dtype=torch.bool)
+    padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    return padded.unflatten(-1, (columns, k_block)).unflatten(-3, (rows, q_block)).any(-1).any(-2)
+
+
+def pairs_of(blocks, layout):
+    """Booleans over blocks -> over tokens."""
+    whole = blocks.repeat_interleave(layout.q_block, -2).repeat_interleave(layout.k_block, -1)
+    return whole[..., : layout.seq_len, : layout.seq_len]
+
+
+def expect(layout, mask, block_size, is_causal):
+    seq_len, everything = mask.shape[0], torch.ones_like(mask)
+    if is_causal:
+        mask, everything = mask.tril(), everything.tril()
+    blocks = blocks_of(mask, block_size)
+    assert torch.equal(layout.dense_blocks()[0, 0], blocks)
+    assert torch.equal(layout.dense_mask()[0, 0], pairs_of(blocks, layout) & everything)
+    assert layout.nnz == blocks.sum()
+    assert layout.density == pytest.approx(blocks.sum().item() / blocks_of(everything, block_size).sum().item())
+    assert BlockLayout.from_indices(layout.indptr, layout.indices, seq_len, block_size, is_causal=is_causal) == layout
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seq_len", "block_size"), SIZES)
+class TestBuilders:
+    @pytest.mark.parametrize("window", [1, 2, 17, 64, 130, 10**6])
+    def test_local(self, seq_len, block_size, is_causal, window):
+        i, j = tokens(seq_len)
+        layout = BlockLayout.local(seq_len, window, block_size, is_causal=is_causal)
+        expect(layout, (i - j).abs() < window, block_size, is_causal)
+
+    @pytest.mark.parametrize("leading", [1, 16, 40, 10**6])
+    def test_leading_global(self, seq_len, block_size, is_causal, leading):
+        i, j = tokens(seq_len)
+        layout = BlockLayout.global_(seq_len, leading, block_size, is_causal=is_causal)
+        expect(layout, (i < leading) | (j < leading), block_size, is_causal)
+
+    def test_global_positions(self, seq_len, block_size, is_causal):
+        i, j = tokens(seq_len)
+        chosen = list(range(min(3, seq_len))) if is_causal else sorted({0, seq_len // 3, seq_len - 1})
+        is_global = torch.zeros(seq_len, dtype=torch.bool)
+        is_global[chosen] = True
+        layout = BlockLayout.global_(seq_len, chosen, block_size, is_causal=is_causal)
+        expect(layout, is_global[i] | is_global[j], block_size, is_causal)
+
+    @pytest.mark.parametrize("stride", [1, 7, 16, 33, 64, 128, 200, 5000])
+    def test_strided(self, seq_len, block_size, is_causal, stride):
+        i, j = tokens(seq_len)
+        layout = BlockLayout.strided(seq_len, stride, block_size, is_causal=is_causal)
+        expect(layout, (i - j) % stride == 0, block_size, is_causal)
+
+    @pytest.mark.parametrize(("rates", "reach"), [([1], 2), ([1, 2, 4, 8], 1), ([3, 5], 2), ([100], 1)])
+    def test_dilated(self, seq_len, block_size, is_causal, rates, reach):
+        i, j = tokens(seq_len)
+        unit = block_size if isinstance(block_size, int) else max(block_size)
+        step = j // unit - i // unit
+        mask = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+        for rate in rates:
+            mask |= (step % rate == 0) & (step.abs() <= reach * rate)
+        layout = BlockLayout.dilated(seq_len, rates, reach, block_size, is_causal=is_causal)
+        expect(layout, mask, block_size, is_causal)
+
+    @pytest.mark.parametrize("levels", [[(1, 40)], [(1, 50), (64, 300), (150, None)], [(8, 20), (8, 100), (90, 200)]])
+    def test_hierarchical(self, seq_len, block_size, is_causal, levels):
+        i, j = tokens(seq_len)
+        mask = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+        for stride, window in levels:
+            mask |= (j % stride == 0) & ((i - j).abs() < (seq_len if window is None else window))
+        expect(BlockLayout.hierarchical(seq_len, levels, block_size, is_causal=is_causal), mask, block_size, is_causal)
+
+    def test_longformer(self, seq_len, block_size, is_causal):
+        i, j = tokens(seq_len)
+        layout = BlockLayout.longformer(seq_len, 50, 10, block_size, is_causal=is_causal)
+        expect(layout, ((i - j).abs() < 50) | (i < 10) | (j < 10), block_size, is_causal)
+
+    def test_bigbird(self, seq_len, block_size, is_causal):
+        base = BlockLayout.longformer(seq_len, 50, 10, block_size, is_causal=is_causal)
+        layout = BlockLayout.bigbird(seq_len, 50, 10, 2, 7, block_size, is_causal=is_causal)
+        assert layout & base == base
+        assert layout == BlockLayout.bigbird(seq_len, 50, 10, 2, 7, block_size, is_causal=is_causal)
+        assert bool((layout.counts - base.counts <= 2).all())
+
+    @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.8, 1.0])
+    def test_random(self, seq_len, block_size, is_causal, density):
+        layout = BlockLayout.random(seq_len, density, 3, block_size, is_causal=is_causal)
+        everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
+        visible = blocks_of(everything.tril() if is_causal else everything, block_size)
+        assert torch.equal(layout.counts[0, 0], (visible.sum(1) * density).round().long().clamp(min=1))
+        assert not bool((layout.dense_blocks()[0, 0] & ~visible).any())
+        assert layout == BlockLayout.random(seq_len, density, 3, block_size, is_causal=is_causal)
+        assert BlockLayout.from_indices(layout.indptr, layout.indices, seq_len, block_size, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("density", [0.25, 0.75])
+def test_random_is_uniform_and_seeded(density):
+    layouts = [BlockLayout.random(16 * 12, density, seed, 16) for seed in range(1500)]
+    frequency = torch.stack([layout.dense_blocks()[0, 0] for layout in layouts]).double().mean(0)
+    assert (frequency - density).abs().max() < 5 * (density * (1 - density) / 1500) ** 0.5  # 5 standard deviations
+    assert len(set(layouts)) == len(layouts)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("density", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("seq_len", [8192, 10_000])
+def test_density_is_reached(seq_len, density, is_causal):
+    built = [
+        BlockLayout.local(seq_len, density=density, is_causal=is_causal),
+        BlockLayout.local(seq_len, block_size=(64, 128), density=density, is_causal=is_causal),
+        BlockLayout.global_(seq_len, density=density, is_causal=is_causal),
+        BlockLayout.dilated(seq_len, [1], density=density, is_causal=is_causal),
+        BlockLayout.dilated(seq_len, [1, 3], density=density, is_causal=is_causal),
+        BlockLayout.random(seq_len, density, 0, is_causal=is_causal),
+    ]
+    for layout in built:  # the nearest of steps that are at most four blocks a row wide
+        assert layout.density == pytest.approx(density, abs=2.01 / layout.key_blocks)
+
+
+def test_a_million_tokens_are_lists_of_active_blocks():
+    n = 1 << 20
+    layout = BlockLayout.local(n, 2048) | BlockLayout.global_(n, 256) | BlockLayout.dilated(n, [1, 8, 64, 512, 4096], 2)
+    assert layout.nbytes < 20e6
+    assert layout.indices[: layout.key_blocks].tolist() == list(range(8192))
+    row = layout.indices[layout.indptr[0, 0, 5000] : layout.indptr[0, 0, 5001]].tolist()
+    far = {5000 + m * rate for rate in (1, 8, 64, 512, 4096) for m in range(-2, 3)}
+    assert row == sorted({0, 1} | set(range(5000 - 16, 5000 + 17)) | {j for j in far if 0 <= j < 8192})
+
+
+# Algebra and round trips on random layouts
+
+
+@st.composite
+def masks(draw):
+    block_size = draw(st.sampled_from([16, 32, (16, 48), (48, 16), (32, 64)]))
+    seq_len = draw(st.integers(1, 400))
+    q_block, k_block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    lead = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 3)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    share = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    return seq_len, block_size, torch.rand(*lead, -(-seq_len // q_block), -(-seq_len // k_block), generator=generator) < share  # fmt: skip # noqa: E501
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks(), st.booleans(), st.data())
+def test_algebra(drawn, causal, data):
+    seq_len, block_size, one = drawn
+    lead = data.draw(st.sampled_from([(1, 1), tuple(one.shape[:2])]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    two = torch.rand(*lead, *one.shape[2:], generator=generator) < 0.4
+    a, b = (BlockLayout.from_mask(mask, seq_len, block_size) for mask in (one, two))
+    dense_a, dense_b = pairs_of(one, a), pairs_of(two, b)
+    assert torch.equal(a.dense_blocks(), one)
+    assert torch.equal(a.dense_mask(), dense_a)
+    assert torch.equal(a.causal().dense_mask(), dense_a.tril())
+    assert torch.equal((a.causal() & b).dense_mask(), (dense_a & dense_b).tril())
+    if causal:
+        a, b, dense_a, dense_b = a.causal(), b.causal(), dense_a.tril(), dense_b.tril()
+    assert torch.equal((a | b).dense_mask(), dense_a | dense_b)
+    assert torch.equal((a & b).dense_mask(), dense_a & dense_b)
+    assert a | b == b | a
+    assert hash(a | b) == hash(b | a)
+    assert a | a == a == a & a
+    assert (a | b) & a == a | (b & a)
+    for layout in (a, a | b, a & b):
+        assert BlockLayout.from_indices(layout.indptr, layout.indices, seq_len, block_size, is_causal=causal) == layout
+
+
+@BSR_IS_BETA
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.booleans())
+def test_sparse_round_trip_and_tables(drawn, causal):
+    seq_len, block_size, mask = drawn
+    layout = BlockLayout.from_mask(mask, seq_len, block_size)
+    layout = layout.causal() if causal else layout
+    dense = layout.dense_blocks()
+
+    totals = dense.sum((-2, -1))
+    if bool((totals == totals.flatten()[0]).all()):
+        sparse = layout.to_torch_sparse()
+        assert BlockLayout.from_torch_sparse(sparse, seq_len, is_causal=causal) == layout
+        whole = dense.repeat_interleave(layout.q_block, 2).repeat_interleave(layout.k_block, 3)
+        assert torch.equal(sparse.to_dense().reshape(whole.shape) != 0, whole)
+    else:
+        with pytest.raises(ValueError, match="BSR needs equally many blocks"):
+            layout.to_torch_sparse()
+
+    assert torch.equal(layout.counts, dense.sum(-1))
+    flipped, runs = layout.transposed, layout.runs
+    for b in range(layout.batch_size):
+        for h in range(layout.num_heads):
+            for j in range(layout.key_blocks):
+                column = flipped.indices[flipped.indptr[b, h, j] : flipped.indptr[b, h, j + 1]]
+                assert column.tolist() == dense[b, h, :, j].nonzero().flatten().tolist()
+            for i in range(layout.query_blocks):
+                mine = slice(runs.indptr[b, h, i], runs.indptr[b, h, i + 1])
+                start, length = runs.start[mine], runs.length[mine]
+                covered = [s + x for s, n in zip(start.tolist(), length.tolist(), strict=True) for x in range(n)]
+                assert covered == dense[b, h, i].nonzero().flatten().tolist()
+                assert bool((start[1:] > start[:-1] + length[:-1]).all())
+    assert runs.indptr[-1, -1, -1] == runs.start.numel()
+    assert flipped.indptr[-1, -1, -1] == layout.nnz
+
+    cut = blocks_of(pairs_of(dense, layout) & ~layout.dense_mask(), block_size).flatten(0, 2)
+    assert torch.equal(layout.masked, cut[layout.row, layout.indices])
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.booleans())
+def test_block_mask_round_trip(drawn, causal):
+    seq_len, block_size, mask = drawn
+    layout = BlockLayout.from_mask(mask, seq_len, block_size)
+    layout = layout.causal() if causal else layout
+    block_mask = layout.to_block_mask()
+    again = BlockLayout.from_block_mask(block_mask)
+    assert torch.equal(again.dense_mask(), layout.dense_mask())
+    if again.is_causal == causal:
+        assert again == layout
+    else:  # no block meets the diagonal: nothing shows that the layout is causal
+        assert not bool(layout.masked.any())
+    dense = layout.dense_blocks()
+    for side, lists in ((dense, "kv"), (dense.mT, "q")):
+        for lead in side.flatten(0, 1).unbind():
+            assert lead.shape == side.shape[-2:]
+        for kind in ("", "full_"):
+            counts = getattr(block_mask, f"{kind}{lists}_num_blocks")
+            entries = getattr(block_mask, f"{kind}{lists}_indices")
+            assert counts.dtype == entries.dtype == torch.int32
+            assert entries.shape[-1] == max(1, int(counts.max()))  # as wide as the widest row
+            used = torch.arange(entries.shape[-1]) < counts[..., None]
+            lead, at = used.nonzero()[:, :-1], entries[used].long()
+            assert bool(side[(*lead.T, at)].all())
+            side = side.index_put((*lead.T, at), torch.tensor(False))
+        assert not bool(side.any())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.filterwarnings("ignore:.*without torch.compile")
+def test_flex_attention_reads_the_block_mask(lead, is_causal):
+    torch.manual_seed(0)
+    layout = BlockLayout.from_mask(torch.rand(*lead, 7, 4) < 0.5, 200, (32, 64)) | BlockLayout.local(200, 1, (32, 64))
+    layout = layout.causal() if is_causal else layout
+    q, k, v = torch.randn(3, 2, 2, 200, 16, dtype=torch.float64)
+    out = flex_attention(q, k, v, block_mask=layout.to_block_mask())
+    score = (q @ k.mT / 4).masked_fill(~layout.dense_mask(), float("-inf"))
+    torch.testing.assert_close(out, score.softmax(-1) @ v, rtol=1e-12, atol=1e-12)
+
+
+def test_block_masks_made_by_flex_attention():
+    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 400, 400, device="cpu", BLOCK_SIZE=64)
+    assert BlockLayout.from_block_mask(causal) == BlockLayout.local(400, 400, 64, is_causal=True)
+    banded = create_block_mask(lambda b, h, q, k: q // 64 == k // 64 + h, 1, 2, 256, 256, device="cpu", BLOCK_SIZE=64)
+    diagonals = torch.stack([torch.eye(4) > 0, torch.eye(4).roll(1, 0).tril() > 0])
+    assert BlockLayout.from_block_mask(banded) == BlockLayout.from_mask(diagonals, block_size=64)
+    window = create_block_mask(lambda b, h, q, k: (q - k).abs() < 9, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match="mask_mod hides pairs"):
+        BlockLayout.from_block_mask(window)
+    one = torch.ones(1, 1, 2, dtype=torch.int32)
+    oblong = BlockMask.from_kv_blocks(one, one[..., None] * 0, BLOCK_SIZE=64, seq_lengths=(128, 64))
+    with pytest.raises(ValueError, match="as many queries as keys, got 128 x 64"):
+        BlockLayout.from_block_mask(oblong)
+
+
+# Value semantics, plots
+
+
+def test_value_semantics():
+    a, b = (BlockLayout.local(1000, 200, 64) for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a, b, a.causal()}) == 2
+    assert a != BlockLayout.local(1001, 200, 64)
+    assert a != "layout"
+    assert repr(a) == f"BlockLayout(seq_len=1000, block_size=64, blocks={a.nnz}, density={a.density:.4g}, is_causal=False)"  # noqa: E501  # fmt: skip
+    per_head = BlockLayout.from_mask(torch.ones(3, 2, 4) > 0, 100, (64, 32)).causal()
+    assert "block_size=(64, 32), heads=3" in repr(per_head)
+    assert per_head.nnz == 3 * (2 + 4)
+    with pytest.raises(AttributeError):
+        a.seq_len = 3
+    with pytest.raises(TypeError):
+        a | 3
+
+
+def test_tables_move_to_a_device_once():
+    layout = BlockLayout.local(1000, 200, 64)
+    assert layout.to("cpu") is layout
+    moved = layout.to("meta")
+    assert moved.device.type == "meta"
+    assert layout.to("meta") is moved
+
+
+def test_empty_rows_are_defined():
+    layout = BlockLayout.from_indices([0, 0, 1, 1], [2], 48, 16)
+    assert layout.counts.tolist() == [[[0, 1, 0]]]
+    assert layout.dense_mask().sum() == 256
+    nothing = layout & BlockLayout.local(48, 1, 16)
+    assert nothing.nnz == 0
+    assert nothing.density == 0
+    assert nothing.causal().runs.start.numel() == 0
+    assert nothing.transposed.indptr.tolist() == [[[0, 0, 0, 0]]]
+    assert BlockLayout.from_block_mask(nothing.to_block_mask()) == nothing
+
+
+@pytest.mark.parametrize("seq_len", [1000, 200_000])
+def test_plot(seq_len, tmp_path):
+    layout = BlockLayout.longformer(seq_len, seq_len // 10, 64, 64).causal()
+    ax = layout.plot()
+    image = ax.images[0].get_array()
+    assert image.shape == (min(512, layout.query_blocks),) * 2
+    assert ax.images[0].get_cmap().name == "Greys"
+    assert float(image.sum()) / image.size == pytest.approx(layout.nnz / layout.query_blocks**2, rel=0.02)
+    assert layout.plot(ax) is ax
+    ax.figure.savefig(tmp_path / "layout.png")
+    with pytest.raises(ValueError, match="head=1 must lie in"):
+        layout.plot(head=1)
+
+
+# Bad input: one clear error each
+
+L = BlockLayout
+LOCAL = L.local(256, 32, 64)
+ONES = torch.ones(4, 4, 4, 4) > 0
+
+
+def whole(*lead):
+    return L.from_mask(ONES[: lead[0], : lead[1]], block_size=64)
+
+
+BAD = [
+    ("sorted and distinct within a row, got 2 before 1 in row 0", lambda: L.from_indices([0, 2, 2, 2], [2, 1], 48, 16)),
+    ("sorted and distinct within a row, got 1 before 1 in row 1", lambda: L.from_indices([0, 0, 2, 2], [1, 1], 48, 16)),
+    (r"indices must lie in \[0, 3\).*got \[3\]", lambda: L.from_indices([0, 1, 2, 2], [3, 0], 48, 16)),
+    (r"indices must lie in \[0, 3\).*got \[-1\]", lambda: L.from_indices([0, 1, 2, 2], [-1, 0], 48, 16)),
+    ("indptr must ascend from 0 to the 2 indices", lambda: L.from_indices([0, 2, 1, 2], [0, 1], 48, 16)),
+    ("indptr must ascend from 0 to the 3 indices", lambda: L.from_indices([0, 1, 2, 2], [0, 1, 2], 48, 16)),
+    ("each head going on", lambda: L.from_indices([[0, 1, 1, 1], [0, 1, 1, 1]], [0, 0], 48, 16)),
+    (r"indptr must have shape .*4\) for 48 tokens", lambda: L.from_indices([0, 1], [0], 48, 16)),
+    ("one list serves all heads", lambda: L.from_indices(torch.zeros(1, 1, 1, 4, dtype=torch.int64), [0], 48, 16)),
+    ("indices must be one flat list", lambda: L.from_indices([0, 1, 1, 1], [[0]], 48, 16)),
+    ("indices must be whole numbers, got torch.float32", lambda: L.from_indices([0, 1, 1, 1], [0.5], 48, 16)),
+    ("must be int64", lambda: L(LOCAL.indptr.int(), LOCAL.indices, 256, 64, 64)),
+    ("layout is for 256 tokens, got seq_len=512", lambda: LOCAL.check(1, 512, 8)),
+    ("lists for 3 heads, got 8", lambda: whole(1, 3).check(1, 256, 8)),
+    ("lists for a batch of 2, got 3", lambda: whole(2, 1).check(3, 256, 8)),
+    ("block_size must be a whole number from 16 to 256.*got 0", lambda: L.local(256, 32, 0)),
+    ("block_size.*got 512", lambda: L.local(256, 32, 512)),
+    (r"block_size.*got \(64, 8\)", lambda: L.local(256, 32, (64, 8))),
+    ("block_size.*got 64.0", lambda: L.local(256, 32, 64.0)),
+    ("seq_len must be a whole number of at least 1, got 0", lambda: L.local(0, 32)),
+    (r"density must lie in \(0, 1\], got 0", lambda: L.random(256, 0.0, 0)),
+    (r"density must lie in \(0, 1\], got 1.5", lambda: L.local(256, density=1.5)),
+    (r"density must lie in \(0, 1\], got nan", lambda: L.local(256, density=float("nan"))),
+    ("density=0.9 is out of reach: at most 0.5", lambda: L.dilated(16 * 64, [2], block_size=16, density=0.9)),
+    ("give either window or density", lambda: L.local(256)),
+    ("give either window or density", lambda: L.local(256, 3, density=0.1)),
+    ("window must be a whole number of at least 1, got 0", lambda: L.local(256, 0)),
+    ("window must be a whole number of at least 1, got 1.5", lambda: L.local(256, 1.5)),
+    ("tokens must be a whole number of at least 1, got 0", lambda: L.global_(256, 0)),
+    (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [3, 256])),
+    (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [])),
+    ("cannot all be global when is_causal", lambda: L.global_(256, [0, 100], is_causal=True)),
+    ("cannot all be global when is_causal", lambda: L.longformer(256, 16, [100], is_causal=True)),
+    ("cannot unite a layout with is_causal=True", lambda: LOCAL.causal() | L.global_(256, 1, 64)),
+    ("is_causal=True contradicts key block 1 of query block 0", lambda: L.from_mask(ONES[0, 0], block_size=64, is_causal=True)),  # noqa: E501
+    ("is_causal=True contradicts", lambda: L.from_indices([0, 1, 1], [1], 32, 16, is_causal=True)),
+    ("mask must be boolean.*got torch.float32", lambda: L.from_mask(torch.ones(2, 2))),
+    ("mask must be.*got shape", lambda: L.from_mask(ONES[0, 0, 0])),
+    ("mask must have 2 x 2 blocks for seq_len=200", lambda: L.from_mask(ONES[0, 0], 200)),
+    ("not square in tokens; give seq_len", lambda: L.from_mask(ONES[0, 0, :3])),
+    ("stride must be", lambda: L.strided(256, 0)),
+    ("rates must name at least one", lambda: L.dilated(256, [])),
+    ("rates must be", lambda: L.dilated(256, [0])),
+    ("levels must hold at least one", lambda: L.hierarchical(256, [])),
+    ("levels must go fine to coarse", lambda: L.hierarchical(256, [(4, 100), (1, 200)])),
+    ("a level's window must be", lambda: L.hierarchical(256, [(4, 0)])),
+    ("random_blocks must be", lambda: L.bigbird(256, 16, 1, 0, 0)),
+    ("layouts must agree in .seq_len, block_size, device", lambda: LOCAL | L.local(256, 32, 32)),
+    ("layouts must agree in .seq_len", lambda: LOCAL & L.local(255, 32, 64)),
+    ("layouts must agree in batch_size and num_heads", lambda: whole(1, 2) | whole(1, 3)),
+    ("for tests and small plots", lambda: L.local(1 << 20, 32).dense_mask()),
+    ("for tests and small plots", lambda: L.local(1 << 21, 32).dense_blocks()),
+    ("t must be a torch.sparse_bsr tensor", lambda: L.from_torch_sparse(torch.ones(4, 4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "call"), BAD)
+def test_bad_input(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@BSR_IS_BETA
+def test_bad_sparse_tensors():
+    sparse = torch.ones(64, 128).to_sparse_bsr((32, 32))
+    with pytest.raises(ValueError, match=r"not square.*give seq_len"):
+        L.from_torch_sparse(sparse)
+    with pytest.raises(ValueError, match="must be 64 x 64 for seq_len=60"):
+        L.from_torch_sparse(sparse, 60)
+    with pytest.raises(ValueError, match="block_size"):
+        L.from_torch_sparse(torch.ones(64, 64).to_sparse_bsr((8, 8)))
