@@ -1,19 +1,23 @@
 """Exact dilated, block-sparse and context-parallel attention over very long sequences."""
 
 from dilated_attention.errors import BackendError, UnsupportedError
-from dilated_attention.functional import Explanation, attention, dilated_attention, explain
+from dilated_attention.functional import Explanation, attention, block_sparse_attention, dilated_attention, explain
+from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import plan_cache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "BlockLayout",
     "Dilated",
     "Explanation",
+    "Product",
     "UnsupportedError",
     "attention",
+    "block_sparse_attention",
     "dilated_attention",
     "explain",
     "merge",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native
+from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, plan_dilated
 
 
@@ -54,6 +55,29 @@ def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Ite
         yield slice(None), slice(None)
 
 
+def _layouts(
+    plan: Plan, sizes: Sequence[int], tables: Sequence[Tensor], batch: slice | None = None
+) -> dict[int, BlockLayout] | None:
+    """The block layout of each segment length of a plan, from four sizes and two tables each.
+
+    The sizes are seq_len, q_block, k_block and is_causal, the tables indptr and indices. A ragged sample, shorter than
+    the layout, has the layout of its first tokens.
+    """
+    if not tables:
+        return None
+    made = {}
+    for i in range(0, len(tables), 2):
+        seq_len, q_block, k_block, is_causal = sizes[2 * i : 2 * i + 4]
+        made[seq_len] = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(is_causal))
+    wanted = {group.queries.count for group in plan.groups}
+    if batch is not None and len(made) == 1:
+        (layout,) = made.values()
+        if layout.batch_size > 1:
+            layout = layout.select(batch=range(batch.start, batch.stop))
+        made = {length: layout.prefix(length) for length in wanted}
+    return {length: made[length] for length in wanted}
+
+
 def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     if key_padding_mask is None:
         return None
@@ -64,7 +88,7 @@ def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
 
 _OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "
-    "str backend, Tensor? lengths, Tensor? cu_seqlens, Tensor? key_padding_mask"
+    "str backend, int[] layout_sizes, Tensor[] layouts, Tensor? lengths, Tensor? cu_seqlens, Tensor? key_padding_mask"
 )
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -86,6 +110,8 @@ def _forward(
     scale: float,
     compat: str,
     backend: str,
+    layout_sizes: Sequence[int],
+    layouts: Sequence[Tensor],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
@@ -95,15 +121,17 @@ def _forward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        return native.forward(q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias)
+        tables = _layouts(plan, layout_sizes, layouts)
+        return native.forward(q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables)
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for batch, seq in samples(q, lengths, cu_seqlens):
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = native.forward(
-            q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias
-        )
+            q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
+            layouts=_layouts(plan, layout_sizes, layouts, batch),
+        )  # fmt: skip
     return out, lse
 
 
@@ -128,6 +156,8 @@ def _backward(
     scale: float,
     compat: str,
     backend: str,
+    layout_sizes: Sequence[int],
+    layouts: Sequence[Tensor],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
@@ -136,15 +166,19 @@ def _backward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        return native.backward(dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias)
+        tables = _layouts(plan, layout_sizes, layouts)
+        return native.backward(
+            dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
+        )
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for batch, seq in samples(q, lengths, cu_seqlens):
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
         dq[batch, seq], dk[batch, seq], dv[batch, seq] = native.backward(
-            dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_
-        )
+            dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
+            layouts=_layouts(plan, layout_sizes, layouts, batch),
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -170,19 +204,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *options, lengths, cu_seqlens, key_padding_mask = inputs
-        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask)
+        q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask = inputs
+        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, *layouts)
         ctx.options = options
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *ragged = ctx.saved_tensors
+        q, k, v, out, lse, lengths, cu_seqlens, key_padding_mask, *layouts = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         backward = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
-        gradients = backward(dout, dlse, q, k, v, out, lse, *ctx.options, *ragged)
-        return (*gradients, *(None,) * 10)
+        gradients = backward(
+            dout, dlse, q, k, v, out, lse, *ctx.options, layouts, lengths, cu_seqlens, key_padding_mask
+        )
+        return (*gradients, *(None,) * 12)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -214,7 +250,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tens
 
     Args:
         options: those of the operator: segment_lengths, dilation_rates and the table of offsets, row after row, as
-            lists; is_causal, scale, compat ("" for none), backend; lengths, cu_seqlens, key_padding_mask or None.
+            lists; is_causal, scale, compat ("" for none), backend; the sizes and tables of block layouts, as in
+            `_layouts`; lengths, cu_seqlens, key_padding_mask or None.
     """
     if _in_torch_func():
         return _Attention.apply(q, k, v, *options)

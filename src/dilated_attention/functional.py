@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch import Tensor
 from dilated_attention import autograd
 from dilated_attention.backends import reference, table
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.patterns import Dilated, Offsets
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated, Offsets, Product
 from dilated_attention.plan import StridedGroup, plan_dilated
+
+Pattern = Dilated | BlockLayout | Product
 
 
 def dilated_attention(
@@ -90,7 +93,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Dilated,
+    pattern: Pattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -105,9 +108,50 @@ def attention(
     head_offset: int = 0,
     transport: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of any pattern; arguments and returns as in `dilated_attention`."""
+    """Attention of any pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
+
+    Arguments and returns as in `dilated_attention`.
+    """
     return _attend(
         q, k, v, pattern, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
+        seq_len=seq_len, head_offset=head_offset, transport=transport,
+    )  # fmt: skip
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    mesh: Any = None,
+    seq_len: int | None = None,
+    head_offset: int = 0,
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Block-sparse attention: one softmax a row over all keys of the key blocks that the layout lists for it.
+
+    A query whose block lists nothing gets out 0, lse -inf and gradient 0. Arguments and returns as in
+    `dilated_attention`, and:
+
+    Args:
+        layout: for q's length, with lists that all heads share or one a query head, shared by the batch or one an
+            element. With `lengths` or `cu_seqlens` each sample has the layout's lists for its first tokens.
+        is_causal: blocks above the diagonal are left out, those that it cuts are masked by token.
+    """
+    if not isinstance(layout, BlockLayout):
+        raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}")
+    return _attend(
+        q, k, v, layout, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
         seq_len=seq_len, head_offset=head_offset, transport=transport,
     )  # fmt: skip
@@ -117,7 +161,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Dilated,
+    pattern: Pattern,
     *,
     compat: str | None,
     is_causal: bool,
@@ -133,8 +177,8 @@ def _attend(
     head_offset: int,
     transport: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if not isinstance(pattern, Dilated):
-        raise ValueError(f"pattern must be a Dilated pattern; got {type(pattern).__name__}")
+    if not isinstance(pattern, (Dilated, Product, BlockLayout)):
+        raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     lengths, cu_seqlens = _check_ragged(q, lengths, cu_seqlens)
@@ -152,19 +196,30 @@ def _attend(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     choice = table.choose(backend, q.device, q.dtype)
-    offsets = _table(pattern, compat, k.shape[2], head_offset)
+    dilated = _dilated(pattern, q.shape[1])
+    offsets = _table(dilated, compat, k.shape[2], head_offset)
+    layouts = _layouts(pattern, q, offsets, is_causal, lengths, cu_seqlens)
     if choice.backend == "reference":
         for _ in autograd.samples(q, lengths, cu_seqlens):
             pass  # checks the lengths
+        visible = None
+        if layouts:
+            ratio = q.shape[2] // k.shape[2]  # layouts count query heads, the oracle's counts key-value heads
+            k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
+            offsets = tuple(tuple(o for o in row for _ in range(ratio)) for row in offsets)
+            visible = _dense_layouts(layouts)
         out, lse = reference.reference_attention(
-            q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets, is_causal=is_causal, scale=scale,
-            compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask,
+            q, k, v, dilated.segment_lengths, dilated.dilation_rates, offsets, is_causal=is_causal, scale=scale,
+            compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible,
         )  # fmt: skip
     else:
         flat = [offset for row in offsets for offset in row]
         out, lse = autograd.attend(
-            q, k, v, list(pattern.segment_lengths), list(pattern.dilation_rates), flat, is_causal, float(scale),
-            compat or "", choice.backend, lengths, cu_seqlens, key_padding_mask,
+            q, k, v, list(dilated.segment_lengths), list(dilated.dilation_rates), flat, is_causal, float(scale),
+            compat or "", choice.backend,
+            [size for x in layouts for size in (x.seq_len, x.q_block, x.k_block, int(x.is_causal))],
+            [table for x in layouts for table in (x.indptr, x.indices)],
+            lengths, cu_seqlens, key_padding_mask,
         )  # fmt: skip
     return (out, lse.transpose(1, 2)) if return_lse else out
 
@@ -178,6 +233,52 @@ def _table(pattern: Dilated, compat: str | None, num_heads: int, head_offset: in
         if pattern.offsets == "head":
             pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, "head_block")
     return pattern.offset_table(num_heads, head_offset)
+
+
+def _dilated(pattern: Pattern, seq_len: int) -> Dilated:
+    """The dilated factor of a pattern; a block layout alone has one segment of all tokens."""
+    if isinstance(pattern, BlockLayout):
+        return Dilated((max(seq_len, 1),), (1,))
+    return pattern.dilated if isinstance(pattern, Product) else pattern
+
+
+def _layouts(
+    pattern: Pattern,
+    q: Tensor,
+    offsets: tuple[tuple[int, ...], ...],
+    is_causal: bool,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> list[BlockLayout]:
+    """The layouts inside the segments of a call, one for each number of tokens that they have; none without blocks."""
+    if isinstance(pattern, Dilated):
+        return []
+    if isinstance(pattern, BlockLayout):
+        if cu_seqlens is None:
+            pattern.check(q.shape[0], q.shape[1], q.shape[2])
+        found = [pattern]
+    else:
+        dilated = pattern.dilated
+        counts: set[int] = set()
+        for _, seq in autograd.samples(q, lengths, cu_seqlens):
+            start, stop, _ = seq.indices(q.shape[1])
+            plan = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
+            counts |= {group.queries.count for group in plan.groups}
+        found = [pattern.layout_of(count) for count in sorted(counts)]
+        for layout in found:
+            layout.check(1, layout.seq_len, q.shape[2])
+    return [(layout.causal() if is_causal else layout).to(q.device) for layout in found]
+
+
+def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:
+    """For the oracle: which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
+    masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
+
+    def visible(sample: int, length: int) -> Tensor:
+        mask = masks.get(length, masks[max(masks)])
+        return mask[sample if len(mask) > 1 else 0, :, :length, :length]
+
+    return visible
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +396,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Dilated,
+    pattern: Pattern,
     *,
     compat: str | None = None,
     is_causal: bool = False,
@@ -305,8 +406,9 @@ def explain(
     """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well."""
     _check_tensors(q, k, v)
     choice = table.choose(backend, q.device, q.dtype)
-    offsets = _table(pattern, compat, k.shape[2], head_offset)
-    plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, offsets, q.shape[1], compat)
+    dilated = _dilated(pattern, q.shape[1])
+    offsets = _table(dilated, compat, k.shape[2], head_offset)
+    plan = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, q.shape[1], compat)
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * q.shape[0]
     moved = 0

@@ -495,6 +495,31 @@ class BlockLayout:
             self._on[device] = replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
         return self._on[device]
 
+    def select(self, *, batch: range | None = None, heads: range | None = None) -> BlockLayout:
+        """The lists of these batch elements and heads alone."""
+        indptr = self.indptr[slice(None) if batch is None else list(batch)]
+        indptr = indptr[:, slice(None) if heads is None else list(heads)]
+        if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
+            return self
+        counts = indptr.diff(dim=-1).flatten()
+        start = _offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
+        shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
+        entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
+        return replace(self, indptr=start, indices=self.indices[entry])
+
+    def prefix(self, seq_len: int) -> BlockLayout:
+        """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
+        if seq_len > self.seq_len:
+            raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
+        if seq_len == self.seq_len:
+            return self
+        rows, columns = -(-seq_len // self.q_block), -(-seq_len // self.k_block)
+        keep = (self.row % self.query_blocks < rows) & (self.indices < columns)
+        before = torch.zeros(self.nnz + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(keep, 0, out=before[1:])
+        indptr = before[self.indptr[..., : rows + 1]]
+        return replace(self, indptr=indptr, indices=self.indices[keep], seq_len=seq_len)
+
     # ---- algebra
 
     def __or__(self, other: BlockLayout) -> BlockLayout:

@@ -7,18 +7,22 @@ that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from dilated_attention.layout import BlockLayout
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OffsetTable = tuple[tuple[int, ...], ...]
 """Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
+
+LayoutOfLength = Callable[[int], BlockLayout]
 
 Offsets = Literal["head", "head_block"] | Sequence[Sequence[int]]
 
@@ -142,6 +146,10 @@ class Dilated:
                 )
         return tuple(table)
 
+    def __mul__(self, layout: BlockLayout | LayoutOfLength) -> Product:
+        """Block sparsity inside the dilated subsequences; see `Product`."""
+        return Product(self, layout)
+
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
 
@@ -184,3 +192,42 @@ class Dilated:
 
         heads = num_heads or max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
         return plot_counts(self, seq_len, head, heads, ax)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Block sparsity inside dilated subsequences: a query sees the keys that both its branch and the layout show.
+
+            raise ValueError(
+                f"layout has lists for a batch of {layout.batch_size}; inside segments the batch must share them"
+            )
+    sequence into blocks.
+
+    Args:
+        layout: a `BlockLayout`, where all segments of all branches have as many tokens as it has, or a callable that
+            gives the layout for n tokens. It may have lists per query head, not per batch element.
+    """
+
+    dilated: Dilated
+    layout: BlockLayout | LayoutOfLength
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, BlockLayout) and not callable(self.layout):
+            kind = type(self.layout).__name__
+            raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
+
+    def layout_of(self, length: int) -> BlockLayout:
+        """The layout inside a segment of which `length` tokens take part."""
+        layout = self.layout if isinstance(self.layout, BlockLayout) else self.layout(length)
+        if not isinstance(layout, BlockLayout):
+            raise ValueError(f"layout({length}) must give a BlockLayout; got {type(layout).__name__}")
+        if layout.seq_len != length:
+            raise ValueError(
+                f"layout is for {layout.seq_len} tokens, but a segment has {length} that take part; give a callable, "
+                "length -> BlockLayout, or segments that are all of one length"
+            )
+        if layout.batch_size > 1:
+            raise ValueError(
+                f"layout has lists for a batch of {layout.batch_size}; inside segments they must be shared"
+            )
+        return layout

@@ -37,7 +37,52 @@ def _kind(q: Tensor, bias: Tensor | None) -> str:
 def forward(
     q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None
 ) -> tuple[Queries, Statistic]:
-    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
+    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head).
+
+    Args:
+        is_causal: query i sees keys up to i; then `bias` has one row for all queries.
+        bias: 0 or -inf a score. A row whose every key is masked gives out 0 and lse -inf.
+    """
+    out, lse = _forward(q, k, v, is_causal, scale, bias)
+    if bias is not None:  # the operators disagree about empty rows
+        seen = bias == 0
+        seen = seen.squeeze(-2).cumsum(-1) > 0 if is_causal else seen.any(-1)
+        empty = ~seen.expand(lse.shape)
+        lse.masked_fill_(empty, -torch.inf)
+        out.masked_fill_(empty.unsqueeze(-1), 0.0)
+    return out, lse
+
+
+def backward(
+    dout: Queries,
+    dlse: Statistic | None,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    out: Queries,
+    lse: Statistic,
+    is_causal: bool,
+    scale: float,
+    bias: Bias | None,
+) -> tuple[Queries, Keys, Keys]:
+    """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse); lse is finite.
+
+    A gradient on lse enters as one more column: with q, k, v = 0, out = 1 and dout = -dlse there, sum(dout out) becomes
+    sum(dout out) - dlse, and no product changes.
+    """
+    if dlse is None:
+        return _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
+    column = dlse.unsqueeze(-1).to(q.dtype)
+    dout = torch.cat([dout, -column], -1)
+    out = torch.cat([out, torch.ones_like(column)], -1)
+    q, k, v = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k, v))
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
+    return dq[..., :-1], dk[..., :-1], dv[..., :-1]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     kind = _kind(q, bias)
     if kind == "cpu":
         if bias is not None:
@@ -56,18 +101,17 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Queries,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    out: Queries,
-    lse: Statistic,
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     is_causal: bool,
     scale: float,
-    bias: Bias | None,
-) -> tuple[Queries, Keys, Keys]:
-    """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out)); `lse` must be finite."""
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     kind = _kind(q, bias)
     if kind == "cpu":
         if bias is not None:

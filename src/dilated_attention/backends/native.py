@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dilated_attention.backends import fused
+from dilated_attention.backends import blocks, fused
+from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
@@ -22,6 +23,7 @@ Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
 TokenStatistic = Float[Tensor, "batch seq heads"]
 KeyBias = Float[Tensor, "batch keys"]
+Layouts = dict[int, BlockLayout]
 
 _TILE_BYTES = 8 << 20
 """Tiles are not cut below this size of output: a fused call must stay long against its start-up."""
@@ -93,6 +95,15 @@ class _Tile:
         """(problems, 1, 1, keys) of a bias (batch, seq)."""
         return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0).unsqueeze(-2)
 
+    def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
+        """The layout inside the group's segments, of this tile's batch elements and query heads."""
+        layout = layouts[group.queries.count]
+        if layout.batch_size > 1:
+            layout = layout.select(batch=range(self.batch, self.batch + self.batches))
+        if layout.num_heads > 1:
+            layout = layout.select(heads=range(self.q_head, self.q_head + self.heads * self.q_step, self.q_step))
+        return layout
+
     def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
         batch, token, per_head, *rest = x.stride()
         start = rows.start + self.segment * rows.segment + self.residue
@@ -124,7 +135,12 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _tiles(
-    plan_groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], ratio: int, row_bytes: int, limit: int
+    groups: tuple[StridedGroup, ...],
+    tensors: tuple[Tensor, ...],
+    ratio: int,
+    row_bytes: int,
+    limit: int,
+    layouts: Layouts | None,
 ) -> Iterator[tuple[StridedGroup, _Tile]]:
     """Cut groups into tiles whose `row_bytes` a row stay under `limit` bytes as far as can be, in few calls.
 
@@ -133,7 +149,8 @@ def _tiles(
         ratio: query heads per key-value head.
     """
     batches = tensors[0].shape[0]
-    for family in _families(plan_groups):
+    per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
+    for family in (_Family(group, 1) for group in groups) if per_head else _families(groups):
         group, residues = family.group, family.residues
         segments = group.queries.segments
         folds = _folds(group, tensors)
@@ -195,24 +212,25 @@ def forward(
     is_causal: bool,
     scale: float,
     key_bias: KeyBias | None = None,
+    layouts: Layouts | None = None,
     state: tuple[Tokens, TokenStatistic] | None = None,
 ) -> tuple[Tokens, TokenStatistic]:
     """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
 
     Args:
         key_bias: 0 or -inf a key, in q's dtype.
+        layouts: for each number of rows that a group's segments have, the block layout inside such a segment.
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
     """
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     statistic = torch.promote_types(q.dtype, torch.float32)
 
     def attend(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
-        causal = is_causal and group.diagonal
         bias = tile.bias(key_bias, group.keys)
         views = tile.queries(q, group.queries), tile.keys(k, group.keys), tile.keys(v, group.keys)
-        out, lse = fused.forward(*views, causal, scale, bias)
-        if bias is not None:
-            _mask_empty_rows(out, lse, bias, causal)
+        if layouts is not None:
+            return blocks.forward(*views, tile.layout(layouts, group), scale, None if bias is None else bias[:, 0, 0])
+        out, lse = fused.forward(*views, is_causal and group.diagonal, scale, bias)
         if group.phantoms and not is_causal:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
@@ -233,7 +251,7 @@ def forward(
 
     row_bytes = q.shape[-1] * q.element_size()
     limit = max(_TILE_BYTES, out.numel() * out.element_size() // 4)
-    for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit):
+    for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit, layouts):
         part, part_lse = attend(group, tile)
         rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
         if group.first:
@@ -242,15 +260,6 @@ def forward(
         else:
             merge_into(rows, rows_lse, part, part_lse)
     return out, lse
-
-
-def _mask_empty_rows(out: Tensor, lse: Tensor, bias: Tensor, is_causal: bool) -> None:
-    """Give rows whose every key is masked out 0 and lse -inf; the operators disagree about them."""
-    seen = bias == 0
-    seen = seen.squeeze(-2).cumsum(-1) > 0 if is_causal else seen.any(-1)
-    empty = ~seen.expand(lse.shape)
-    lse.masked_fill_(empty, -torch.inf)
-    out.masked_fill_(empty.unsqueeze(-1), 0.0)
 
 
 def backward(
@@ -266,6 +275,7 @@ def backward(
     is_causal: bool,
     scale: float,
     key_bias: KeyBias | None = None,
+    layouts: Layouts | None = None,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
     """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
     None."""
@@ -279,8 +289,10 @@ def backward(
         dout_, q_, out_, lse_ = (tile.queries(x, group.queries) for x in (dout, q, out, lse))
         dlse_ = None if dlse is None else tile.queries(dlse, group.queries)
         k_, v_ = tile.keys(k, group.keys), tile.keys(v, group.keys)
-        bias = tile.bias(key_bias, group.keys)
-        return _fused_backward(dout_, dlse_, q_, k_, v_, out_, lse_, is_causal and group.diagonal, scale, bias)
+        views, bias = (dout_, dlse_, q_, k_, v_, out_, lse_), tile.bias(key_bias, group.keys)
+        if layouts is not None:
+            return blocks.backward(*views, tile.layout(layouts, group), scale, None if bias is None else bias[:, 0, 0])
+        return fused.backward(*views, is_causal and group.diagonal, scale, bias)
 
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]
@@ -298,7 +310,7 @@ def backward(
 
     row_bytes = 3 * q.shape[-1] * q.element_size()
     limit = max(3 * _TILE_BYTES, 3 * q.numel() * q.element_size() // 4)
-    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit):
+    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit, layouts):
         part_q, part_k, part_v = differentiate(group, tile)
         if tile.k_step == 0:  # heads share one key-value head
             part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
@@ -309,30 +321,3 @@ def backward(
             else:
                 target.add_(part)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
-
-
-def _fused_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One tile's (dq, dk, dv).
-
-    A gradient on lse enters as one more column: with q, k, v = 0, out = 1 and dout = -dlse there, sum(dout out) becomes
-    sum(dout out) - dlse, which is what it adds to dS / P, and no product changes.
-    """
-    if dlse is None:
-        return fused.backward(dout, q, k, v, out, lse, is_causal, scale, bias)
-    column = dlse.unsqueeze(-1).to(q.dtype)
-    dout = torch.cat([dout, -column], -1)
-    out = torch.cat([out, torch.ones_like(column)], -1)
-    q, k, v = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k, v))
-    dq, dk, dv = fused.backward(dout, q, k, v, out, lse, is_causal, scale, bias)
-    return dq[..., :-1], dk[..., :-1], dv[..., :-1]

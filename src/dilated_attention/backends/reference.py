@@ -10,7 +10,8 @@ are tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,7 @@ def count_matrix(
     *,
     is_causal: bool,
     key_padding_mask: Bool[Tensor, " seq"] | None = None,
+    visible: Callable[[int], Bool[Tensor, "#heads rows rows"]] | None = None,
 ) -> Int[Tensor, "heads seq seq"]:
     """How many branches show key j to query i, for every head of k and v.
 
@@ -40,6 +42,7 @@ def count_matrix(
         seq_len: N.
         is_causal: whether a query sees no key behind it.
         key_padding_mask: True at keys that nobody sees.
+        visible: of the n tokens of a segment that take part, which sees which, `visible(n)`; default: all.
 
     Returns:
         int32 `(heads, seq, seq)`, indexed by head, query and key.
@@ -56,7 +59,13 @@ def count_matrix(
         same_segment = segment[:, None] == segment[None, :]
         for h, offset in enumerate(offsets):
             takes_part = (position % w) % r == offset
-            counts[h] += same_segment & takes_part[:, None] & takes_part[None, :]
+            if visible is None:
+                counts[h] += same_segment & takes_part[:, None] & takes_part[None, :]
+                continue
+            for number in segment.unique():
+                (tokens,) = (takes_part & (segment == number)).nonzero(as_tuple=True)
+                seen = visible(len(tokens))
+                counts[h, tokens[:, None], tokens[None, :]] += seen[h if len(seen) > 1 else 0]
     if is_causal:
         counts *= position[:, None] >= position[None, :]
     if key_padding_mask is not None:
@@ -157,6 +166,7 @@ def batch_counts(
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
     key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+    visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
 ) -> tuple[Int[Tensor, "batch heads seq seq"], Int[Tensor, "batch heads seq"] | None]:
     """Counts and phantoms of a batch whose samples each have segments of their own, from their own first token on.
 
@@ -177,7 +187,8 @@ def batch_counts(
         rows = slice(start, stop)
         branches = (segment_lengths, dilation_rates, table, stop - start)
         padding = None if key_padding_mask is None else key_padding_mask[b, rows]
-        counts[b, :, rows, rows] = count_matrix(*branches, is_causal=is_causal, key_padding_mask=padding)
+        seen = None if visible is None else partial(visible, b)
+        counts[b, :, rows, rows] = count_matrix(*branches, is_causal=is_causal, key_padding_mask=padding, visible=seen)
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
     return counts, phantoms if compat == "torchscale" else None
 
@@ -196,6 +207,7 @@ def reference_attention(
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
     key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+    visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Dilated attention from the definition.
 
@@ -207,6 +219,7 @@ def reference_attention(
         cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
             has its own segments from its own first token.
         key_padding_mask: True at keys that nobody sees.
+        visible: `visible(b, n)`: which of the n tokens that take part in a segment of sample b sees which.
 
     Returns:
         out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
@@ -226,6 +239,7 @@ def reference_attention(
         lengths=lengths,
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
+        visible=visible,
     )
     return attend(q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms)
 

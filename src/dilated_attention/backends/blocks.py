@@ -1,0 +1,368 @@
+"""Block-sparse attention on PyTorch's fused operators: a layout's rows in few batched calls.
+
+The query blocks of a layout are sorted into groups, each one batched call: a run of key blocks that moves along with
+its query block (a window), or stays (global keys), is an overlapping strided view of k and v; what is left of each row
+is gathered, rows with equally many blocks together; the blocks that the diagonal cuts, and the partial last block, are
+groups of their own. The groups' results merge, so the softmax runs over whole rows. No loop is over blocks or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import fused
+from dilated_attention.layout import BlockLayout
+from dilated_attention.merge import merge_into
+from dilated_attention.plan import plan_cache
+
+_CHUNK_BYTES = 16 << 20
+"""Bound on the temporaries of one call: gathered keys and values, and partial results."""
+_VIEW_ROWS = 4
+"""Rows that a moving or fixed run must span to be worth a call of its own; others are gathered."""
+_FOLD_TOKENS = 1 << 20
+"""Elements of a problem below which a batch of problems is folded into heads by a copy, rather than looped over."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Query blocks that see equally many key blocks, all of one size, in one batched call.
+
+    Attributes:
+        rows: (R,) query blocks; heads: (R,) their heads, or None where all heads share the layout.
+        keys: (R, m) key blocks.
+        q_tokens, k_tokens: tokens a block has; the block size, or what the last block holds.
+        first: no earlier group holds any of the rows.
+        masked: the diagonal cuts the key blocks.
+        row_view: (first, step) where the rows are a progression; key_view: (first, step) where row t sees the m blocks
+            from first + t * step on.
+    """
+
+    rows: Tensor
+    heads: Tensor | None
+    keys: Tensor
+    q_tokens: int
+    k_tokens: int
+    first: bool
+    masked: bool
+    row_view: tuple[int, int] | None
+    key_view: tuple[int, int] | None
+
+    def part(self, start: int, stop: int) -> _Group:
+        """The rows start to stop."""
+
+        def moved(view: tuple[int, int] | None) -> tuple[int, int] | None:
+            return None if view is None else (view[0] + start * view[1], view[1])
+
+        heads = None if self.heads is None else self.heads[start:stop]
+        return replace(
+            self,
+            rows=self.rows[start:stop],
+            heads=heads,
+            keys=self.keys[start:stop],
+            row_view=moved(self.row_view),
+            key_view=moved(self.key_view),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockPlan:
+    groups: tuple[_Group, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return 256 + sum(
+            512 + 8 * (g.rows.numel() * (1 if g.heads is None else 2) + g.keys.numel()) for g in self.groups
+        )
+
+
+def _plan(layout: BlockLayout, batch: int) -> _BlockPlan:
+    batch = batch if layout.batch_size > 1 else 0
+    key = ("blocks", layout, batch)
+    return plan_cache.get(key, lambda: _compile(layout, batch))
+
+
+def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
+    rows_a_list, entries = layout.query_blocks, layout.row
+    here = entries // (rows_a_list * layout.num_heads) == batch
+    entries, keys, masked = entries[here], layout.indices[here], layout.masked[here]
+    lanes = entries - batch * rows_a_list * layout.num_heads  # head * query blocks + query block
+    row = lanes % rows_a_list
+    q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
+    last_row = (row == rows_a_list - 1) & (q_tail > 0)
+    last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
+    begun = torch.zeros(layout.num_heads * rows_a_list, dtype=torch.bool, device=lanes.device)
+    groups: list[_Group] = []
+
+    def add(lane: Tensor, key: Tensor, q_tokens: int, k_tokens: int, cut: bool, view: tuple[int, int] | None) -> None:
+        block = lane % rows_a_list
+        step = 1 if len(block) < 2 else int(block[1] - block[0])
+        regular = layout.num_heads == 1 and step > 0 and bool((block.diff() == step).all())
+        row_view = (int(block[0]), step) if regular else None
+        heads = None if layout.num_heads == 1 else lane // rows_a_list
+        first = not bool(begun[lane].any())
+        begun[lane] = True
+        groups.append(_Group(block, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
+
+    for is_last_row in (False, True):
+        q_tokens = q_tail if is_last_row else layout.q_block
+        for is_last_key in (False, True):
+            k_tokens = k_tail if is_last_key else layout.k_block
+            for cut in (False, True):
+                chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
+                lane, key = lanes[chosen], keys[chosen]
+                if not len(lane):
+                    continue
+                if is_last_key:  # one key block, the same for every row
+                    view = (int(key[0]), 0) if layout.num_heads == 1 else None
+                    add(lane, key[:, None], q_tokens, k_tokens, cut, view)
+                    continue
+                if layout.num_heads == 1:
+                    viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
+                    for entry, length, step in _views(lane, key):
+                        at = entry[:, None] + torch.arange(length, device=lane.device)
+                        viewed[at.flatten()] = True
+                        add(lane[entry], key[at], q_tokens, k_tokens, cut, (int(key[entry[0]]), step))
+                    lane, key = lane[~viewed], key[~viewed]
+                for count, members, first in _by_count(lane):
+                    at = first[:, None] + torch.arange(count, device=lane.device)
+                    add(members, key[at], q_tokens, k_tokens, cut, None)
+    return _BlockPlan(tuple(groups))
+
+
+def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(count, lanes, index of each one's first entry) for the lanes that have equally many entries."""
+    if not len(lane):
+        return
+    lanes, counts = torch.unique_consecutive(lane, return_counts=True)
+    first = counts.cumsum(0) - counts
+    for count in counts.unique().tolist():
+        chosen = counts == count
+        yield count, lanes[chosen], first[chosen]
+
+
+def _views(row: Tensor, key: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
+
+    The run moves by one block a row (step 1: a window) or not at all (step 0: global keys). A run is viewed where that
+    saves a gather of at least two blocks, or is all its row has: else the merge costs what the gather would.
+    """
+    opens = torch.ones_like(key, dtype=torch.bool)
+    opens[1:] = (key.diff() != 1) | (row.diff() != 0)
+    entry = opens.nonzero().flatten()
+    length = torch.cat([entry, entry.new_tensor([len(key)])]).diff()
+    runs_of_row = torch.bincount(row[entry], minlength=int(row.max()) + 1)
+    worth = (length >= 2) | (runs_of_row[row[entry]] == 1)
+    entry, length = entry[worth], length[worth]
+    for step in (1, 0):
+        if not len(entry):
+            return
+        anchor = key[entry] - step * row[entry]
+        # Runs of one length and anchor, in order of rows; a family ends where a row is missing.
+        order = torch.argsort(row[entry], stable=True)
+        order = order[torch.argsort(anchor[order], stable=True)]
+        order = order[torch.argsort(length[order], stable=True)]
+        sorted_entry = entry[order]
+        breaks = (length[order].diff() != 0) | (anchor[order].diff() != 0) | (row[sorted_entry].diff() != 1)
+        bounds = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(order)]
+        taken = torch.zeros_like(order, dtype=torch.bool)
+        for start, stop in pairwise(bounds):
+            if stop - start >= _VIEW_ROWS:
+                taken[start:stop] = True
+                yield sorted_entry[start:stop], int(length[order[start]]), step
+        entry, length = sorted_entry[~taken], length[order][~taken]
+
+
+def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
+    """Blocks `ids` (R, m) of x (seq, heads, ...), copied: (R, heads or 1, m * tokens, ...)."""
+    if tokens < block:  # the partial last block, once a row
+        tail = x[x.shape[0] - tokens :].transpose(0, 1)
+        return tail[heads].unsqueeze(1) if heads is not None else tail.expand(ids.shape[0], *tail.shape)
+    blocks = x[: x.shape[0] // block * block].unflatten(0, (-1, block))
+    if heads is None:
+        return blocks[ids].flatten(1, 2).transpose(1, 2)
+    return blocks[ids, :, heads[:, None]].flatten(1, 2).unsqueeze(1)
+
+
+def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: int) -> Tensor:
+    """(number, heads, tokens, ...) of x (seq, heads, ...): problem t starts at block first + t * step. No copy."""
+    token, head, *rest = x.stride()
+    size = (number, x.shape[1], tokens, *x.shape[2:])
+    return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
+
+
+class _Problem:
+    """One sequence: q, k, v `(seq, heads, head_dim)`, with a layout that all heads share or one list a head."""
+
+    def __init__(self, layout: BlockLayout, batch: int, scale: float, key_bias: Tensor | None) -> None:
+        self.layout, self.scale, self.key_bias = layout, scale, key_bias
+        self.groups = _plan(layout, batch).groups
+
+    def parts(self, row_bytes: int) -> Iterator[_Group]:
+        """The groups, cut into calls whose temporaries stay bounded. `row_bytes`: of one token, all its heads."""
+        for group in self.groups:
+            gathered = 0 if group.key_view else 2 * group.keys.shape[1] * group.k_tokens
+            heads = 1 if group.heads is None else self.layout.num_heads
+            size = max(1, _CHUNK_BYTES * heads // (row_bytes * (gathered + 2 * group.q_tokens)))
+            number = -(-len(group.rows) // size)
+            for i in range(number):
+                yield group.part(i * len(group.rows) // number, (i + 1) * len(group.rows) // number)
+
+    def queries(self, x: Tensor, group: _Group) -> Tensor:
+        if group.row_view:
+            return _window(x, self.layout.q_block, *group.row_view, len(group.rows), group.q_tokens)
+        return _take(x, self.layout.q_block, group.q_tokens, group.rows[:, None], group.heads)
+
+    def keys(self, x: Tensor, group: _Group) -> Tensor:
+        if group.key_view:
+            tokens = group.keys.shape[1] * group.k_tokens
+            return _window(x, self.layout.k_block, *group.key_view, len(group.rows), tokens)
+        return _take(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
+
+    def store(self, x: Tensor, group: _Group, values: Tensor) -> None:
+        """Write values (R, heads or 1, tokens, ...) to the rows of a group of x (seq, heads, ...)."""
+        if group.row_view:
+            self.queries(x, group).copy_(values)
+            return
+        if group.q_tokens < self.layout.q_block:  # one row a head; shared by all heads it is a view
+            x[x.shape[0] - group.q_tokens :, group.heads] = values.squeeze(1).transpose(0, 1)
+            return
+        blocks = x[: x.shape[0] // self.layout.q_block * self.layout.q_block].unflatten(0, (-1, self.layout.q_block))
+        if group.heads is None:
+            blocks[group.rows] = values.transpose(1, 2)
+        else:
+            blocks[group.rows, :, group.heads] = values.squeeze(1)
+
+    def add_to_keys(self, x: Tensor, group: _Group, values: Tensor) -> None:
+        """Add values (R, heads or 1, m * tokens, head_dim) to the key blocks of a group of x (seq, heads, head_dim)."""
+        if group.k_tokens < self.layout.k_block:
+            tail = x[x.shape[0] - group.k_tokens :]
+            if group.heads is None:
+                tail.add_(values.sum(0).transpose(0, 1))
+            else:
+                tail.index_add_(1, group.heads, values.squeeze(1).transpose(0, 1).to(x.dtype))
+            return
+        blocks = x[: x.shape[0] // self.layout.k_block * self.layout.k_block].unflatten(0, (-1, self.layout.k_block))
+        if group.heads is None:
+            values = values.transpose(1, 2).unflatten(1, (-1, group.k_tokens)).flatten(0, 1)
+            blocks.index_add_(0, group.keys.flatten(), values.to(x.dtype))
+        else:
+            values = values.squeeze(1).unflatten(1, (-1, group.k_tokens))
+            index = (group.keys[:, :, None], torch.arange(group.k_tokens, device=x.device), group.heads[:, None, None])
+            blocks.index_put_(index, values.to(x.dtype), accumulate=True)
+
+    def causal(self, group: _Group) -> bool:
+        """Whether the operator's own causal mask serves: the key block is the query block."""
+        return group.masked and self.layout.q_block == self.layout.k_block
+
+    def bias(self, group: _Group, dtype: torch.dtype) -> Tensor | None:
+        """0 or -inf a score: the key bias, and the diagonal where it does not run through the corners of the blocks."""
+        bias = None
+        if self.key_bias is not None:
+            bias = self.keys(self.key_bias[:, None].expand(-1, self.layout.num_heads), group)[:, :1, None, :]
+        if group.masked and not self.causal(group):
+            device = group.rows.device
+            query = group.rows[:, None] * self.layout.q_block + torch.arange(group.q_tokens, device=device)
+            key = group.keys[:, :, None] * self.layout.k_block + torch.arange(group.k_tokens, device=device)
+            future = key.flatten(1)[:, None, :] > query[:, :, None]
+            mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)[:, None]
+            bias = mask if bias is None else bias + mask
+        return bias
+
+
+def _problems(
+    layout: BlockLayout, scale: float, key_bias: Tensor | None, tensors: tuple[Tensor, ...]
+) -> Iterator[tuple[_Problem, tuple[Tensor, ...]]]:
+    """The sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
+    for i in range(tensors[0].shape[0]):
+        bias = None if key_bias is None else key_bias[i]
+        yield _Problem(layout, i, scale, bias), tuple(x[i].transpose(0, 1) for x in tensors)
+
+
+def forward(
+    q: fused.Queries, k: fused.Keys, v: fused.Keys, layout: BlockLayout, scale: float, key_bias: Tensor | None
+) -> tuple[fused.Queries, fused.Statistic]:
+    """(out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
+
+    Args:
+        key_bias: `(batch, seq)`, 0 or -inf a key, in q's dtype.
+    """
+    shape = q.shape
+    if _foldable(layout, key_bias, q):
+        q, k, v = (_fold(x) for x in (q, k, v))
+    statistic = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=statistic).transpose(1, 2)
+    for problem, (q_, k_, v_, out_, lse_) in _problems(layout, scale, key_bias, (q, k, v, out, lse)):
+        for group in problem.parts(q.shape[1] * q.shape[3] * q.element_size()):
+            views = problem.queries(q_, group), problem.keys(k_, group), problem.keys(v_, group)
+            part, part_lse = fused.forward(*views, problem.causal(group), scale, problem.bias(group, q.dtype))
+            if not group.first:
+                rows, rows_lse = problem.queries(out_, group), problem.queries(lse_, group)
+                merge_into(rows, rows_lse, part, part_lse)
+                if group.row_view:
+                    continue
+                part, part_lse = rows, rows_lse
+            problem.store(out_, group, part)
+            problem.store(lse_, group, part_lse)
+    return out.reshape(shape), lse.reshape(shape[:3])
+
+
+def _foldable(layout: BlockLayout, key_bias: Tensor | None, q: Tensor) -> bool:
+    """Whether many small problems that share everything are better one problem with more heads."""
+    small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
+    return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and key_bias is None
+
+
+def _fold(x: Tensor) -> Tensor:
+    """(batch, heads, ...) to (1, batch * heads, ...)."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def backward(
+    dout: fused.Queries,
+    dlse: fused.Statistic | None,
+    q: fused.Queries,
+    k: fused.Keys,
+    v: fused.Keys,
+    out: fused.Queries,
+    lse: fused.Statistic,
+    layout: BlockLayout,
+    scale: float,
+    key_bias: Tensor | None,
+) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
+    """(dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
+    shape = q.shape
+    if _foldable(layout, key_bias, q):
+        dout, q, k, v, out, lse = (_fold(x) for x in (dout, q, k, v, out, lse))
+        dlse = None if dlse is None else _fold(dlse)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (q, k, v))
+    tensors = (dout, q, k, v, out, lse, dq, dk, dv) if dlse is None else (dout, q, k, v, out, lse, dq, dk, dv, dlse)
+    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *dlse_) in _problems(layout, scale, key_bias, tensors):
+        for group in problem.parts(2 * q.shape[1] * q.shape[3] * q.element_size()):
+            part_q, part_k, part_v = fused.backward(
+                problem.queries(dout_, group),
+                problem.queries(dlse_[0], group) if dlse_ else None,
+                problem.queries(q_, group),
+                problem.keys(k_, group),
+                problem.keys(v_, group),
+                problem.queries(out_, group),
+                problem.queries(lse_, group),
+                problem.causal(group),
+                scale,
+                problem.bias(group, q.dtype),
+            )
+            if group.first:
+                problem.store(dq_, group, part_q.to(sums))
+            elif group.row_view:
+                problem.queries(dq_, group).add_(part_q)
+            else:
+                problem.store(dq_, group, problem.queries(dq_, group) + part_q)
+            problem.add_to_keys(dk_, group, part_k)
+            problem.add_to_keys(dv_, group, part_v)
+    return dq.reshape(shape), dk.reshape(shape), dv.reshape(shape)
