@@ -9,6 +9,8 @@ import torch
 
 from dilated_attention import BackendError, UnsupportedError, dilated_attention
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 BATCH, SEQ, HEADS, DIM = 2, 8, 4, 4
 
 
