@@ -80,32 +80,42 @@ def magnitudes(
     scale: float,
     phantoms: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The size of the terms that out, lse, dq, dk and dv are sums of: each formula on absolute values (bars).
+    """The size of the terms that out, lse, dq, dk and dv are sums of.
 
-    s̄ = scale q̄ k̄,  L̄ = 1 + |lse| + Σ P s̄,  P̄ = P (s̄ + L̄),  out̄ = P̄ v̄,  dS̄ = P̄ (d̄out v̄ + d̄out·out̄ + d̄lse),
-    dq̄ = scale dS̄ k̄,  dk̄ = scale dS̄ᵀ q̄,  dv̄ = P̄ᵀ d̄out:
-    to first order, an error of ε in each operation makes one of ε times this size in the result.
+    To first order, an error of ε in every product and sum makes one of ε times this size in the result. With |x| the
+    absolute value of a tensor, bars for sizes, and √head_dim for the random walk of the roundings of a dot product,
+
+        s̄ = √head_dim scale |q| |k|        L̄ = 1 + |lse| + Σ P s̄        P̄ = P (s̄ + L̄)        out̄ = P̄ |v|
+        dS = P (dP - δ + dlse)   with dP = dout v, δ = dout out
+        dS̄ = P̄ |dP - δ + dlse| + P (|dout| |v| + |dout| out̄ + |dlse|)
+        dq̄ = scale dS̄ |k|        dk̄ = scale dS̄ᵀ |q|        dv̄ = P̄ᵀ |dout|.
     """
     kv_heads = k.shape[2]
-    lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)[1]
-    lse = lse.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)[..., None]
-    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", q.unflatten(2, (kv_heads, -1)), k)
-    counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
-    weight = torch.where(counts > 0, counts * (score - lse).exp(), 0.0)
-    lse = torch.where(lse.isfinite(), lse.abs(), 0.0)
+    out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
+    # h: KV head, g: query head of it, n: query, m: key, d: head_dim
+    q, d_out, out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, out, d_lse.transpose(1, 2)))
+    lse, d_lse = (x.permute(0, 2, 3, 1)[..., None] for x in (lse.unflatten(2, (kv_heads, -1)), d_lse))
+    scores, keys = "bnhgd,bmhd->bhgnm", "bhgnm,bmhd->bnhgd"
 
+    counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
+    p = torch.where(counts > 0, counts * (scale * torch.einsum(scores, q, k) - lse).exp(), 0.0)
+    ds = (torch.einsum(scores, d_out, v) - (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None] + d_lse).abs()
+
+    scale = abs(scale)
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
-    q, d_out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, d_lse.transpose(1, 2)))
-    score = abs(scale) * torch.einsum("bnhgd,bmhd->bhgnm", q, k)
-    lse = 1 + lse + (weight * score).sum(-1, keepdim=True)
-    weight = weight * (score + lse)
-    out = torch.einsum("bhgnm,bmhd->bnhgd", weight, v)
-    mean = (d_out * out).sum(-1) + d_lse
-    slope = weight * (torch.einsum("bnhgd,bmhd->bhgnm", d_out, v) + mean.permute(0, 2, 3, 1)[..., None])
-    dq = abs(scale) * torch.einsum("bhgnm,bmhd->bnhgd", slope, k).flatten(2, 3)
-    dk = abs(scale) * torch.einsum("bhgnm,bnhgd->bmhd", slope, q)
-    dv = torch.einsum("bhgnm,bnhgd->bmhd", weight, d_out)
-    return {"out": out.flatten(2, 3), "lse": lse.squeeze(-1).flatten(1, 2), "dq": dq, "dk": dk, "dv": dv}
+    score = q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k)
+    lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * score).sum(-1, keepdim=True)
+    p_size = p * (score + lse)
+    out = torch.einsum(keys, p_size, v)
+    delta = (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None]
+    ds = p_size * ds + p * (torch.einsum(scores, d_out, v) + delta + d_lse)
+    return {
+        "out": out.flatten(2, 3),
+        "lse": lse.squeeze(-1).flatten(1, 2),
+        "dq": scale * torch.einsum(keys, ds, k).flatten(2, 3),
+        "dk": scale * torch.einsum("bhgnm,bnhgd->bmhd", ds, q),
+        "dv": torch.einsum("bhgnm,bnhgd->bmhd", p_size, d_out),
+    }
 
 
 class Conformance:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-ROUNDING = {torch.float64: 0.25, torch.float32: 0.25, torch.bfloat16: 0.05, torch.float16: 0.05}
+ROUNDING = {torch.float64: 0.5, torch.float32: 0.5, torch.bfloat16: 0.2, torch.float16: 0.2}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
