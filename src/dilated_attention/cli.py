@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_info(commands)
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("dilated-attention: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 

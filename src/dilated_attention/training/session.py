@@ -149,9 +149,8 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     name = str(row["attention"])
     save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
     context = training.recipe.context
-    save_pattern(
-        out / "pattern.png", training.config.pattern or Dilated((context,), (1,)), context, training.config.kv_heads
-    )
+    pattern = training.config.pattern or Dilated((context,), (1,))
+    save_pattern(out / "pattern.png", name, pattern, context, training.config.kv_heads)
     console.print(f"held-out text: {bits:.3f} bits per byte (8 = knowing nothing)")
     if sample_bytes:
         with console.status("writing a sample"):
@@ -189,7 +188,8 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
     recipe, tokens = training.recipe, training.recipe.batch_size * training.recipe.context
 
     def shown() -> str:
-        return f"{training.losses[-1] / math.log(2):.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
+        loss = statistics.fmean(training.losses[-10:]) / math.log(2)
+        return f"{loss:.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
 
     if not console.is_terminal:
         printed = time.monotonic()
