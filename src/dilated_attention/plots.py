@@ -38,10 +38,11 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for (name, values), line in zip(losses.items(), LINES, strict=False):
-        bits = [value / math.log(2) for value in values]
-        steps = range(1, len(bits) + 1)
-        span = max(1, len(bits) // 25)
-        means = [sum(part) / len(part) for part in (bits[max(0, step - span) : step] for step in steps)]
+        bits = np.asarray(values) / math.log(2)
+        steps = np.arange(1, len(bits) + 1)
+        first = np.maximum(0, steps - max(1, len(bits) // 25))
+        sums = np.concatenate(([0.0], bits.cumsum()))
+        means = (sums[steps] - sums[first]) / (steps - first)
         label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
         axes.plot(steps, bits, line, color="0.8", linewidth=0.6)
         axes.plot(steps, means, line, color="black", linewidth=1.2, label=label)
