@@ -164,7 +164,8 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 def write_sample(training: Training, length: int) -> str:
     """A held-out prompt, a bar, and `length` sampled bytes; what a terminal would obey is shown as a dot."""
-    prompt = training.split.held_out[:1, :PROMPT_BYTES].long()
+    middle = len(training.split.held_out) // 2
+    prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
     tokens = training.model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
 
