@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from dilated_attention import environment, plots
+from dilated_attention import cli, environment, plots
 from dilated_attention.cli import main
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import demo
@@ -178,7 +178,7 @@ def test_picture_of_a_pattern(tmp_path):
     assert counts[1].tolist() == [1, 2, 1, 2, 0, 1, 0, 1, 0, 0]  # head 1: segment 0 to 3, and odd tokens to 7
     causal = plots.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2, is_causal=True).images[0].get_array()
     assert causal[1].tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
-    plots.save_pattern(tmp_path / "pattern.png", Dilated((512, 8192), (1, 16)), 8192, 8)
+    plots.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
 
 
@@ -188,3 +188,12 @@ def test_divergence_is_one_line(capsys, tmp_path, text):
     (line,) = capsys.readouterr().err.splitlines()
     assert "try a lower --lr" in line
     assert (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_interrupted_anywhere(capsys, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "report", interrupt)
+    assert exit_code(["info"]) == 130
+    assert capsys.readouterr().err == "dilated-attention: interrupted\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_info(commands)
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("dilated-attention: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 
@@ -49,14 +54,13 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
     for name, default, text in (
         ("context", 8192, "bytes per sequence"),
-        ("steps", 240, "optimizer steps of each training"),
+        ("steps", 200, "optimizer steps of each training"),
         ("layers", 2, "transformer blocks"),
         ("dim", 64, "width of the model"),
         ("heads", 2, "attention heads"),
         ("seed", 0, "of the weights and of the order of the text"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
-    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate", metavar="X")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=_demo)
 
@@ -64,9 +68,9 @@ def _add_demo(commands: Any) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from dilated_attention.training.demo import demo
 
-    names = ("context", "steps", "layers", "dim", "heads", "seed", "lr", "device")
+    names = ("context", "steps", "layers", "dim", "heads", "seed", "device")
     words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
-    return demo(options.out, [*words, "--warmup", str(min(10, options.steps // 4))], Console())
+    return demo(options.out, words, Console())
 
 
 def _add_train(commands: Any) -> None:

@@ -32,13 +32,20 @@ class Branches(Protocol):
 
 
 def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
-    """losses: nats per byte a step, by run; held_out: bits per byte at the end, drawn as a point."""
+    """losses: nats per byte a step, by run, drawn grey, and their running mean over a 25th of the
+    run, black; held_out: bits per byte at the end, a point.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for (name, values), line in zip(losses.items(), LINES, strict=False):
-        bits = [value / math.log(2) for value in values]
+        bits = np.asarray(values) / math.log(2)
+        steps = np.arange(1, len(bits) + 1)
+        first = np.maximum(0, steps - max(1, len(bits) // 25))
+        sums = np.concatenate(([0.0], bits.cumsum()))
+        means = (sums[steps] - sums[first]) / (steps - first)
         label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
-        axes.plot(range(1, len(bits) + 1), bits, line, color="black", linewidth=1.2, label=label)
+        axes.plot(steps, bits, line, color="0.8", linewidth=0.6)
+        axes.plot(steps, means, line, color="black", linewidth=1.2, label=label)
         if name in held_out:
             axes.plot([len(bits)], [held_out[name]], "o" if line == "-" else "s", color="black", fillstyle="none")
     axes.set_xlabel("step")
@@ -51,7 +58,7 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
     figure.savefig(path, dpi=150)
 
 
-def save_pattern(path: Path, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
+def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
     """Causal visibility, one square a (query, key), of up to 4 heads.
 
     A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
@@ -70,7 +77,7 @@ def save_pattern(path: Path, pattern: Branches, seq_len: int, num_heads: int, to
         axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
         if head:
             axes.set_ylabel("")
-    title = f"segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
+    title = f"{name}: segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
     if lengths != pattern.segment_lengths:
         title += f", for {list(pattern.segment_lengths)} at {seq_len:,} tokens"
     figure.suptitle(title, fontsize=9)

@@ -149,9 +149,8 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     name = str(row["attention"])
     save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
     context = training.recipe.context
-    save_pattern(
-        out / "pattern.png", training.config.pattern or Dilated((context,), (1,)), context, training.config.kv_heads
-    )
+    pattern = training.config.pattern or Dilated((context,), (1,))
+    save_pattern(out / "pattern.png", name, pattern, context, training.config.kv_heads)
     console.print(f"held-out text: {bits:.3f} bits per byte (8 = knowing nothing)")
     if sample_bytes:
         with console.status("writing a sample"):
@@ -165,7 +164,8 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 def write_sample(training: Training, length: int) -> str:
     """A held-out prompt, a bar, and `length` sampled bytes; what a terminal would obey is shown as a dot."""
-    prompt = training.split.held_out[:1, :PROMPT_BYTES].long()
+    middle = len(training.split.held_out) // 2
+    prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
     tokens = training.model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
 
@@ -189,7 +189,8 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
     recipe, tokens = training.recipe, training.recipe.batch_size * training.recipe.context
 
     def shown() -> str:
-        return f"{training.losses[-1] / math.log(2):.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
+        loss = statistics.fmean(training.losses[-10:]) / math.log(2)
+        return f"{loss:.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
 
     if not console.is_terminal:
         printed = time.monotonic()
