@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from dilated_attention.bench import command as bench
 from dilated_attention.environment import report
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_train(commands)
     _add_info(commands)
+    bench.add_parsers(commands)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)

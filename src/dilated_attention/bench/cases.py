@@ -1,0 +1,146 @@
+"""Cases: one call of one method at one shape, as a frozen value, and the work that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.functional import dilated_attention
+from dilated_attention.patterns import Dilated
+
+Contender = Callable[[], Iterator[str]]
+"""Work to be timed: each name that it yields is a phase, which ends there."""
+
+Method = Literal["dilated", "dense", "dense calls"]
+
+
+def contender(call: Callable[[], object]) -> Contender:
+    """One phase, `forward`."""
+
+    def work() -> Iterator[str]:
+        call()
+        yield "forward"
+
+    return work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call.
+
+    Attributes:
+        method: `dilated`: `dilated_attention`; `dense`: `scaled_dot_product_attention` over the whole sequence; `dense
+            calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
+            contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
+            right place already, nothing is merged and no branch's rows are short.
+        segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
+        dtype: as in torch, `float32`.
+    """
+
+    method: Method
+    seq_len: int
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    offsets: Literal["head", "head_block"] = "head"
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    is_causal: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        for name in ("seq_len", "batch", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.method != "dense":
+            Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What a row of results records."""
+        return asdict(self)
+
+    @property
+    def pattern(self) -> Dilated:
+        if self.method == "dense":
+            return Dilated((self.seq_len,), (1,))
+        return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+
+    @property
+    def out_bytes(self) -> int:
+        """Size of the output, and of each of q, k and v."""
+        return self.batch * self.seq_len * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
+
+    def predicted_bytes(self, *, backward: bool) -> int:
+        """What the call will hold at its peak, inputs included: an upper estimate.
+
+        In outputs: q, k, v, out, and one more at most of temporaries. With a backward besides dout, dq, dk, dv and at
+        most two of temporaries, or the gradients in single precision.
+        """
+        outputs = 11 if backward else 5
+        if backward and self.dtype in ("float16", "bfloat16"):
+            outputs += 3
+        if self.method == "dense calls":
+            rows = sum(1 / rate for rate in self.dilation_rates)
+            outputs = int(outputs * rows) + 1
+        return outputs * self.out_bytes
+
+    def _normal(self, device: torch.device, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
+
+    def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(q, k, v) of each fused call to make: one, except for `dense calls`."""
+        if self.method != "dense calls":
+            shapes = [(self.batch, self.seq_len, self.heads, self.head_dim)]
+        else:
+            shapes = [
+                (self.batch * segments, self.heads, -(-length // rate), self.head_dim)
+                for segment, rate in zip(self.segment_lengths, self.dilation_rates, strict=True)
+                for segments, length in (
+                    (self.seq_len // min(segment, self.seq_len), min(segment, self.seq_len)),
+                    (1, self.seq_len % min(segment, self.seq_len)),
+                )
+                if segments * length
+            ]
+        return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.method == "dilated":
+            return dilated_attention(
+                q, k, v, self.segment_lengths, self.dilation_rates, offsets=self.offsets, is_causal=self.is_causal
+            )  # type: ignore[return-value]
+        if self.method == "dense":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+    def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:
+        """The work: phases `forward` and, with `backward`, `forward+backward`; `repeat` times over."""
+        inputs = self.inputs(device)
+        if backward:
+            inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]
+            gradients = [torch.randn_like(q) for q, _, _ in inputs]
+
+        def work() -> Iterator[str]:
+            with torch.set_grad_enabled(backward):
+                for _ in range(repeat):
+                    outs = [self.call(*triple) for triple in inputs]
+                yield "forward"
+                if backward:
+                    for triple, out, gradient in zip(inputs, outs, gradients, strict=True):
+                        torch.autograd.grad(out, triple, gradient)
+                    yield "forward+backward"
+
+        return work

@@ -1,0 +1,242 @@
+"""Benchmarks: what they time and count, what they write, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.backends import fused
+from dilated_attention.bench import command, measure, results
+from dilated_attention.bench.cases import Case, contender
+from dilated_attention.bench.measure import Spread
+from dilated_attention.bench.results import Recorder, Row
+from dilated_attention.bench.suites import Step
+from dilated_attention.cli import main
+from dilated_attention.environment import device_name
+
+CPU = torch.device("cpu")
+SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)
+
+
+def row(value=1.0, **changes) -> Row:
+    return Row(**{"name": "figure", "parameters": {"seq_len": 1, "heads": 1}, "value": value, "unit": "x", **changes})
+
+
+def exit_code(*words) -> int:
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as ended:
+        return ended.code
+
+
+# --- cases
+
+
+@pytest.mark.parametrize("method", ["dilated", "dense", "dense calls"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_case_computes_what_it_says(method, is_causal):
+    case = Case(**{**SMALL.parameters, "method": method, "is_causal": is_causal})
+    phases = [list(case.contender(CPU, backward=backward)()) for backward in (False, True)]
+    assert phases == [["forward"], ["forward", "forward+backward"]]
+    q, k, v = case.inputs(CPU)[0]
+    out = case.call(q, k, v)
+    assert out.shape == q.shape
+    if method == "dense":
+        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_dense_calls_score_as_many_entries_as_the_pattern():
+    """200 tokens: segments of 64 and 128 with a short last one of 8 and of 72, at rates 1 and 2."""
+    dense = Case(**{**SMALL.parameters, "method": "dense calls"})
+    shapes = [tuple(q.shape) for q, _, _ in dense.inputs(CPU)]
+    assert shapes == [(3, 2, 64, 16), (1, 2, 8, 16), (1, 2, 64, 16), (1, 2, 36, 16)]
+    entries = sum(batch * heads * rows**2 for batch, heads, rows, _ in shapes)
+    assert SMALL.flops == dense.flops == 4 * 16 * entries
+
+
+def test_wrong_cases():
+    for change, message in (
+        ({"seq_len": 0}, "seq_len must be positive; got 0"),
+        ({"heads": -1}, "heads must be positive; got -1"),
+        ({"segment_lengths": ()}, "segment_lengths is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case(**{**SMALL.parameters, **change})
+
+
+# --- measuring
+
+
+def test_rounds_interleave_and_a_ratio_is_of_rounds():
+    order = []
+
+    def sleeper(name, seconds):
+        def work():
+            order.append(name)
+            time.sleep(seconds)
+            yield "forward"
+            time.sleep(seconds)
+            yield "forward+backward"
+
+        return work
+
+    rounds = measure.interleave(
+        {"a": sleeper("a", 0.02), "b": sleeper("b", 0.01)}, seconds=60, device=CPU, least=3, most=3
+    )
+    assert order == ["a", "b", "a", "b", "a", "b", "b", "a"]  # a warm-up; then starting from the product, a, b
+    assert rounds.spread("a").runs == 3
+    assert rounds.matmul_gflops > 0
+    for phase in ("forward", "forward+backward"):
+        assert rounds.spread("b", phase).minimum >= 0.01
+        assert 1.2 < rounds.ratio("a", "b", phase).median < 2.8
+        assert rounds.ratio("a", "b", phase, factor=10.0).median == pytest.approx(
+            10 * rounds.ratio("a", "b", phase).median
+        )
+    assert rounds.spread("a", "forward+backward").minimum >= 0.04
+
+
+def test_rounds_end_with_the_time():
+    rounds = measure.interleave({"a": contender(lambda: time.sleep(0.05))}, seconds=0.2, device=CPU, least=2)
+    assert 2 <= rounds.spread("a").runs <= 5
+
+
+def test_quantiles():
+    spread = Spread.of(list(range(101)))
+    assert spread == Spread(0.0, 10.0, 50.0, 90.0, 101)
+    assert spread.scaled(0.5) == Spread(0.0, 5.0, 25.0, 45.0, 101)
+
+
+def test_fused_calls_are_counted_and_the_operator_is_put_back():
+    before = fused.forward
+    one = Case(**{**SMALL.parameters, "segment_lengths": (256,), "dilation_rates": (1,)})
+    q, k, v = one.inputs(CPU)[0]
+    assert measure.fused_calls(lambda: one.call(q, k, v)) == 1
+    assert measure.fused_calls(lambda: SMALL.call(q, k, v)) > 2
+    with pytest.raises(ZeroDivisionError):
+        measure.fused_calls(lambda: 1 / 0)
+    assert fused.forward is before
+
+
+def test_peak_memory_is_that_of_the_call_alone():
+    case = Case(method="dense", seq_len=40_000, segment_lengths=(64,), dilation_rates=(1,), heads=2)
+    case = Case(**{**case.parameters, "method": "dilated"})
+    forward, both = (measure.peak_above_inputs(case, CPU, backward=backward) for backward in (False, True))
+    assert case.out_bytes == 40_000 * 2 * 64 * 4
+    assert 1 <= forward / case.out_bytes < 2  # out, lse and start-up
+    assert 4 <= both / case.out_bytes < case.predicted_bytes(backward=True) / case.out_bytes  # dq, dk and dv besides
+
+
+def test_a_case_that_does_not_fit_is_refused_with_the_figures(monkeypatch):
+    huge = Case(**{**SMALL.parameters, "seq_len": 1 << 40})
+    assert measure.refusal([(SMALL, True)], CPU) is None
+    message = measure.refusal([(huge, False), (SMALL, False)], CPU)
+    assert message.startswith("needs 655360.0 GiB; ")
+    monkeypatch.setattr(measure, "available_memory", lambda device: 3 * 2**30)
+    assert measure.refusal([(huge, True)], CPU).endswith("; 3.0 GiB are free")
+    monkeypatch.setattr(measure, "available_memory", lambda device: None)  # a system that does not tell
+    assert measure.refusal([(huge, False)], CPU) is None
+
+
+# --- rows
+
+
+def test_a_row_holds_what_a_figure_needs(tmp_path):
+    recorder = Recorder(tmp_path, "suite", CPU)
+    recorder.add(row(1.0, bar=1.1, spread=Spread(0.9, 0.95, 1.0, 1.2, 7), times={"a": Spread(1.0, 1.0, 1.0, 1.0, 7)}))
+    (path,) = tmp_path.rglob("*.jsonl")
+    assert path == recorder.path
+    (found,) = results.read(path)
+    assert found["met"] is True
+    assert found["spread"]["median"] == 1.0
+    assert found["times"]["a"]["runs"] == 7
+    assert {"device", "threads", "python", "torch", "dilated_attention"} <= found["environment"].keys()
+    assert "refused" not in found
+    assert {"commit", "date", "suite", "unit"} <= found.keys()
+
+
+def test_measuring_again_replaces_a_row_and_keeps_the_others(tmp_path):
+    first = Recorder(tmp_path, "suite", CPU)
+    first.add(row(1.0))
+    first.add(row(5.0, parameters={"seq_len": 2, "heads": 1}))
+    Recorder(tmp_path, "suite", CPU).add(row(2.0))
+    assert [found["value"] for found in results.read(first.path)] == [2.0, 5.0]
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(tmp_path / "file", "suite", CPU)
+    recorder.add(row(1.0))
+    recorder.add(row(2.0, name="other"))
+    captured = capsys.readouterr()
+    assert [json.loads(line)["value"] for line in captured.out.splitlines()] == [1.0, 2.0]
+    assert "cannot be written" in captured.err
+
+
+def test_a_damaged_file_is_named_with_its_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"name": "a", "parameters": {}}\n{"name": \n')
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: not a row"):
+        results.read(path)
+
+
+def test_the_folder_names_the_device_and_no_machine(monkeypatch):
+    assert results.device_folder(CPU).startswith(f"cpu-{torch.get_num_threads()}-threads-")
+    monkeypatch.setattr(results, "device_name", lambda device: "AMD EPYC 9B14, 2 cores")
+    assert results.device_folder(CPU).endswith("-amd-epyc-9b14")
+    monkeypatch.setattr(results, "device_name", lambda device: "NVIDIA H200")
+    assert results.device_folder(torch.device("cuda")) == "cuda-nvidia-h200"
+    assert device_name(CPU)
+
+
+# --- command
+
+
+class Suite:
+    """tiny: a suite of three steps, of which the second does not fit."""
+
+    @staticmethod
+    def steps(device, quick):
+        huge = Case(**{**SMALL.parameters, "seq_len": 1 << 40})
+        return [
+            Step("one", lambda: iter([row(2.0 if quick else 1.0, bar=1.5)])),
+            Step("two", lambda: 1 / 0, ((huge, False),)),
+            Step("three", lambda: iter([row(np.float64(3.0), name="last")])),
+        ]
+
+
+def test_bench_prints_a_table_and_keeps_the_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    assert exit_code("bench", "foundation", "--quick", "--out", tmp_path) == 0
+    printed = capsys.readouterr().out
+    for word in ("figure", "2.00 x", "no", "GiB are free", "3.00 x", "rows in"):
+        assert word in printed
+    (path,) = tmp_path.rglob("foundation.jsonl")
+    rows = results.read(path)
+    assert [found["value"] for found in rows] == [2.0, None, 3.0]
+    assert "GiB" in rows[1]["refused"]
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path, capsys, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    steps = [Suite.steps(CPU, False)[0], Step("stop", interrupt)]
+    monkeypatch.setattr(Suite, "steps", staticmethod(lambda device, quick: steps))
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    assert exit_code("bench", "foundation", "--out", tmp_path) == 130
+    assert "interrupted" in capsys.readouterr().out
+    (path,) = tmp_path.rglob("foundation.jsonl")
+    assert [found["value"] for found in results.read(path)] == [1.0]
+
+
+def test_wrong_arguments(capsys):
+    assert exit_code("bench", "warp") == 2
+    assert "invalid choice: 'warp'" in capsys.readouterr().err
+    assert exit_code("bench", "foundation", "--device", "warp") == 2
+    assert "device='warp'" in capsys.readouterr().err
