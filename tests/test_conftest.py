@@ -15,6 +15,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import dilated_attention
+from conftest import CHECKED
 
 
 @jaxtyping.jaxtyped(typechecker=beartype)
@@ -22,10 +23,10 @@ def add(a: Float[Tensor, "batch seq"], b: Float[Tensor, "batch seq"]) -> Float[T
     return a + b
 
 
-def test_annotations_of_every_module_but_the_kernels_are_checked():
+def test_annotations_of_the_named_modules_are_checked():
     for module in pkgutil.iter_modules(dilated_attention.__path__):
         loader = importlib.util.find_spec(f"dilated_attention.{module.name}").loader
-        assert (type(loader).__name__ == "_JaxtypingLoader") == (module.name != "kernels"), module.name
+        assert (type(loader).__name__ == "_JaxtypingLoader") == (module.name in CHECKED), module.name
 
 
 def test_a_shape_that_contradicts_its_annotation_is_an_error():

@@ -12,13 +12,14 @@ NAME = "dilated_attention"
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"errors", "kernels", "merge", "plots"},
+    {"errors", "kernels", "merge", "plots", "storage"},
     {"patterns", "plan", "layout"},
     {"backends"},
     {"autograd"},
-    {"functional", "parallel", "routing"},
+    {"environment", "functional", "parallel", "routing"},
     {"nn"},
-    {"bench", "integrations", "models"},
+    {"models"},
+    {"bench", "integrations", "training"},
     {"cli"},
     {"__init__", "__main__"},
 )

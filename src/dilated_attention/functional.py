@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ def dilated_attention(
     Raises:
         ValueError: naming the argument, its value and what would be right.
     """
-    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
     return _attend(
         q, k, v, pattern, compat=compat, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
@@ -183,6 +184,10 @@ def _attend(
     _check_tensors(q, k, v)
     lengths, cu_seqlens = _check_ragged(q, lengths, cu_seqlens)
     _check_mask(q, key_padding_mask)
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number; got {scale!r}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
     if dropout_p > 0:
@@ -283,9 +288,10 @@ def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
-    if not (isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)):
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not (isinstance(q, Tensor) and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
 
@@ -321,7 +327,7 @@ def _check_ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) 
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
     if lengths is not None:
-        lengths = torch.as_tensor(lengths)
+        lengths = _integers("lengths", lengths, f"{q.shape[0]} integers, one per batch row")
         if lengths.shape != q.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise ValueError(
                 f"lengths must be {q.shape[0]} integers, one per batch row; "
@@ -341,6 +347,14 @@ def _check_ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) 
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
     return lengths, cu_seqlens
+
+
+def _integers(name: str, values: Any, wanted: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{name} must be {wanted}; got {values!r}")
+    return torch.tensor(values)
 
 
 def _check_mask(q: Tensor, key_padding_mask: Tensor | None) -> None:

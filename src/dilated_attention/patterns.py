@@ -79,6 +79,9 @@ class Dilated:
             if offsets not in ("head", "head_block"):
                 raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
         else:
+            rows = isinstance(offsets, Sequence) and all(isinstance(row, Sequence) for row in offsets)
+            if not rows:
+                raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
             offsets = tuple(tuple(row) for row in offsets)
             if len(offsets) != len(segments):
                 raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")

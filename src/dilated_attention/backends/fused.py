@@ -23,9 +23,9 @@ Statistic = Float[Tensor, "batch heads queries"]
 Bias = Float[Tensor, "batch #heads #queries keys"]
 
 
-def _kind(q: Tensor, bias: Tensor | None) -> str:
+def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     if q.device.type == "cpu":
-        return "cpu"
+        return "cpu" if k.shape[2] >= 16 else "plain"  # below a vector of keys the operator turns a NaN score into 0
     if q.device.type == "cuda":
         if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
             return "cuda_flash"
@@ -83,7 +83,7 @@ def backward(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    kind = _kind(q, bias)
+    kind = _kind(q, k, bias)
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -112,7 +112,7 @@ def _backward(
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kind = _kind(q, bias)
+    kind = _kind(q, k, bias)
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])

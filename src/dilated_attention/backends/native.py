@@ -200,7 +200,7 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 
 def _dense_rows(x: Tensor) -> Tensor:
     """x, copied only if its last dimension is strided: the fused operators read rows as dense vectors."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def forward(
@@ -241,8 +241,8 @@ def forward(
         out, lse = state
     elif groups and (tile := _whole(groups[0], q, k, inputs)):
         part, part_lse = attend(groups[0], tile)
-        out = part.transpose(1, 2).reshape(q.shape)
-        lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic)
+        out = part.transpose(1, 2).reshape(q.shape).contiguous()
+        lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
         groups = groups[1:]
     elif plan.covered:
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistic)
@@ -302,7 +302,7 @@ def backward(
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
     if assign and groups and (tile := _whole(groups[0], q, k, inputs)):
         parts = differentiate(groups[0], tile)
-        dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums) for part in parts)
+        dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
     else:
         make = torch.empty if assign and plan.covered else torch.zeros

@@ -28,9 +28,13 @@ class Choice:
 
 
 def _native(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type == "cpu" and dtype not in _FLOATS:
-        return f"PyTorch's fused CPU attention has no kernel for {dtype}; use float32"
+    if dtype not in _FLOATS:
+        return f"PyTorch's fused attention has no kernel for {dtype}; use float32"
     return None
+
+
+def _reference(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if dtype in _FLOATS else f"lse and gradients have no place in {dtype}; use float32"
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> Choice:
@@ -40,11 +44,10 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> Choice:
     """
     if backend not in ("auto", *NAMES):
         raise ValueError(f"backend must be one of {('auto', *NAMES)}; got {backend!r}")
-    refusals: dict[str, str] = {}
-    if refusal := _native(device, dtype):
-        refusals["native"] = refusal
+    found = {"native": _native(device, dtype), "reference": _reference(device, dtype)}
+    refusals = {name: why for name, why in found.items() if why is not None}
     if backend == "auto":
-        refusals["reference"] = "quadratic in the sequence; only on request"
+        refusals.setdefault("reference", "quadratic in the sequence; only on request")
         if "native" in refusals:
             raise BackendError(
                 "no backend can serve this call: " + "; ".join(f"{n}: {why}" for n, why in refusals.items())
