@@ -87,7 +87,7 @@ def test_rounds_interleave_and_a_ratio_is_of_rounds():
         return work
 
     rounds = measure.interleave(
-        {"a": sleeper("a", 0.02), "b": sleeper("b", 0.01)}, seconds=60, device=CPU, least=3, most=3
+        {"a": sleeper("a", 0.02), "b": sleeper("b", 0.01)}, seconds=60.0, device=CPU, least=3, most=3
     )
     assert order == ["a", "b", "a", "b", "a", "b", "b", "a"]  # a warm-up; then starting from the product, a, b
     assert rounds.spread("a").runs == 3
@@ -107,7 +107,7 @@ def test_rounds_end_with_the_time():
 
 
 def test_quantiles():
-    spread = Spread.of(list(range(101)))
+    spread = Spread.of([float(x) for x in range(101)])
     assert spread == Spread(0.0, 10.0, 50.0, 90.0, 101)
     assert spread.scaled(0.5) == Spread(0.0, 5.0, 25.0, 45.0, 101)
 
