@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dilated_attention.bench import command, measure, results
 from dilated_attention.bench.cases import Case, contender
 from dilated_attention.bench.measure import Spread
 from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step
+from dilated_attention.bench.suites import Step, compare, strategies
 from dilated_attention.cli import main
 from dilated_attention.environment import device_name
 
@@ -44,7 +45,7 @@ def test_a_case_computes_what_it_says(method, is_causal):
     phases = [list(case.contender(CPU, backward=backward)()) for backward in (False, True)]
     assert phases == [["forward"], ["forward", "forward+backward"]]
     q, k, v = case.inputs(CPU)[0]
-    out = case.call(q, k, v)
+    out = case.prepare()(q, k, v)
     assert out.shape == q.shape
     if method == "dense":
         expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal)
@@ -87,7 +88,7 @@ def test_rounds_interleave_and_a_ratio_is_of_rounds():
         return work
 
     rounds = measure.interleave(
-        {"a": sleeper("a", 0.02), "b": sleeper("b", 0.01)}, seconds=60, device=CPU, least=3, most=3
+        {"a": sleeper("a", 0.02), "b": sleeper("b", 0.01)}, seconds=60.0, device=CPU, least=3, most=3
     )
     assert order == ["a", "b", "a", "b", "a", "b", "b", "a"]  # a warm-up; then starting from the product, a, b
     assert rounds.spread("a").runs == 3
@@ -107,7 +108,7 @@ def test_rounds_end_with_the_time():
 
 
 def test_quantiles():
-    spread = Spread.of(list(range(101)))
+    spread = Spread.of([float(x) for x in range(101)])
     assert spread == Spread(0.0, 10.0, 50.0, 90.0, 101)
     assert spread.scaled(0.5) == Spread(0.0, 5.0, 25.0, 45.0, 101)
 
@@ -116,20 +117,19 @@ def test_fused_calls_are_counted_and_the_operator_is_put_back():
     before = fused.forward
     one = Case(**{**SMALL.parameters, "segment_lengths": (256,), "dilation_rates": (1,)})
     q, k, v = one.inputs(CPU)[0]
-    assert measure.fused_calls(lambda: one.call(q, k, v)) == 1
-    assert measure.fused_calls(lambda: SMALL.call(q, k, v)) > 2
+    assert measure.fused_calls(lambda: one.prepare()(q, k, v)) == 1
+    assert measure.fused_calls(lambda: SMALL.prepare()(q, k, v)) > 2
     with pytest.raises(ZeroDivisionError):
         measure.fused_calls(lambda: 1 / 0)
     assert fused.forward is before
 
 
 def test_peak_memory_is_that_of_the_call_alone():
-    case = Case(method="dense", seq_len=40_000, segment_lengths=(64,), dilation_rates=(1,), heads=2)
-    case = Case(**{**case.parameters, "method": "dilated"})
+    case = Case(method="dilated", seq_len=40_000, segment_lengths=(64,), dilation_rates=(1,), heads=2)
     forward, both = (measure.peak_above_inputs(case, CPU, backward=backward) for backward in (False, True))
     assert case.out_bytes == 40_000 * 2 * 64 * 4
-    assert 1 <= forward / case.out_bytes < 2  # out, lse and start-up
-    assert 4 <= both / case.out_bytes < case.predicted_bytes(backward=True) / case.out_bytes  # dq, dk and dv besides
+    assert 0.95 <= forward / case.out_bytes < 2  # out, lse and start-up; the system counts in batches of pages
+    assert 3.8 <= both / case.out_bytes < case.predicted_bytes(backward=True) / case.out_bytes  # dq, dk and dv besides
 
 
 def test_a_case_that_does_not_fit_is_refused_with_the_figures(monkeypatch):
@@ -214,7 +214,7 @@ def test_bench_prints_a_table_and_keeps_the_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
     assert exit_code("bench", "foundation", "--quick", "--out", tmp_path) == 0
     printed = capsys.readouterr().out
-    for word in ("figure", "2.00 x", "no", "GiB are free", "3.00 x", "rows in"):
+    for word in ("figure", "2.00 x", "NOT MET", "GiB", "3.00 x", "rows in"):
         assert word in printed
     (path,) = tmp_path.rglob("foundation.jsonl")
     rows = results.read(path)
@@ -240,3 +240,57 @@ def test_wrong_arguments(capsys):
     assert "invalid choice: 'warp'" in capsys.readouterr().err
     assert exit_code("bench", "foundation", "--device", "warp") == 2
     assert "device='warp'" in capsys.readouterr().err
+
+
+# --- suites
+
+
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_strategies_compute_attention(name, is_causal):
+    """Short last segments, a rate that divides neither, every offset."""
+    case = Case(**{**SMALL.parameters, "dilation_rates": (2, 3), "heads": 5, "is_causal": is_causal})
+    q, k, v = case.inputs(CPU)[0]
+    out = strategies.attend(strategies.STRATEGIES[name], q, k, v, strategies.plan_of(case), is_causal)
+    torch.testing.assert_close(out, case.prepare()(q, k, v))
+
+
+def test_sparse_cases_count_their_blocks():
+    sparse = Case(
+        **{**SMALL.parameters, "method": "block-sparse", "blocks": "random", "density": 0.5, "block_size": 16}
+    )
+    layout = sparse.layout(200)
+    assert sparse.flops == 4 * 16 * 2 * layout.nnz * 256
+    causal = Case(**{**sparse.parameters, "is_causal": True})
+    assert causal.flops < 0.6 * sparse.flops
+    product = Case(**{**SMALL.parameters, **sparse.parameters, "method": "block-sparse dilated"})
+    assert 0.4 * SMALL.flops < product.flops < 0.8 * SMALL.flops
+    for case in (sparse, causal, product):
+        assert list(case.contender(CPU, backward=True)()) == ["forward", "forward+backward"]
+    with pytest.raises(ValueError, match="needs blocks and density"):
+        Case(**{**SMALL.parameters, "method": "block-sparse"})
+    with pytest.raises(ValueError, match="whole blocks of 16; got seq_len=201"):
+        Case(**{**sparse.parameters, "method": "flex", "seq_len": 201}).prepare()
+
+
+@pytest.mark.parametrize("suite", command.SUITES)
+@pytest.mark.parametrize("quick", [False, True])
+def test_suites_describe_their_steps(suite, quick):
+    """Nothing is measured; every case is valid, and the quick ones fit in 8 GiB."""
+    for step in command.SUITES[suite].steps(CPU, quick):
+        assert step.label
+        if quick:
+            assert sum(case.predicted_bytes(backward=backward) for case, backward in step.needs) < 8 * 2**30
+
+
+def test_rows_of_a_comparison():
+    cases = {"dilated": SMALL, "dense": replace(SMALL, method="dense"), "huge": replace(SMALL, seq_len=1 << 30)}
+    step = compare("x", cases, "dense", CPU, seconds=0.0, backward=True, most_flops=1e10)
+    rows = {row.name: row for row in step.measure()}
+    assert rows["forward: huge"].refused == "46.2 TFLOP a call; at most 0.01 are run"
+    for phase in ("forward", "forward+backward"):
+        assert rows[f"{phase}: dilated"].unit == "ms"
+        assert rows[f"{phase}: dilated"].over["dense"].runs >= 2
+        assert set(rows[f"{phase}: dense"].rates) == {"dense", measure.MATMUL}
+        assert not rows[f"{phase}: dense"].over
+    assert len(step.needs) == 2

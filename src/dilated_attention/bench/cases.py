@@ -4,19 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dilated_attention.functional import dilated_attention
+from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
+from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.plan import plan_dilated
 
 Contender = Callable[[], Iterator[str]]
 """Work to be timed: each name that it yields is a phase, which ends there."""
 
-Method = Literal["dilated", "dense", "dense calls"]
+Method = Literal["dilated", "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex"]
+
+DILATED = ("dilated", "dense calls", "block-sparse dilated")
+SPARSE = ("block-sparse", "block-sparse dilated", "flex")
+
+
+def _block_mask(layout: BlockLayout) -> BlockMask:
+    """A layout of whole blocks for compiled FlexAttention, which wants lists as wide as the sequence on CPU."""
+    active = layout.dense_blocks()
+    diagonal = torch.eye(layout.query_blocks, dtype=torch.bool) & layout.is_causal
+
+    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen.sum(-1).int(), chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    cut, cut_indices = lists(active & diagonal)
+    whole, whole_indices = lists(active & ~diagonal)
+    return BlockMask.from_kv_blocks(cut, cut_indices, whole, whole_indices, layout.block_size, _not_future)
+
+
+def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
 
 
 def contender(call: Callable[[], object]) -> Contender:
@@ -37,8 +61,10 @@ class Case:
         method: `dilated`: `dilated_attention`; `dense`: `scaled_dot_product_attention` over the whole sequence; `dense
             calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
             contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
-            right place already, nothing is merged and no branch's rows are short.
+            right place already and nothing is merged; `block-sparse`: `block_sparse_attention`; `block-sparse dilated`:
+            the product of both patterns; `flex`: PyTorch's compiled FlexAttention with the block-sparse layout.
         segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
+        blocks, density, block_size: of the layout: a window as wide as the density asks, or random blocks.
         dtype: as in torch, `float32`.
     """
 
@@ -47,6 +73,9 @@ class Case:
     segment_lengths: tuple[int, ...] = ()
     dilation_rates: tuple[int, ...] = ()
     offsets: Literal["head", "head_block"] = "head"
+    blocks: Literal["local", "random"] | None = None
+    density: float | None = None
+    block_size: int = 128
     batch: int = 1
     heads: int = 8
     head_dim: int = 64
@@ -59,19 +88,32 @@ class Case:
         for name in ("seq_len", "batch", "heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
-        if self.method != "dense":
+        if self.method in DILATED:
             Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+        if self.method in SPARSE and (self.blocks is None or self.density is None):
+            raise ValueError(f"method={self.method!r} needs blocks and density; got {self.blocks} and {self.density}")
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What a row of results records."""
-        return asdict(self)
+        """What a row of results records: what the method reads."""
+        unread = set() if self.method in DILATED else {"segment_lengths", "dilation_rates", "offsets"}
+        unread |= set() if self.method in SPARSE else {"blocks", "density", "block_size"}
+        return {name: value for name, value in asdict(self).items() if name not in unread}
 
     @property
     def pattern(self) -> Dilated:
-        if self.method == "dense":
-            return Dilated((self.seq_len,), (1,))
-        return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+        """The dilated factor: one segment of all tokens where there is none."""
+        if self.method in DILATED:
+            return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+        return Dilated((self.seq_len,), (1,))
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        assert self.density is not None
+        if self.blocks == "local":
+            return BlockLayout.local(
+                seq_len, density=self.density, block_size=self.block_size, is_causal=self.is_causal
+            )
+        return BlockLayout.random(seq_len, self.density, 0, self.block_size, is_causal=self.is_causal)
 
     @property
     def out_bytes(self) -> int:
@@ -81,7 +123,19 @@ class Case:
     @property
     def flops(self) -> int:
         """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
-        return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
+        if self.method not in SPARSE:
+            return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
+        table = self.pattern.offset_table(self.heads)
+        plan = plan_dilated(self.pattern.segment_lengths, self.pattern.dilation_rates, table, self.seq_len)
+        return self.batch * sum(
+            group.heads * group.queries.segments * self._layout_flops(group.queries.count) for group in plan.groups
+        )
+
+    def _layout_flops(self, seq_len: int) -> int:
+        """Of one head, in whole blocks; of a block that the diagonal cuts, half."""
+        layout = self.layout(seq_len)
+        entries = (layout.nnz - int(layout.masked.sum()) / 2) * layout.q_block * layout.k_block
+        return int(4 * self.head_dim * entries)
 
     def predicted_bytes(self, *, backward: bool) -> int:
         """What the call will hold at its peak, inputs included: an upper estimate.
@@ -116,7 +170,28 @@ class Case:
             ]
         return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def prepare(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The call, with its layout made: from q, k and v to out."""
+        if self.method == "block-sparse":
+            layout = self.layout(self.seq_len)
+            return lambda q, k, v: block_sparse_attention(q, k, v, layout, is_causal=self.is_causal)  # type: ignore[return-value]
+        if self.method == "block-sparse dilated":
+            product = self.pattern * cache(self.layout)
+            return lambda q, k, v: attention(q, k, v, product, is_causal=self.is_causal)  # type: ignore[return-value]
+        if self.method == "flex":
+            if self.seq_len % self.block_size:
+                raise ValueError(f"method='flex' needs whole blocks of {self.block_size}; got seq_len={self.seq_len}")
+            mask = _block_mask(self.layout(self.seq_len))
+            compiled = torch.compile(flex_attention)
+
+            def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+
+            return flex
+        return self._call
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.method == "dilated":
             return dilated_attention(
                 q, k, v, self.segment_lengths, self.dilation_rates, offsets=self.offsets, is_causal=self.is_causal
@@ -132,11 +207,14 @@ class Case:
         if backward:
             inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]
             gradients = [torch.randn_like(q) for q, _, _ in inputs]
+        call = self.prepare()
+        if self.method == "flex":
+            call(*inputs[0])  # compiles
 
         def work() -> Iterator[str]:
             with torch.set_grad_enabled(backward):
                 for _ in range(repeat):
-                    outs = [self.call(*triple) for triple in inputs]
+                    outs = [call(*triple) for triple in inputs]
                 yield "forward"
                 if backward:
                     for triple, out, gradient in zip(inputs, outs, gradients, strict=True):

@@ -13,12 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.bench.measure import refusal
+from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step, foundation
+from dilated_attention.bench.suites import Step, attention, dilation, foundation, real, strategies
 from dilated_attention.environment import require_device
 
-SUITES = {"foundation": foundation}
+SUITES = {
+    "foundation": foundation,
+    "attention": attention,
+    "dilation": dilation,
+    "strategies": strategies,
+    "real": real,
+}
 
 
 def add_parsers(commands: Any) -> None:
@@ -57,7 +63,7 @@ def _bench(options: argparse.Namespace) -> int:
             return 130
         console.print(table(name, rows))
         if recorder.failure is None:
-            console.print(f"rows in {recorder.path}", highlight=False)
+            console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -83,16 +89,31 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 def table(title: str, rows: list[Row]) -> Table:
     shown = Table(title=title, title_justify="left")
     shown.add_column("figure")
-    for heading in ("value", "10 to 90 %", "bar", "met"):
+    for heading in ("value", "10 to 90 %", "GFLOP/s", "bar"):
         shown.add_column(heading, justify="right", no_wrap=True)
+    case = ""
     for row in rows:
-        value = "" if row.value is None else f"{_number(row.value)} {row.unit}"
-        spread = "" if row.spread is None else f"{_number(row.spread.p10)} to {_number(row.spread.p90)}"
-        bar = "" if row.bar is None else _number(row.bar)
-        met = {True: "yes", False: "[bold]no[/bold]", None: ""}[row.met]
+        if describe(row.parameters) != case:
+            case = describe(row.parameters)
+            shown.add_section()
+            shown.add_row(f"[bold]{case}[/bold]")
+        lines = [("", "") if row.value is None else (f"{_number(row.value)} {row.unit}", _range(row.spread))]
+        lines += [(f"{_number(ratio.median)} x {_short(name)}", _range(ratio)) for name, ratio in row.over.items()]
+        rates = [_number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
+        bar = "" if row.bar is None else f"{_number(row.bar)} {'met' if row.met else '[bold]NOT MET[/bold]'}"
         why = f"\n[bold]{row.refused}[/bold]" if row.refused else ""
-        shown.add_row(f"{row.name}\n[dim]{describe(row.parameters)}[/dim]{why}", value, spread, bar, met)
+        shown.add_row(
+            f"{row.name}{why}", *("\n".join(column) for column in zip(*lines, strict=True)), "\nof ".join(rates), bar
+        )
     return shown
+
+
+def _range(spread: Spread | None) -> str:
+    return "" if spread is None else f"{_number(spread.p10)} to {_number(spread.p90)}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 12 else "ours" if name == strategies.OURS else name[:12]
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
@@ -100,6 +121,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
     words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
     if rates := parameters.get("dilation_rates"):
         words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
+    if density := parameters.get("density"):
+        words.append(f"{parameters['blocks']} blocks, {density:.1%}")
     if parameters.get("is_causal"):
         words.append("causal")
     return ", ".join(words)

@@ -33,6 +33,7 @@ class Row:
         unit: `x` for a ratio, else `s`, `bytes`, `GFLOP/s`, `calls`, ...
         bar: what the value may not exceed.
         spread: quantiles of the value.
+        over: the ratio of the value to those of others in the same rounds, by their names.
         times: quantiles of the seconds that it comes from, by contender and phase.
         rates: GFLOP/s of useful work, and of the matrix product in the same run.
     """
@@ -43,6 +44,7 @@ class Row:
     unit: str
     bar: float | None = None
     spread: Spread | None = None
+    over: Mapping[str, Spread] = field(default_factory=dict)
     times: Mapping[str, Spread] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     refused: str | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
+from dilated_attention.bench import measure
 from dilated_attention.bench.cases import Case
 from dilated_attention.bench.measure import MATMUL, Rounds, Spread
 from dilated_attention.bench.results import Row
@@ -35,3 +38,71 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
     """A row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
     useful = {name: count / rounds.spread(name, phase).median / 1e9 for name, count in flops.items()}
     return {**useful, MATMUL: rounds.matmul_gflops}
+
+
+def compare(
+    label: str,
+    cases: Mapping[str, Case],
+    baseline: str,
+    device: torch.device,
+    *,
+    seconds: float,
+    backward: bool = False,
+    most_flops: float = 8e12,
+) -> Step:
+    """The time of every case, and its ratio to that of the case `baseline`, all in the same rounds.
+
+    Args:
+        most_flops: a case with more than that many floating-point operations a call is refused.
+    """
+    work = {name: case.flops * (3.5 if backward and case.method != "flex" else 1.0) for name, case in cases.items()}
+    run = {name: case for name, case in cases.items() if work[name] <= most_flops}
+    backward_of = {name: backward and case.method != "flex" for name, case in run.items()}
+
+    def steps() -> Iterator[Row]:
+        for name in cases.keys() - run.keys():
+            yield Row(
+                name=f"forward: {name}",
+                parameters=cases[name].parameters,
+                value=None,
+                unit="ms",
+                refused=f"{work[name] / 1e12:.3g} TFLOP a call; at most {most_flops / 1e12:.3g} are run",
+            )
+        if not run:
+            return
+        contenders = {name: case.contender(device, backward=backward_of[name]) for name, case in run.items()}
+        rounds = measure.interleave(contenders, seconds=seconds, device=device, least=2)
+        for name, phase in rounds.seconds:
+            if name == MATMUL:
+                continue
+            spread = rounds.spread(name, phase).scaled(1e3)
+            compared = name != baseline and (baseline, phase) in rounds.seconds
+            yield Row(
+                name=f"{phase}: {name}",
+                parameters=cases[name].parameters,
+                value=spread.median,
+                unit="ms",
+                spread=spread,
+                over={baseline: rounds.ratio(name, baseline, phase)} if compared else {},
+                rates=rates(rounds, phase, {name: cases[name].flops * (1.0 if phase == "forward" else 3.5)}),
+            )
+
+    return Step(label, steps, tuple((case, backward_of[name]) for name, case in run.items()))
+
+
+def peak(case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None) -> Step:
+    """Peak memory of one case above its inputs, over the size of its output."""
+    phase = "forward+backward" if backward else "forward"
+
+    def steps() -> Iterator[Row]:
+        found = measure.peak_above_inputs(case, device, backward=backward)
+        yield Row(
+            name=f"{phase}: {case.method}, peak memory above q, k, v, over the bytes of out",
+            parameters=case.parameters,
+            value=None if found is None else found / case.out_bytes,
+            unit="x",
+            bar=bar,
+            refused="this system does not tell a process's peak memory" if found is None else None,
+        )
+
+    return Step(f"peak memory at {case.seq_len:,} tokens", steps, ((case, backward),))

@@ -10,7 +10,7 @@ import torch
 from dilated_attention.bench import measure
 from dilated_attention.bench.cases import Case
 from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step, rates, seconds
+from dilated_attention.bench.suites import LONGNET, Step, peak, rates, seconds
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
 
@@ -20,13 +20,15 @@ MILLION = 1 << 20
 def steps(device: torch.device, quick: bool) -> list[Step]:
     found = []
     for seq_len, budget, backward in (
-        ((8192, 6, True), (32768, 6, False)) if quick else ((8192, 20, True), (32768, 45, True), (131072, 90, True))
+        ((8192, 6.0, True), (32768, 6.0, False))
+        if quick
+        else ((8192, 20.0, True), (32768, 45.0, True), (131072, 90.0, True))
     ):
         found.append(_over_dense_calls(replace(LONGNET, seq_len=seq_len), device, budget, backward))
-    found.append(_linear(2 * 32768 if quick else MILLION, device, 6 if quick else 30))
-    found.append(_memory(replace(LONGNET, seq_len=65536 if quick else 262144), device))
+    found.append(_linear(2 * 32768 if quick else MILLION, device, 6.0 if quick else 30.0))
+    found.append(peak(replace(LONGNET, seq_len=65536 if quick else 262144), device, bar=1.7))
     for seq_len in (512, 1024, 2048):
-        found.append(_one_segment(seq_len, device, 2 if quick else 5))
+        found.append(_one_segment(seq_len, device, 2.0 if quick else 5.0))
     found.append(Step("plan of 2^30 tokens", _plan))
     return found
 
@@ -80,21 +82,6 @@ def _linear(seq_len: int, device: torch.device, budget: float) -> Step:
     return Step(f"time per token at {seq_len:,} tokens", run, ((long, False), (short, False)))
 
 
-def _memory(case: Case, device: torch.device) -> Step:
-    def run() -> Iterator[Row]:
-        peak = measure.peak_above_inputs(case, device)
-        yield Row(
-            name="forward: peak memory above q, k, v, over the bytes of out",
-            parameters=case.parameters,
-            value=None if peak is None else peak / case.out_bytes,
-            unit="x",
-            bar=1.7,
-            refused="this system does not tell a process's peak memory" if peak is None else None,
-        )
-
-    return Step(f"peak memory at {case.seq_len:,} tokens", run, ((case, False),))
-
-
 def _one_segment(seq_len: int, device: torch.device, budget: float) -> Step:
     three = replace(LONGNET, seq_len=seq_len)
     one = replace(three, segment_lengths=(2048,), dilation_rates=(1,))
@@ -119,7 +106,7 @@ def _one_segment(seq_len: int, device: torch.device, budget: float) -> Step:
             )
         with torch.no_grad():
             q, k, v = one.inputs(device)[0]
-            calls = measure.fused_calls(lambda: one.call(q, k, v))
+            calls = measure.fused_calls(lambda: one.prepare()(q, k, v))
         yield Row(
             name="within the first segment: fused calls",
             parameters=one.parameters,
