@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,13 +72,16 @@ def test_unusable_text(tmp_path):
             read_text([tmp_path / name])
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every file")
-def test_unreadable_text(tmp_path):
-    path = tmp_path / "secret.txt"
-    path.write_text("secret")
-    path.chmod(0)
-    with pytest.raises(ValueError, match=r"secret.txt: cannot be read \(Permission denied"):
-        read_text([path])
+def test_unreadable_text(tmp_path, monkeypatch):
+    (tmp_path / "secret.txt").write_text("secret")
+
+    def refuse(path):  # as for any user but root, whom permissions do not stop
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for path in (tmp_path, tmp_path / "secret.txt"):
+        with pytest.raises(ValueError, match=r"secret.txt: cannot be read \(Permission denied"):
+            read_text([path])
 
 
 @pytest.mark.parametrize("size", [130, 131, 195, 650, 5000])
