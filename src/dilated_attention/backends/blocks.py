@@ -22,8 +22,11 @@ from dilated_attention.plan import plan_cache
 
 _CHUNK_BYTES = 16 << 20
 """Bound on the temporaries of one call: gathered keys and values, and partial results."""
-_VIEW_ROWS = 4
-"""Rows that a moving or fixed run must span to be worth a call of its own; others are gathered."""
+_VIEW_BLOCKS = 8
+"""Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
+_LONG_ROWS = (768, 256)
+"""Tokens of merged query blocks: the CPU operator cuts 768 queries and more into pieces of 256, 192 and more into 64,
+fewer into 32; a score entry costs 0.98, 1.15 and 1.3 to 1.4 of one of long dense attention (docs/notebook.md)."""
 _FOLD_TOKENS = 1 << 20
 """Elements of a problem below which a batch of problems is folded into heads by a copy, rather than looped over."""
 
@@ -33,9 +36,10 @@ class _Group:
     """Query blocks that see equally many key blocks, all of one size, in one batched call.
 
     Attributes:
-        rows: (R,) query blocks; heads: (R,) their heads, or None where all heads share the layout.
+        rows: (R,) rows of q_block tokens, one or several query blocks of the layout; heads: (R,) their heads, or None
+            where all heads share the layout.
         keys: (R, m) key blocks.
-        q_tokens, k_tokens: tokens a block has; the block size, or what the last block holds.
+        q_tokens, k_tokens: tokens a row and a key block have; the block size, or what the last block holds.
         first: no earlier group holds any of the rows.
         masked: the diagonal cuts the key blocks.
         row_view: (first, step) where the rows are a progression; key_view: (first, step) where row t sees the m blocks
@@ -45,6 +49,7 @@ class _Group:
     rows: Tensor
     heads: Tensor | None
     keys: Tensor
+    q_block: int
     q_tokens: int
     k_tokens: int
     first: bool
@@ -87,51 +92,79 @@ def _plan(layout: BlockLayout, batch: int) -> _BlockPlan:
 
 
 def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
-    rows_a_list, entries = layout.query_blocks, layout.row
-    here = entries // (rows_a_list * layout.num_heads) == batch
-    entries, keys, masked = entries[here], layout.indices[here], layout.masked[here]
-    lanes = entries - batch * rows_a_list * layout.num_heads  # head * query blocks + query block
-    row = lanes % rows_a_list
+    rows, heads = layout.query_blocks, layout.num_heads
+    lanes = layout.row - batch * rows * heads  # head * rows + query block
+    here = (lanes >= 0) & (lanes < rows * heads)
+    lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
     q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
-    last_row = (row == rows_a_list - 1) & (q_tail > 0)
+    last_row = (lanes % rows == rows - 1) & (q_tail > 0)
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
-    begun = torch.zeros(layout.num_heads * rows_a_list, dtype=torch.bool, device=lanes.device)
+    begun = torch.zeros(heads, rows, dtype=torch.bool, device=lanes.device)
     groups: list[_Group] = []
 
-    def add(lane: Tensor, key: Tensor, q_tokens: int, k_tokens: int, cut: bool, view: tuple[int, int] | None) -> None:
-        block = lane % rows_a_list
+    def add(
+        lane: Tensor, key: Tensor, merged: int, q_tokens: int, k_tokens: int, cut: bool, view: tuple[int, int] | None
+    ) -> None:
+        head, block = lane // -(-rows // merged), lane % -(-rows // merged)
         step = 1 if len(block) < 2 else int(block[1] - block[0])
-        regular = layout.num_heads == 1 and step > 0 and bool((block.diff() == step).all())
+        regular = heads == 1 and step > 0 and bool((block.diff() == step).all())
         row_view = (int(block[0]), step) if regular else None
-        heads = None if layout.num_heads == 1 else lane // rows_a_list
-        first = not bool(begun[lane].any())
-        begun[lane] = True
-        groups.append(_Group(block, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
+        members = block[:, None] * merged + torch.arange(merged, device=lane.device)
+        first = not bool(begun[head[:, None], members].any())
+        begun[head[:, None], members] = True
+        shared = None if heads == 1 else head
+        q_block = merged * layout.q_block
+        groups.append(_Group(block, shared, key, q_block, q_tokens, k_tokens, first, cut, row_view, view))
 
-    for is_last_row in (False, True):
-        q_tokens = q_tail if is_last_row else layout.q_block
-        for is_last_key in (False, True):
-            k_tokens = k_tail if is_last_key else layout.k_block
+    def add_lists(lane: Tensor, key: Tensor, merged: int, q_tokens: int) -> None:
+        """Groups of sorted lists of whole, unmasked key blocks; `merged` query blocks make one row."""
+        if heads == 1:
+            viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
+            for entry, length, step in _views(lane, key, merged * layout.q_block / layout.k_block):
+                at = entry[:, None] + torch.arange(length, device=lane.device)
+                viewed[at.flatten()] = True
+                view = (int(key[entry[0]]), step)
+                add(lane[entry], key[at], merged, q_tokens, layout.k_block, False, view)
+            lane, key = lane[~viewed], key[~viewed]
+        for count, members, first in _by_count(lane):
+            at = first[:, None] + torch.arange(count, device=lane.device)
+            add(members, key[at], merged, q_tokens, layout.k_block, False, None)
+
+    for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
+        for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
             for cut in (False, True):
                 chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
                 lane, key = lanes[chosen], keys[chosen]
-                if not len(lane):
-                    continue
-                if is_last_key:  # one key block, the same for every row
-                    view = (int(key[0]), 0) if layout.num_heads == 1 else None
-                    add(lane, key[:, None], q_tokens, k_tokens, cut, view)
-                    continue
-                if layout.num_heads == 1:
-                    viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
-                    for entry, length, step in _views(lane, key):
-                        at = entry[:, None] + torch.arange(length, device=lane.device)
-                        viewed[at.flatten()] = True
-                        add(lane[entry], key[at], q_tokens, k_tokens, cut, (int(key[entry[0]]), step))
-                    lane, key = lane[~viewed], key[~viewed]
-                for count, members, first in _by_count(lane):
-                    at = first[:, None] + torch.arange(count, device=lane.device)
-                    add(members, key[at], q_tokens, k_tokens, cut, None)
+                if is_last_key and len(lane):  # one key block, the same for every row
+                    view = (int(key[0]), 0) if heads == 1 else None
+                    add(lane, key[:, None], 1, q_tokens, k_tokens, cut, view)
+                elif cut:
+                    for count, members, first in _by_count(lane):
+                        at = first[:, None] + torch.arange(count, device=lane.device)
+                        add(members, key[at], 1, q_tokens, k_tokens, cut, None)
+                elif is_last_row:
+                    add_lists(lane, key, 1, q_tokens)
+                else:
+                    for merged in (*(-(-tokens // layout.q_block) for tokens in _LONG_ROWS), 1):
+                        common, lane_, key_ = _common(lane, key, merged, rows, layout.key_blocks)
+                        add_lists(lane_, key_, merged, merged * layout.q_block)
+                        lane, key = lane[~common], key[~common]
     return _BlockPlan(tuple(groups))
+
+
+def _common(lane: Tensor, key: Tensor, merged: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Key blocks that all of `merged` neighbouring query blocks see: which entries, and the lists of merged rows."""
+    if merged == 1:
+        return torch.ones_like(lane, dtype=torch.bool), lane, key
+    wide = -(-rows // merged)
+    code = (lane // rows * wide + lane % rows // merged) * columns + key
+    unique, inverse, counts = code.unique(return_inverse=True, return_counts=True)
+    full = counts == merged
+    # One or two common blocks do not pay for the merge of their result.
+    row = unique // columns
+    worth = torch.bincount(row[full], minlength=int(row.max()) + 1 if len(row) else 0) >= 3
+    full &= worth[row]
+    return full[inverse], row[full], unique[full] % columns
 
 
 def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -145,20 +178,21 @@ def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield count, lanes[chosen], first[chosen]
 
 
-def _views(row: Tensor, key: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int, int]]:
     """Families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
 
-    The run moves by one block a row (step 1: a window) or not at all (step 0: global keys). A run is viewed where that
-    saves a gather of at least two blocks, or is all its row has: else the merge costs what the gather would.
+    The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
+    viewed where that saves a gather of at least two blocks, or is all its row has: else the merge costs what the gather
+    would.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)
     entry = opens.nonzero().flatten()
     length = torch.cat([entry, entry.new_tensor([len(key)])]).diff()
-    runs_of_row = torch.bincount(row[entry], minlength=int(row.max()) + 1)
+    runs_of_row = torch.bincount(row[entry])
     worth = (length >= 2) | (runs_of_row[row[entry]] == 1)
     entry, length = entry[worth], length[worth]
-    for step in (1, 0):
+    for step in (int(pace), 0) if pace == int(pace) else (0,):
         if not len(entry):
             return
         anchor = key[entry] - step * row[entry]
@@ -171,9 +205,10 @@ def _views(row: Tensor, key: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         bounds = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(order)]
         taken = torch.zeros_like(order, dtype=torch.bool)
         for start, stop in pairwise(bounds):
-            if stop - start >= _VIEW_ROWS:
+            blocks = int(length[order[start]])
+            if (stop - start) * blocks >= _VIEW_BLOCKS:
                 taken[start:stop] = True
-                yield sorted_entry[start:stop], int(length[order[start]]), step
+                yield sorted_entry[start:stop], blocks, step
         entry, length = sorted_entry[~taken], length[order][~taken]
 
 
@@ -214,8 +249,8 @@ class _Problem:
 
     def queries(self, x: Tensor, group: _Group) -> Tensor:
         if group.row_view:
-            return _window(x, self.layout.q_block, *group.row_view, len(group.rows), group.q_tokens)
-        return _take(x, self.layout.q_block, group.q_tokens, group.rows[:, None], group.heads)
+            return _window(x, group.q_block, *group.row_view, len(group.rows), group.q_tokens)
+        return _take(x, group.q_block, group.q_tokens, group.rows[:, None], group.heads)
 
     def keys(self, x: Tensor, group: _Group) -> Tensor:
         if group.key_view:
@@ -228,10 +263,10 @@ class _Problem:
         if group.row_view:
             self.queries(x, group).copy_(values)
             return
-        if group.q_tokens < self.layout.q_block:  # one row a head; shared by all heads it is a view
+        if group.q_tokens < group.q_block:  # one row a head; shared by all heads it is a view
             x[x.shape[0] - group.q_tokens :, group.heads] = values.squeeze(1).transpose(0, 1)
             return
-        blocks = x[: x.shape[0] // self.layout.q_block * self.layout.q_block].unflatten(0, (-1, self.layout.q_block))
+        blocks = x[: x.shape[0] // group.q_block * group.q_block].unflatten(0, (-1, group.q_block))
         if group.heads is None:
             blocks[group.rows] = values.transpose(1, 2)
         else:
@@ -266,7 +301,7 @@ class _Problem:
             bias = self.keys(self.key_bias[:, None].expand(-1, self.layout.num_heads), group)[:, :1, None, :]
         if group.masked and not self.causal(group):
             device = group.rows.device
-            query = group.rows[:, None] * self.layout.q_block + torch.arange(group.q_tokens, device=device)
+            query = group.rows[:, None] * group.q_block + torch.arange(group.q_tokens, device=device)
             key = group.keys[:, :, None] * self.layout.k_block + torch.arange(group.k_tokens, device=device)
             future = key.flatten(1)[:, None, :] > query[:, :, None]
             mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)[:, None]
