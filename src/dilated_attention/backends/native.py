@@ -25,8 +25,9 @@ TokenStatistic = Float[Tensor, "batch seq heads"]
 KeyBias = Float[Tensor, "batch keys"]
 Layouts = dict[int, BlockLayout]
 
-_TILE_BYTES = 8 << 20
-"""Tiles are not cut below this size of output: a fused call must stay long against its start-up."""
+_TILE_BYTES = 16 << 20
+"""Output of one tile: large against a call's start-up, small enough to be merged from cache and to be allocated from
+memory that the tile before it gave back. An accelerator gets at least a quarter of the whole output a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ def forward(
         out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=statistic)
 
     row_bytes = q.shape[-1] * q.element_size()
-    limit = max(_TILE_BYTES, out.numel() * out.element_size() // 4)
+    limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
     for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit, layouts):
         part, part_lse = attend(group, tile)
         rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
@@ -308,8 +309,8 @@ def backward(
         make = torch.empty if assign and plan.covered else torch.zeros
         dq, dk, dv = (make(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
 
-    row_bytes = 3 * q.shape[-1] * q.element_size()
-    limit = max(3 * _TILE_BYTES, 3 * q.numel() * q.element_size() // 4)
+    row_bytes = q.shape[-1] * q.element_size()
+    limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
     for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit, layouts):
         part_q, part_k, part_v = differentiate(group, tile)
         if tile.k_step == 0:  # heads share one key-value head
