@@ -201,6 +201,7 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
                 printed = time.monotonic()
                 left = (recipe.steps - step) * statistics.median(training.seconds)
                 console.print(f"step {step}/{recipe.steps} · {shown()} · {left:.0f} s left", highlight=False)
+                console.file.flush()  # to a pipe it would come pages later
             yield step
         return
     columns = (
