@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dilated_attention.bench import check, plots
 from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
@@ -45,14 +46,17 @@ def add_parsers(commands: Any) -> None:
         epilog="Suites: "
         + " ".join(f"{name}: {(suite.__doc__ or '').partition(': ')[2].strip()}" for name, suite in SUITES.items()),
     )
-    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all"], help="what to measure")
+    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
+    parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
+    parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
     _add_profile(commands)
+    _add_plot(commands)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -61,6 +65,8 @@ def _bench(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"dilated-attention bench: error: {error}", file=sys.stderr)
         return 2
+    if "check" in options.suite:
+        return _check(options.baseline, options.update)
     folder = options.out or Path("runs/results" if options.quick else "results")
     console = Console()
     for name in SUITES if "all" in options.suite else dict.fromkeys(options.suite):
@@ -75,6 +81,46 @@ def _bench(options: argparse.Namespace) -> int:
         if recorder.failure is None:
             console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _check(path: Path, update: bool) -> int:
+    try:
+        baseline = {} if update else check.read_baseline(path)
+    except ValueError as error:
+        print(f"dilated-attention bench check: error: {error}", file=sys.stderr)
+        return 2
+    shown = Table(title="check", title_justify="left")
+    shown.add_column("figure")
+    for heading in ("value", "baseline", "at most", ""):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    verdicts = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(check.GUARDS))
+        for guard in check.GUARDS:
+            progress.update(task, description=guard.name)
+            verdicts.append(check.check(guard, baseline))
+            progress.advance(task)
+    for verdict in verdicts:
+        value, limit = f"{_number(verdict.value)} {verdict.guard.unit}", verdict.limit
+        known = ("none", "") if limit is None else (_number(verdict.baseline or 0.0), _number(limit))
+        shown.add_row(
+            verdict.guard.name, value, *known, "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
+        )
+    console = Console()
+    console.print(shown)
+    if update:
+        check.write_baseline(path, {verdict.guard.name: verdict.value for verdict in verdicts})
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        return 0
+    worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
+    if worse:
+        print(f"dilated-attention bench check: worse than {path}: {'; '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def _progress() -> Progress:
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*bar, console=Console(stderr=True), transient=True)
 
 
 def _add_profile(commands: Any) -> None:
@@ -98,6 +144,29 @@ def _add_profile(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder")
     parser.set_defaults(run=_profile)
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plot",
+        help="draw the pictures of the documents from the files of results",
+        description="Draw what <results>/<device>/*.jsonl hold, as <out>/<device>/*.png.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="?", default=Path("results"), help="folder of results")
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of pictures")
+    parser.set_defaults(run=_plot)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    try:
+        written = list(plots.draw(options.results, options.out))
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention plot: error: {error}", file=sys.stderr)
+        return 2
+    for path in written:
+        print(f"written: {path}")
+    return 0
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -161,8 +230,7 @@ def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], ou
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
     """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("", total=len(steps))
         for step in steps:
             progress.update(task, description=step.label)
