@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.backends import fused
-from dilated_attention.bench import command, measure, results
+from dilated_attention.backends import fused, native
+from dilated_attention.bench import command, measure, profile, results
 from dilated_attention.bench.cases import Case, contender
 from dilated_attention.bench.measure import Spread
 from dilated_attention.bench.results import Recorder, Row
@@ -294,3 +294,67 @@ def test_rows_of_a_comparison():
         assert set(rows[f"{phase}: dense"].rates) == {"dense", measure.MATMUL}
         assert not rows[f"{phase}: dense"].over
     assert len(step.needs) == 2
+
+
+# --- profile
+
+
+def test_a_profile_accounts_for_the_whole_call(tmp_path):
+    case = replace(SMALL, seq_len=1024)
+    work = case.contender(CPU, backward=True)
+    before = [getattr(*place) for place in profile.STAGES]
+    found = profile.profile(lambda: list(work()), CPU, tmp_path / "trace.json", runs=1)
+    assert [getattr(*place) for place in profile.STAGES] == before
+    stages = {stage.name: stage for stage in found.stages}
+    assert sum(stage.milliseconds for stage in found.stages) == pytest.approx(found.milliseconds, rel=0.02)
+    q, k, v = case.inputs(CPU)[0]
+    assert stages["fused forward"].calls == measure.fused_calls(lambda: case.prepare()(q, k, v))
+    assert stages["finding the plan"].calls == 2
+    assert stages["merging"].calls >= 1
+    assert found.peak_bytes >= 4 * case.out_bytes  # out, dq, dk, dv
+    assert found.idle_milliseconds is None
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {row.name: row for row in profile.rows(case, found, profile.once(case), backward=True)}
+    assert rows["once a shape: finding the plan"].value < rows["once a shape: making the plan"].value < 5
+    assert rows["peak of allocations over the bytes of out"].value >= 4
+
+
+def test_a_slow_stage_shows(monkeypatch):
+    work = SMALL.contender(CPU)
+    merge = native.merge_into
+    monkeypatch.setattr(native, "merge_into", lambda *arguments: (time.sleep(0.05), merge(*arguments)))
+    found = profile.profile(lambda: list(work()), CPU, runs=1)
+    assert found.stages[0].name == "merging"
+    assert found.stages[0].milliseconds >= 50 * found.stages[0].calls
+
+
+def test_profile_command(tmp_path, capsys):
+    words = [
+        "--tokens",
+        "256",
+        "--heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--segments",
+        "64,128",
+        "--rates",
+        "1,2",
+        "--blocks",
+        "random",
+        "--block-size",
+        "16",
+    ]
+    for method in ("block-sparse-dilated", "model"):
+        assert exit_code("profile", method, *words, "--out", tmp_path) == 0
+        printed = capsys.readouterr().out
+        assert "fused backward" in printed
+        assert "allocated at once" in printed
+        for suffix in (".jsonl", ".trace.json", ".png"):
+            assert list(tmp_path.rglob(f"profile-{method}{suffix}"))
+    assert exit_code("profile", "dilated", "--tokens", 10**9) == 2
+    assert "GiB are free" in capsys.readouterr().err
+    assert exit_code("profile", "dilated", "--tokens", 0) == 2
+    assert "seq_len must be positive; got 0" in capsys.readouterr().err
+    assert exit_code("profile", "dilated", "--segments", "64") == 2
+    assert "one entry per branch" in capsys.readouterr().err

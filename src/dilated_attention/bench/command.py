@@ -13,11 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dilated_attention.bench import check, plots
+from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, refusal
+from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention.bench.results import Recorder, Row
 from dilated_attention.bench.suites import Step, attention, dilation, foundation, real, strategies
 from dilated_attention.environment import require_device
 
+_METHODS: dict[str, Method] = {
+    "dilated": "dilated",
+    "block-sparse": "block-sparse",
+    "block-sparse-dilated": "block-sparse dilated",
+    "dense": "dense",
+    "model": "dilated",
+}
 SUITES = {
     "foundation": foundation,
     "attention": attention,
@@ -36,13 +46,17 @@ def add_parsers(commands: Any) -> None:
         epilog="Suites: "
         + " ".join(f"{name}: {(suite.__doc__ or '').partition(': ')[2].strip()}" for name, suite in SUITES.items()),
     )
-    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all"], help="what to measure")
+    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
+    parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
+    parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
+    _add_profile(commands)
+    _add_plot(commands)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -51,6 +65,8 @@ def _bench(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"dilated-attention bench: error: {error}", file=sys.stderr)
         return 2
+    if "check" in options.suite:
+        return _check(options.baseline, options.update)
     folder = options.out or Path("runs/results" if options.quick else "results")
     console = Console()
     for name in SUITES if "all" in options.suite else dict.fromkeys(options.suite):
@@ -67,10 +83,154 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check(path: Path, update: bool) -> int:
+    try:
+        baseline = {} if update else check.read_baseline(path)
+    except ValueError as error:
+        print(f"dilated-attention bench check: error: {error}", file=sys.stderr)
+        return 2
+    shown = Table(title="check", title_justify="left")
+    shown.add_column("figure")
+    for heading in ("value", "baseline", "at most", ""):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    verdicts = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(check.GUARDS))
+        for guard in check.GUARDS:
+            progress.update(task, description=guard.name)
+            verdicts.append(check.check(guard, baseline))
+            progress.advance(task)
+    for verdict in verdicts:
+        value, limit = f"{_number(verdict.value)} {verdict.guard.unit}", verdict.limit
+        known = ("none", "") if limit is None else (_number(verdict.baseline or 0.0), _number(limit))
+        shown.add_row(
+            verdict.guard.name, value, *known, "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
+        )
+    console = Console()
+    console.print(shown)
+    if update:
+        check.write_baseline(path, {verdict.guard.name: verdict.value for verdict in verdicts})
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        return 0
+    worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
+    if worse:
+        print(f"dilated-attention bench check: worse than {path}: {'; '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def _progress() -> Progress:
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*bar, console=Console(stderr=True), transient=True)
+
+
+def _add_profile(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="show where the time and the memory of a call go",
+        description="Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a "
+        "picture under <out>/<device>/.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
+    for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--segments", type=_integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
+    parser.add_argument("--rates", type=_integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
+    parser.add_argument("--blocks", choices=["local", "random"], default="local", help="kind of block layout")
+    parser.add_argument("--density", type=float, default=0.1, help="active blocks of the layout", metavar="X")
+    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
+    parser.add_argument("--forward", action="store_true", help="without the backward")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder")
+    parser.set_defaults(run=_profile)
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plot",
+        help="draw the pictures of the documents from the files of results",
+        description="Draw what <results>/<device>/*.jsonl hold, as <out>/<device>/*.png.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="?", default=Path("results"), help="folder of results")
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of pictures")
+    parser.set_defaults(run=_plot)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    try:
+        written = list(plots.draw(options.results, options.out))
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention plot: error: {error}", file=sys.stderr)
+        return 2
+    for path in written:
+        print(f"written: {path}")
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    try:
+        device = require_device(options.device)
+        case = Case(
+            method=_METHODS[options.method],
+            seq_len=options.tokens,
+            batch=options.batch,
+            heads=options.heads,
+            head_dim=options.head_dim,
+            segment_lengths=options.segments,
+            dilation_rates=options.rates,
+            blocks=options.blocks,
+            density=options.density,
+            block_size=options.block_size,
+            is_causal=options.causal,
+            dtype=options.dtype,
+        )
+        if refused := refusal([(case, not options.forward)], device):
+            raise ValueError(f"--tokens {case.seq_len}: {refused}")
+    except ValueError as error:
+        print(f"dilated-attention profile: error: {error}", file=sys.stderr)
+        return 2
+    backward = not options.forward or options.method == "model"
+    work = training_step(case, device) if options.method == "model" else case.contender(device, backward=backward)
+    recorder = Recorder(options.out, f"profile-{options.method}", device)
+    trace, picture = (recorder.path.with_suffix(suffix) for suffix in (".trace.json", ".png"))
+    found, prepared = profile(lambda: list(work()), device, trace), once(case)
+    for row in rows(case, found, prepared, backward=backward):
+        recorder.add(row)
+    title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
+    save_bars(picture, title, found.stages)
+    console = Console()
+    console.print(profile_table(title, found, prepared, case.out_bytes))
+    for path in (recorder.path, trace, picture):
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], out_bytes: int) -> Table:
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("stage")
+    for heading in ("own time", "share", "runs"):
+        shown.add_column(heading, justify="right")
+    for stage in found.stages:
+        share = stage.milliseconds / found.milliseconds
+        shown.add_row(stage.name, f"{_number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
+    shown.add_section()
+    for name, spread in prepared.items():
+        shown.add_row(f"once a shape: {name}", f"{_number(1e3 * spread.median)} ms")
+    shown.add_section()
+    shown.add_row("allocated at once, at most", f"{found.peak_bytes / out_bytes:.2f} x out")
+    shown.add_row("allocated in all", f"{found.allocated_bytes / out_bytes:.2f} x out", "", str(found.allocations))
+    shown.add_row("copies (aten::copy_)", "", "", str(found.copies))
+    if found.idle_milliseconds is not None:
+        idle = found.idle_milliseconds
+        shown.add_row("GPU idle between kernels", f"{_number(idle)} ms", "", f"{found.launches} kernels")
+    return shown
+
+
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
     """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("", total=len(steps))
         for step in steps:
             progress.update(task, description=step.label)
@@ -132,3 +292,10 @@ def _number(value: float) -> str:
     if value and abs(value) < 0.1:
         return f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+_integers.__name__ = "list of integers"  # argparse names the type in its error

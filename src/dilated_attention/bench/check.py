@@ -1,0 +1,182 @@
+"""The guard against regressions: figures that do not depend on the machine's speed, against `results/baseline.json`.
+
+Times enter as ratios to dense attention in the same rounds, of the fastest run of each: what else a machine does only
+adds time. Rounds go on until the ratio is within its margin or the patience is over, so a busy machine takes longer and
+a slower library fails. Memory, calls and copies are counted and have no noise.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dilated_attention.bench.cases import Case, Contender, contender
+from dilated_attention.bench.measure import fused_calls
+from dilated_attention.bench.profile import profile
+from dilated_attention.environment import environment
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention.storage import write_text
+
+CPU = torch.device("cpu")
+DILATED = Case(method="dilated", seq_len=8192, heads=4, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+CALLS = replace(DILATED, method="dense calls")
+ONE = replace(DILATED, seq_len=1024, segment_lengths=(1024,), dilation_rates=(1,))
+BLOCKS = replace(DILATED, method="block-sparse", seq_len=4096, blocks="local", density=0.1)
+
+TIME_MARGIN = 0.25
+COUNT_MARGIN = 0.02
+"""How far above the baseline a figure may lie, as a part of it."""
+PATIENCE = 8.0
+"""Seconds after which a ratio counts as above its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A figure to hold: `measure(limit)` gives it, and may stop looking for a lower one below the limit."""
+
+    name: str
+    unit: str
+    margin: float
+    measure: Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    guard: Guard
+    value: float
+    baseline: float | None
+
+    @property
+    def limit(self) -> float | None:
+        return None if self.baseline is None else self.baseline * (1 + self.guard.margin)
+
+    @property
+    def held(self) -> bool:
+        return self.limit is not None and self.value <= self.limit
+
+
+def fastest_ratio(
+    one: Contender, other: Contender, phase: str, limit: float, *, patience: float | None = None
+) -> float:
+    """The least time of `one` over the least of `other`, from at least 5 rounds that run both, and half a second."""
+    patience = PATIENCE if patience is None else patience
+    best = {one: float("inf"), other: float("inf")}
+    begin, rounds = time.perf_counter(), 0
+
+    def wanted() -> bool:
+        spent = time.perf_counter() - begin
+        return rounds < 5 or spent < 0.5 or (best[one] > limit * best[other] and spent < patience)
+
+    while wanted():
+        for work in (one, other) if rounds % 2 else (other, one):
+            start = time.perf_counter()
+            for name in work():
+                if name == phase:
+                    best[work] = min(best[work], time.perf_counter() - start)
+        rounds += 1
+    return best[one] / best[other]
+
+
+def _over(case: Case, other: Case, phase: str = "forward") -> Callable[[float], float]:
+    backward = phase != "forward"
+    return lambda limit: fastest_ratio(
+        case.contender(CPU, backward=backward), other.contender(CPU, backward=backward), phase, limit
+    )
+
+
+def _plan(limit: float) -> float:
+    branches = 20
+    pattern = Dilated(tuple(2048 << i for i in range(branches)), tuple(1 << i for i in range(branches)))
+    table = pattern.offset_table(12)
+
+    def make() -> None:
+        plan_cache.clear()
+        plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, 1 << 30)
+
+    return fastest_ratio(
+        contender(make), contender(lambda: [str(i) for i in range(10_000)]), "forward", limit, patience=2.0
+    )
+
+
+def _peak(case: Case, backward: bool) -> Callable[[float], float]:
+    def measure(_: float) -> float:
+        work = case.contender(CPU, backward=backward)
+        return profile(lambda: list(work()), CPU, runs=1).peak_bytes / case.out_bytes
+
+    return measure
+
+
+def _copies(case: Case) -> Callable[[float], float]:
+    def measure(_: float) -> float:
+        work = case.contender(CPU)
+        return float(profile(lambda: list(work()), CPU, runs=1).copies)
+
+    return measure
+
+
+def _calls(case: Case) -> Callable[[float], float]:
+    def measure(_: float) -> float:
+        work = case.contender(CPU)
+        return float(fused_calls(lambda: list(work())))
+
+    return measure
+
+
+GUARDS = (
+    Guard(
+        "dilated over dense calls, forward", "x", TIME_MARGIN, _over(DILATED, replace(DILATED, method="dense calls"))
+    ),
+    Guard(
+        "dilated over dense calls, forward+backward",
+        "x",
+        TIME_MARGIN,
+        _over(DILATED, replace(DILATED, method="dense calls"), "forward+backward"),
+    ),
+    Guard("one segment over dense attention, forward", "x", TIME_MARGIN, _over(ONE, replace(ONE, method="dense"))),
+    Guard("blocks over dense attention, forward", "x", TIME_MARGIN, _over(BLOCKS, replace(BLOCKS, method="dense"))),
+    Guard(
+        "blocks over dense attention, forward+backward",
+        "x",
+        TIME_MARGIN,
+        _over(BLOCKS, replace(BLOCKS, method="dense"), "forward+backward"),
+    ),
+    Guard("plan of 2^30 tokens over 10,000 integers to text", "x", TIME_MARGIN, _plan),
+    Guard("dilated, peak of allocations, forward", "out", COUNT_MARGIN, _peak(DILATED, False)),
+    Guard("dilated, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(DILATED, True)),
+    Guard("blocks, peak of allocations, forward", "out", COUNT_MARGIN, _peak(BLOCKS, False)),
+    Guard("blocks, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(BLOCKS, True)),
+    Guard("dilated, fused calls", "calls", 0.0, _calls(DILATED)),
+    Guard("one segment, fused calls", "calls", 0.0, _calls(ONE)),
+    Guard("blocks, fused calls", "calls", 0.0, _calls(BLOCKS)),
+    Guard("dilated, copies", "calls", 0.0, _copies(DILATED)),
+    Guard("one segment, copies", "calls", 0.0, _copies(ONE)),
+)
+
+
+def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
+    """Where there is no baseline yet the lowest figure is looked for, as long as the patience lasts."""
+    held = baseline.get(guard.name)
+    limit = 0.0 if held is None else held * (1 + guard.margin)
+    return Verdict(guard, guard.measure(limit), held)
+
+
+def read_baseline(path: Path) -> dict[str, float]:
+    """Figures by name. ValueError where the file is missing or is no baseline."""
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+        return {str(name): float(value) for name, value in figures.items()}
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no baseline; write one with --update") from None
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{path}: not a baseline; write one with --update") from None
+
+
+def write_baseline(path: Path, values: Mapping[str, float]) -> None:
+    figures = {name: round(value, 3) for name, value in values.items()}
+    write_text(path, json.dumps({"environment": environment(CPU), "figures": figures}, indent=1) + "\n")

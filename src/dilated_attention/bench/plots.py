@@ -1,0 +1,184 @@
+"""Pictures of results, from their files alone; readable in black and white."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dilated_attention.bench.profile import Stage, save_bars
+from dilated_attention.bench.results import read
+
+Record = dict[str, Any]
+STYLES = {  # method: line, marker, grey
+    "dense": ("-", "o", "black"),
+    "dilated": ("-", "s", "0.5"),
+    "block-sparse": ("--", "^", "black"),
+    "block-sparse dilated": ("--", "v", "0.5"),
+    "flex": (":", "x", "black"),
+}
+PHASES = ("forward", "forward+backward")
+
+
+def draw(results: Path, out: Path) -> Iterator[Path]:
+    """Draw every picture that the files of `results` have rows for; the paths written.
+
+    Raises ValueError where there are no results, or a file is damaged.
+    """
+    files = sorted(results.glob("*/*.jsonl"))
+    if not files:
+        raise ValueError(f"{results}: no files of results, <device>/<suite>.jsonl; `bench` writes them")
+    for path in files:
+        rows = read(path)
+        folder = out / path.parent.name
+        if path.stem.startswith("profile-"):
+            stages = tuple(
+                Stage(row["name"].removeprefix("own time of "), row["value"], 0)
+                for row in rows
+                if row["name"].startswith("own time of ")
+            )
+            save_bars(folder / f"{path.stem}.png", path.stem.replace("-", ", ", 1), stages)
+            yield folder / f"{path.stem}.png"
+        for name, picture in PICTURES.get(path.stem, {}).items():
+            figure = picture(rows)
+            if figure is None:
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+            figure.savefig(folder / f"{name}.png", dpi=150)
+            yield folder / f"{name}.png"
+
+
+def _axes(figure: Figure, columns: int) -> list[Axes]:
+    found = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in found:
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return found
+
+
+def _lengths(axes: Axes) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.set_xlabel("tokens")
+
+
+def _lines(axes: Axes, points: dict[str, dict[float, float]]) -> bool:
+    for method, values in points.items():
+        if values:
+            line, marker, color = STYLES[method]
+            x = sorted(values)
+            axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=method)
+    return any(points.values())
+
+
+def _by_length(rows: list[Record], value: Callable[[Record, str], float | None]) -> dict[str, dict[float, float]]:
+    """Points (tokens, value) of each method, sparse ones at the density of a window of 1,024 tokens."""
+    points: dict[str, dict[float, float]] = {method: {} for method in STYLES}
+    for row in rows:
+        parameters = row["parameters"]
+        method, seq_len = parameters["method"], parameters["seq_len"]
+        window = parameters.get("density") in (None, min(1.0, 1024 / seq_len))
+        found = value(row, method) if window and row["value"] is not None else None
+        if found is not None:
+            points[method][seq_len] = found
+    return points
+
+
+def _time(rows: list[Record]) -> Figure | None:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    drawn = False
+    for axes, phase in zip(_axes(figure, 2), PHASES, strict=True):
+
+        def seconds(row: Record, method: str, phase: str = phase) -> float | None:
+            return row["value"] / 1e3 if row["name"] == f"{phase}: {method}" else None
+
+        drawn |= _lines(axes, _by_length(rows, seconds))
+        _lengths(axes)
+        axes.set(yscale="log", ylabel="seconds", title=phase)
+    if drawn:
+        figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure if drawn else None
+
+
+def _memory(rows: list[Record]) -> Figure | None:
+    def mebibytes(row: Record, method: str) -> float | None:
+        if not row["name"].startswith("forward: ") or "peak memory" not in row["name"]:
+            return None
+        case = row["parameters"]
+        size = (
+            case["batch"] * case["seq_len"] * case["heads"] * case["head_dim"] * getattr(torch, case["dtype"]).itemsize
+        )
+        return row["value"] * size / 2**20
+
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = _axes(figure, 1)[0]
+    if not _lines(axes, _by_length(rows, mebibytes)):
+        return None
+    _lengths(axes)
+    axes.set(yscale="log", ylabel="MiB above q, k and v", title="peak memory, forward")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _density(rows: list[Record]) -> Figure | None:
+    points: dict[str, dict[float, float]] = {}
+    for row in rows:
+        density = row["parameters"].get("density")
+        if row["parameters"]["seq_len"] == 4096 and density and "dense" in row.get("over", {}):
+            name = row["name"].removeprefix("forward: ")
+            points.setdefault(name, {})[density] = row["over"]["dense"]["median"]
+    if not points:
+        return None
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = _axes(figure, 1)[0]
+    for (name, values), (line, marker, color) in zip(points.items(), STYLES.values(), strict=False):
+        x = sorted(values)
+        axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=name)
+    axes.axline((0, 0), slope=1, color="0.7", linewidth=0.8, label="density")
+    axes.axhline(1, color="0.7", linestyle=":", linewidth=0.8)
+    axes.set(xlabel="active blocks", ylabel="time over dense attention", title="4,096 tokens, forward")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _bars(rows: list[Record], groups: dict[str, str], over: str, ylabel: str) -> Figure | None:
+    """One set of axes a length, one bar a name and group; `groups`: suffix of a row's name -> hatch."""
+    lengths = sorted({row["parameters"]["seq_len"] for row in rows if over in row.get("over", {})})
+    if not lengths:
+        return None
+    figure = Figure(figsize=(3.6 * len(lengths) + 1, 4), layout="constrained")
+    for axes, seq_len in zip(_axes(figure, len(lengths)), lengths, strict=True):
+        here = [row for row in rows if row["parameters"]["seq_len"] == seq_len and over in row.get("over", {})]
+        for shift, (suffix, hatch) in enumerate(groups.items()):
+            chosen = [row for row in here if row["name"].endswith(suffix)]
+            names = [row["name"].removesuffix(suffix).rstrip(", ") for row in chosen]
+            at = [i + 0.4 * shift for i in range(len(chosen))]
+            height = [row["over"][over]["median"] for row in chosen]
+            axes.bar(at, height, 0.4, color="white", ec="black", hatch=hatch, label=suffix.strip(", ") or None)
+            axes.set_xticks(at, names, rotation=45, ha="right", fontsize=8)
+        axes.axhline(1, color="0.5", linestyle=":", linewidth=0.8)
+        axes.set(title=f"{seq_len:,} tokens", ylabel=ylabel)
+    if len(groups) > 1:
+        figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _dilation(rows: list[Record]) -> Figure | None:
+    groups = {", alone, of q, k and v": "", ", inside the attention call": "///"}
+    return _bars(rows, groups, "index_select", "time over index_select")
+
+
+def _strategies(rows: list[Record]) -> Figure | None:
+    return _bars(rows, {"": ""}, "dilated_attention", "time over dilated_attention")
+
+
+PICTURES: dict[str, dict[str, Callable[[list[Record]], Figure | None]]] = {
+    "attention": {"time": _time, "memory": _memory, "density": _density},
+    "dilation": {"dilation": _dilation},
+    "strategies": {"strategies": _strategies},
+}
