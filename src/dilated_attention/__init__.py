@@ -6,6 +6,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import plan_cache
+from dilated_attention.weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Product",
     "UnsupportedError",
     "attention",
+    "attention_weights",
     "block_sparse_attention",
     "dilated_attention",
     "explain",

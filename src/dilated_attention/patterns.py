@@ -201,10 +201,8 @@ class Dilated:
 class Product:
     """Block sparsity inside dilated subsequences: a query sees the keys that both its branch and the layout show.
 
-            raise ValueError(
-                f"layout has lists for a batch of {layout.batch_size}; inside segments the batch must share them"
-            )
-    sequence into blocks.
+    The tokens of a segment that take part, numbered from 0 in each segment, are the sequence that the layout cuts into
+    blocks.
 
     Args:
         layout: a `BlockLayout`, where all segments of all branches have as many tokens as it has, or a callable that

@@ -11,11 +11,66 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import dilated_attention
-from dilated_attention.patterns import Dilated
+from dilated_attention.functional import Pattern, attention, dilated_attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated, LayoutOfLength, Product
+from dilated_attention.weights import attention_weights
 
 
-class DilatedAttention(nn.Module):
+class _Attention(nn.Module):
+    """`attention` with its options held; no parameters. Attention dropout acts in training only."""
+
+    compat: str | None = None
+
+    def __init__(
+        self, scale: float | None, dropout: float, backend: str, mesh: Any = None, transport: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.dropout = dropout
+        self.backend = backend
+        self.mesh = mesh
+        self.transport = transport
+
+    def pattern_of(self, seq_len: int) -> Pattern:
+        """The pattern at this many tokens."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch seq heads head_dim"],
+        k: Float[Tensor, "batch seq kv_heads head_dim"],
+        v: Float[Tensor, "batch seq kv_heads head_dim"],
+        is_causal: bool = False,
+        *,
+        lengths: Int[Tensor, " batch"] | None = None,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+        return_lse: bool = False,
+        seq_len: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._attend(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+            backend=self.backend,
+            mesh=self.mesh,
+            seq_len=seq_len,
+            transport=self.transport,
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return attention(q, k, v, self.pattern_of(options["seq_len"] or q.shape[1]), **options)
+
+
+class DilatedAttention(_Attention):
     """`dilated_attention` with its pattern and options held; no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out as q, or (out, lse).
@@ -34,25 +89,14 @@ class DilatedAttention(nn.Module):
         dropout: float = 0.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(scale, dropout, backend)
         self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
         self.compat = compat
-        self.scale = scale
-        self.dropout = dropout
-        self.backend = backend
 
-    def forward(
-        self,
-        q: Float[Tensor, "batch seq heads head_dim"],
-        k: Float[Tensor, "batch seq kv_heads head_dim"],
-        v: Float[Tensor, "batch seq kv_heads head_dim"],
-        is_causal: bool = False,
-        *,
-        lengths: Int[Tensor, " batch"] | None = None,
-        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
-        key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def pattern_of(self, seq_len: int) -> Dilated:
+        return self.pattern
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         return dilated_attention(
             q,
             k,
@@ -62,30 +106,114 @@ class DilatedAttention(nn.Module):
             offsets=self.pattern.offsets,
             head_groups=self.pattern.head_groups,
             compat=self.compat,
-            is_causal=is_causal,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            lengths=lengths,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-            backend=self.backend,
+            **options,
         )
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, compat={self.compat!r}, dropout={self.dropout}, backend={self.backend!r}"
 
 
-class MultiheadDilatedAttention(nn.Module):
-    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
+class RingDilatedAttention(DilatedAttention):
+    """`DilatedAttention` over a mesh on which seq is sharded; without one, on one device.
 
-    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
-    whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
-    refused by name (`UnsupportedError`): attn_mask, need_weights=True, add_bias_kv, add_zero_attn, a key whose length
-    is not the query's. Unlike PyTorch's, `is_causal=True` is no hint: it needs no mask, and it masks.
-
-    Returns (out, None). A query with no visible key gets W_o 0 + b, not NaN.
+    Args:
+        mesh, transport: as in `dilated_attention`. forward takes the global `seq_len`, where shards are uneven.
     """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        mesh: Any = None,
+        transport: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, **options)
+        self.mesh, self.transport = mesh, transport
+
+
+class BlockSparseDilatedAttention(_Attention):
+    """Attention of a block layout, or of block sparsity inside dilated subsequences, with its options held.
+
+    forward: as `DilatedAttention`. No parameters; the layout follows q to its device.
+
+    Args:
+        layout: a `BlockLayout`, or a callable that gives the layout for n tokens, called in every forward (wrap it in
+            `functools.cache` to build each length once). Alone it is for seq; with segment_lengths, for the tokens of
+            a segment that take part (`Product`).
+        segment_lengths, dilation_rates, offsets, head_groups: of `Dilated`; left out: no dilation.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout | LayoutOfLength,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        offsets: Any = "head",
+        head_groups: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(scale, dropout, backend)
+        if not isinstance(layout, BlockLayout) and not callable(layout):
+            kind = type(layout).__name__
+            raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
+        if (segment_lengths is None) != (dilation_rates is None):
+            raise ValueError(
+                f"segment_lengths and dilation_rates go together; got {segment_lengths} and {dilation_rates}. "
+                "Give both, or none for a layout without dilation"
+            )
+        if segment_lengths is None and (offsets != "head" or head_groups):
+            raise ValueError(
+                f"offsets={offsets!r}, head_groups={head_groups} are of a dilated pattern; give segment_lengths and "
+                "dilation_rates, or leave them out"
+            )
+        self.layout = layout
+        self.dilated = (
+            None
+            if segment_lengths is None or dilation_rates is None
+            else Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+        )
+
+    def pattern_of(self, seq_len: int) -> BlockLayout | Product:
+        if self.dilated is not None:
+            return self.dilated * self.layout
+        layout = self.layout if isinstance(self.layout, BlockLayout) else self.layout(seq_len)
+        if not isinstance(layout, BlockLayout):
+            raise ValueError(f"layout({seq_len}) must give a BlockLayout; got {type(layout).__name__}")
+        return layout
+
+    def extra_repr(self) -> str:
+        dilated = "" if self.dilated is None else f"{self.dilated}, "
+        return f"{self.layout}, {dilated}dropout={self.dropout}, backend={self.backend!r}"
+
+
+class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
+    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without one, on one device.
+
+    Args:
+        mesh, transport: as in `dilated_attention`. forward takes the global `seq_len`, where shards are uneven.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout | LayoutOfLength,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        mesh: Any = None,
+        transport: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(layout, segment_lengths, dilation_rates, **options)
+        self.mesh, self.transport = mesh, transport
+
+
+class _MultiheadAttention(nn.Module):
+    """The projections of `nn.MultiheadAttention` around an attention over heads."""
 
     # nn.TransformerEncoderLayer in eval mode runs a fused dense layer straight on self_attn's weights, never calling
     # its forward, when this attribute of nn.MultiheadAttention is True.
@@ -99,24 +227,17 @@ class MultiheadDilatedAttention(nn.Module):
 
     def __init__(
         self,
+        attention: _Attention,
         embed_dim: int,
         num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        offsets: Any = "head",
-        head_groups: bool = False,
-        compat: str | None = None,
-        backend: str = "auto",
+        bias: bool,
+        add_bias_kv: bool,
+        add_zero_attn: bool,
+        kdim: int | None,
+        vdim: int | None,
+        batch_first: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
@@ -130,15 +251,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.batch_first = batch_first
-        self.attention = DilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            offsets=offsets,
-            head_groups=head_groups,
-            compat=compat,
-            dropout=dropout,
-            backend=backend,
-        )
+        self.attention = attention
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -171,14 +284,19 @@ class MultiheadDilatedAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], None]:
+    ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
         """query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
 
         key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
-        average_attn_weights: says how weights that are not returned would be averaged; without effect.
+        need_weights: also return the probabilities, formed a second time as a sparse COO tensor (`attention_weights`):
+            `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
+            no batch where query has none.
         """
-        if need_weights:
-            raise UnsupportedError("need_weights=True: the weights are never formed; pass need_weights=False")
+        if need_weights and self.attention.compat is not None:
+            raise UnsupportedError(
+                f"need_weights=True: with compat={self.attention.compat!r} a part of each row's weight lies on padding "
+                "that the matrix has no column for; pass need_weights=False"
+            )
         if attn_mask is not None:
             raise UnsupportedError(
                 f"attn_mask of shape {tuple(attn_mask.shape)}: masks over pairs are not supported; "
@@ -204,7 +322,18 @@ class MultiheadDilatedAttention(nn.Module):
             mask = mask[None]
         out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask).flatten(-2)
         out = out.transpose(0, 1) if swap else out
-        return self.out_proj(out if batched else out[0]), None
+        out = self.out_proj(out if batched else out[0])
+        if not need_weights:
+            return out, None
+        pattern = self.attention.pattern_of(heads[0].shape[1])
+        weights = attention_weights(
+            heads[0], heads[1], pattern, is_causal=is_causal, scale=self.attention.scale, key_padding_mask=mask
+        )
+        if average_attn_weights:
+            weights = torch.sparse.sum(weights, 1) / self.num_heads
+        if not batched:
+            weights = torch.sparse.sum(weights, 0)  # of one: indexing a sparse tensor has no gradient
+        return out, weights.coalesce()
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key is value:
@@ -216,6 +345,120 @@ class MultiheadDilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+class MultiheadDilatedAttention(_MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
+
+    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
+    whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
+    refused by name (`UnsupportedError`): attn_mask, add_bias_kv, add_zero_attn, a key whose length is not the query's.
+    Unlike PyTorch's, need_weights is False by default and gives a sparse tensor, and `is_causal=True` is no hint: it
+    needs no mask, and it masks.
+
+    Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        offsets: Any = "head",
+        head_groups: bool = False,
+        compat: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            offsets=offsets,
+            head_groups=head_groups,
+            compat=compat,
+            dropout=dropout,
+            backend=backend,
+        )
+        super().__init__(
+            attention,
+            embed_dim,
+            num_heads,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+
+
+class BlockSparseRingMultiheadDilatedAttention(_MultiheadAttention):
+    """`MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
+
+    layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport as in
+    `BlockSparseRingDilatedAttention`; all else, weights of `nn.MultiheadAttention` included, as in
+    `MultiheadDilatedAttention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layout: BlockLayout | LayoutOfLength,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        offsets: Any = "head",
+        head_groups: bool = False,
+        backend: str = "auto",
+        mesh: Any = None,
+        transport: str = "auto",
+    ) -> None:
+        attention = BlockSparseRingDilatedAttention(
+            layout,
+            segment_lengths,
+            dilation_rates,
+            offsets=offsets,
+            head_groups=head_groups,
+            dropout=dropout,
+            backend=backend,
+            mesh=mesh,
+            transport=transport,
+        )
+        super().__init__(
+            attention,
+            embed_dim,
+            num_heads,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
 
 
 def _boolean(mask: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""The attention probabilities of a pattern, as a sparse tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilated_attention.functional import Pattern, attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Product
+from dilated_attention.plan import Rows, StridedGroup, plan_dilated
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
+
+    Only pairs that the pattern shows are computed and stored: O(pairs) time and memory. A row sums to 1, or holds
+    nothing where the query sees no key. Differentiable in q and k. Attention itself never forms these weights.
+
+    Args:
+        q: `(batch, seq, heads, head_dim)`.
+        k: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads.
+        pattern, is_causal, scale, key_padding_mask: as in `attention`.
+
+    Returns:
+        A coalesced sparse COO tensor `(batch, heads, seq, seq)` of q's dtype, computed in at least float32.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    with torch.autocast(device, enabled=False):
+        _, lse = attention(
+            q, k, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, return_lse=True
+        )
+        batch, seq_len, heads, head_dim = q.shape
+        kv_heads = k.shape[2]
+        wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
+        indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
+        for group, layout in _groups(pattern, seq_len, kv_heads):
+            sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads, is_causal)
+            sample, head = sample.to(q.device)[:, None], head.to(q.device)[:, None]
+            query, key = (
+                _tokens(rows, segment, at).to(q.device) for rows, at in ((group.queries, queries), (group.keys, keys))
+            )
+            seen = seen.to(q.device)
+            if key_padding_mask is not None:
+                seen = seen & ~key_padding_mask[sample, key][:, None]
+            tile, i, j = seen.nonzero(as_tuple=True)
+            scores = wide_q[sample, query, head] @ wide_k[sample, key, head // (heads // kv_heads)].mT
+            at = torch.stack((sample[tile, 0], head[tile, 0], query[tile, i], key[tile, j]))
+            values.append((scores[tile, i, j] - lse[at[0], at[1], at[2]]).exp())
+            indices.append(at)
+        shape = (batch, heads, seq_len, seq_len)
+        # A key that several branches show is one entry for each, which coalescing adds up.
+        weights = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), shape, check_invariants=False)
+        return weights.coalesce().to(q.dtype)
+
+
+def _groups(pattern: Pattern, seq_len: int, kv_heads: int) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
+    """The strided groups of a pattern, each with the layout inside its segments."""
+    if isinstance(pattern, BlockLayout):
+        (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
+        yield group, pattern
+        return
+    dilated = pattern.dilated if isinstance(pattern, Product) else pattern
+    table = dilated.offset_table(kv_heads)
+    for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
+        yield group, pattern.layout_of(group.queries.count) if isinstance(pattern, Product) else None
+
+
+def _tiles(
+    group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """The tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
+
+    Returns:
+        sample, query head, segment `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the keys
+        `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
+    """
+    count, segments = group.queries.count, group.queries.segments
+    kv_head = torch.arange(group.heads) * group.head_stride + group.head
+    heads = (kv_head[:, None] * ratio + torch.arange(ratio)).flatten()
+    if layout is None:
+        queries = keys = torch.arange(count)[None]
+        here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool)
+    else:
+        layout = layout.to("cpu")
+        lane, block = layout.row // layout.query_blocks, layout.row % layout.query_blocks
+        queries = block[:, None] * layout.q_block + torch.arange(layout.q_block)
+        keys = layout.indices[:, None] * layout.k_block + torch.arange(layout.k_block)
+        here = torch.ones(batch, len(heads), segments, layout.nnz, dtype=torch.bool)
+        if layout.batch_size > 1:
+            here &= torch.arange(batch)[:, None, None, None] == lane // layout.num_heads
+        if layout.num_heads > 1:
+            here &= heads[:, None, None] == lane % layout.num_heads
+    sample, head, segment, tile = here.nonzero(as_tuple=True)
+    seen = (queries < count)[:, :, None] & (keys < count)[:, None, :]
+    if (is_causal and group.diagonal) or (layout is not None and layout.is_causal):
+        seen &= keys[:, None, :] <= queries[:, :, None]
+    last = count - 1
+    return sample, heads[head], segment, queries.clamp(max=last)[tile], keys.clamp(max=last)[tile], seen[tile]
+
+
+def _tokens(rows: Rows, segment: Tensor, position: Tensor) -> Tensor:
+    return rows.start + segment[:, None] * rows.segment + position * rows.stride
