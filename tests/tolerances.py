@@ -6,12 +6,12 @@ exactly 0, and what is computed is the rounding of dP - dP. So an error passes i
     max(TOLERANCE ‖expected‖, ROUNDING ε ‖magnitude‖),
 
 ε the machine epsilon of the dtype and magnitude the size of the terms that the result is a sum of
-(`conformance.magnitudes`). The second bar is the higher one only where these terms cancel to less than 1 % (float32) or
-2 % (bfloat16, float16) of themselves; in float64, to less than 0.006 %.
+(`conformance.magnitudes`). The second bar is the higher one only where the result is a small part of these terms: below
+1 % of them in float32, 8 % in bfloat16, 7 % in float16.
 
-Measured over 18,000 random calls per dtype of `test_properties` (CPU, torch 2.13): where terms do not cancel to less
-than 1 %, the largest relative error of any result is 2.3e-15, 1.6e-6, 1.9e-2 and 2.1e-3 in float64, float32, bfloat16
-and float16; where only the second bar is met, the largest error is 0.08, 0.17, 0.02 and 0.01 ε ‖magnitude‖.
+Measured over 6,000 random calls per dtype and more of `test_properties` (CPU, torch 2.13): where the result is over 3 %
+of its terms, the largest relative error is 1.1e-15 in float64, 6.1e-7 in float32, 2.3e-2 in bfloat16, 2.2e-3 in float16;
+where only the second bar is met, the largest error is 0.25, 0.13, 0.12 and 0.10 ε ‖magnitude‖.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-ROUNDING = {torch.float64: 0.5, torch.float32: 0.5, torch.bfloat16: 0.2, torch.float16: 0.2}
+ROUNDING = {torch.float64: 0.5, torch.float32: 0.25, torch.bfloat16: 0.2, torch.float16: 0.2}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
