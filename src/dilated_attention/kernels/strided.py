@@ -1,0 +1,225 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Attention over strided rows: one flat loop over the key tiles of all spans that a tile of queries sees, one softmax.
+
+A launch is an int32 table with one line per tile:
+
+    head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i · stride, 0 <= i < rows
+    start  stride  count  diagonal                           span 1:   tokens start + j · stride, 0 <= j < count
+    ...                                                      further spans
+
+`first` is 0 if an earlier launch wrote these rows: the kernel continues from them. `phantoms` counts keys of score and
+value 0. `list` serves blocks.py. If CAUSAL, row i of the tile sees key j of the span iff j <= i + diagonal; in dk/dv,
+where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
+
+Legend beyond online.py's.
+  B, H, G          samples, KV heads, query heads per KV head
+  N, M             tokens of q and of k
+  .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
+  SPANS            spans per tile
+  CHAIN            some tile is not `first`
+  EVEN             the count of every span is a multiple of the tile that the loop streams
+  D, DP            head_dim and the power of two that holds it
+  BM, BN           queries and keys per tile
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .online import LOG2E, add_rows, attend, attend_dkdv, attend_dq, begin, finish, keep_mask, load_rows, load_stats
+
+TILE_FIELDS = tl.constexpr(8)
+SPAN_FIELDS = tl.constexpr(4)
+INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
+
+
+@triton.jit
+def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):
+    """This program's line of the table: its address, sample, KV head, query head in it, and its rows.
+
+    Returns also i = 0 .. R - 1, the token of each row, which rows exist, and how many.
+    """
+    program = tl.program_id(0)
+    T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
+    i = tl.arange(0, R)
+    size = tl.load(T + 3)
+    token = tl.load(T + 1).to(tl.int64) + tl.load(T + 2).to(tl.int64) * i
+    return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G, i, token, i < size, size
+
+
+@triton.jit
+def read_spans(T, size, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, ALL: tl.constexpr,
+               SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """The tiles of R tokens that one pass over the spans of a line visits.
+
+    One pass visits the tiles that need no mask, the pass MASKED the others, on the diagonal or past the end; ALL leaves
+    every tile to the latter. Spans hold KEYS or queries; only the diagonal masks queries (past the end their p is 0).
+
+    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, diagonal.
+    """
+    steps = 0
+    spans = ()
+    for n in tl.static_range(SPANS):
+        S = T + TILE_FIELDS + n * SPAN_FIELDS
+        count = tl.load(S + 2)
+        diagonal = tl.load(S + 3)
+        low = 0
+        high = tl.cdiv(count, R)
+        if KEYS:
+            split = count // R
+            if CAUSAL:
+                split = tl.minimum(split, tl.maximum(diagonal + 1, 0) // R)
+                high = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size, 0), R))
+            if ALL:
+                split = 0
+            if MASKED:
+                low = split
+            else:
+                high = split
+        else:
+            split = 0
+            if CAUSAL:
+                low = tl.minimum(high, tl.maximum(diagonal, 0) // R)
+                split = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size - 1, 0), R))
+            if ALL:
+                split = high
+            if MASKED:
+                high = split
+            else:
+                low = split
+        spans += ((steps, low, tl.load(S), tl.load(S + 1), count, diagonal),)
+        steps += high - low
+    return steps, spans
+
+
+@triton.jit
+def locate(step, spans, SPANS: tl.constexpr, R: tl.constexpr):
+    """The positions in its span that a step visits, their tokens, which exist, and the span's diagonal.
+
+    The span is picked by selects, without a branch, so that the loop over all spans pipelines as one.
+    """
+    _, tile, start, stride, count, diagonal = spans[0]
+    tile += step
+    for n in tl.static_range(1, SPANS):
+        S = spans[n]
+        here = step >= S[0]
+        tile = tl.where(here, S[1] + step - S[0], tile)
+        start = tl.where(here, S[2], start)
+        stride = tl.where(here, S[3], stride)
+        count = tl.where(here, S[4], count)
+        diagonal = tl.where(here, S[5], diagonal)
+    j = tile * R + tl.arange(0, R)
+    return j, start.to(tl.int64) + stride.to(tl.int64) * j, j < count, diagonal
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def forward(Q, K, V, OUT, LSE, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh,
+            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+            CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
+    T, b, h, g, i, token, inside, size = read_tile(TILES, B, G, SPANS, BM)
+    n = h * G + g
+    d = tl.arange(0, DP)
+    stats = (b * N + token) * (H * G) + n
+    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
+    K += (b * ksb + h * ksh) * UNIT
+    V += (b * vsb + h * vsh) * UNIT
+    m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
+    for MASKED in tl.static_range(2):
+        if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
+            steps, spans = read_spans(T, size, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+            for step in tl.range(0, steps):
+                j, key, seen, diagonal = locate(step, spans, SPANS, BN)
+                k = load_rows(K, key * (ksn * UNIT), d, seen, D, MASKED)
+                v = load_rows(V, key * (vsn * UNIT), d, seen, D, MASKED)
+                if BIAS is not None:
+                    seen &= tl.load(BIAS + b * M + key, mask=seen, other=0.0) == 0.0
+                visible = seen[None, :]
+                if CAUSAL and MASKED:
+                    visible &= j[None, :] <= (i + diagonal)[:, None]
+                keep = visible
+                if SEED is not None:
+                    keep = keep_mask(SEED, token[:, None], key[None, :], b * (H * G) + n, threshold)
+                m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                                   SEED is not None, PRECISION)  # fmt: skip
+    finish(OUT, LSE, stats * D, stats, d, inside, m, z, acc, D)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def backward_dq(Q, K, V, DOUT, LSE, DELTA, DQ, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+                qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
+                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+                CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    """dq, contiguous: the tiles and the loop of `forward`."""
+    T, b, h, g, i, token, inside, size = read_tile(TILES, B, G, SPANS, BM)
+    n = h * G + g
+    d = tl.arange(0, DP)
+    stats = (b * N + token) * (H * G) + n
+    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
+    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, token * (dsn * UNIT), d, inside, D, True)
+    lse, delta = load_stats(LSE, DELTA, stats, inside)
+    K += (b * ksb + h * ksh) * UNIT
+    V += (b * vsb + h * vsh) * UNIT
+    dq = tl.zeros([BM, DP], tl.float32)
+    for MASKED in tl.static_range(2):
+        if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
+            steps, spans = read_spans(T, size, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+            for step in tl.range(0, steps):
+                j, key, seen, diagonal = locate(step, spans, SPANS, BN)
+                k = load_rows(K, key * (ksn * UNIT), d, seen, D, MASKED)
+                v = load_rows(V, key * (vsn * UNIT), d, seen, D, MASKED)
+                if BIAS is not None:
+                    seen &= tl.load(BIAS + b * M + key, mask=seen, other=0.0) == 0.0
+                visible = seen[None, :]
+                if CAUSAL and MASKED:
+                    visible &= j[None, :] <= (i + diagonal)[:, None]
+                keep = visible
+                if SEED is not None:
+                    keep = keep_mask(SEED, token[:, None], key[None, :], b * (H * G) + n, threshold)
+                dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                               SEED is not None, PRECISION)  # fmt: skip
+    add_rows(DQ, stats * D, d, inside, dq * scale, tl.load(T + 4), D, CHAIN)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def backward_dkdv(Q, K, V, DOUT, LSE, DELTA, DK, DV, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+                  qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
+                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+                  CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
+    T, b, h, _, i, token, inside, size = read_tile(TILES, B, 1, SPANS, BN)
+    d = tl.arange(0, DP)
+    stats = (b * M + token) * H + h
+    k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
+    v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
+    shown = inside
+    if BIAS is not None:
+        shown &= tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    for g in tl.range(0, G):
+        n = h * G + g
+        for MASKED in tl.static_range(2):
+            if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or BIAS is not None)):
+                steps, spans = read_spans(T, size, False, MASKED, CAUSAL, BIAS is not None, SPANS, BM)
+                for step in tl.range(0, steps):
+                    j, query, seen, diagonal = locate(step, spans, SPANS, BM)
+                    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
+                    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
+                    lse, delta = load_stats(LSE, DELTA, (b * N + query) * (H * G) + n, seen)
+                    visible = shown[:, None]
+                    if CAUSAL and MASKED:
+                        visible &= j[None, :] >= (i + diagonal)[:, None]
+                    keep = visible
+                    if SEED is not None:
+                        keep = keep_mask(SEED, query[None, :], token[:, None], b * (H * G) + n, threshold)
+                    dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
+                                         MASKED, SEED is not None, PRECISION)  # fmt: skip
+    first = tl.load(T + 4)
+    add_rows(DK, stats * D, d, inside, dk * scale, first, D, CHAIN)
+    add_rows(DV, stats * D, d, inside, dv, first, D, CHAIN)
