@@ -374,7 +374,7 @@ def backward(
     dq, dk, dv = state or _fresh_gradients(q, k, v, plan, any(launch.chain for launch in keys + queries))
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     arguments = _arguments(q, k, v, key_bias, is_causal, scale, dropout_p, seed, dout)
-    arguments |= {"DOUT": dout, "LSE": lse, "DELTA": _delta(out, lse, dout, dlse)}
+    arguments |= {"DOUT": dout, "STATS": _stats(out, lse, dout, dlse)}
     with _device(q):
         for launch in keys:
             strided.backward_dkdv[launch.grid(k, k)](DK=dk, DV=dv, **arguments, **launch.constants("loop", "own"))
@@ -400,21 +400,21 @@ def _fresh_gradients(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sums: bool) ->
     return dq, dk, dv
 
 
-def _delta(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout · out) - dlse, (B, N, H)."""
+def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """lse and rowsum(dout · out) - dlse as the kernels read them, (B, N, H, 2)."""
     from dilated_attention.kernels import online
 
     _, tokens, heads, head_dim = out.shape
-    delta = torch.empty_like(lse)
+    stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     unit, (strides,) = _strides(dout)
     rows = 32
-    if delta.numel():
+    if lse.numel():
         with _device(out):
-            online.backward_delta[(-(-delta.numel() // rows),)](
-                out, lse, dout, None if dlse is None else dlse.contiguous(), delta, delta.numel(), tokens, heads,
-                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
+            online.backward_stats[(-(-lse.numel() // rows),)](
+                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads, *strides,
+                UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
             )  # fmt: skip
-    return delta
+    return stats
 
 
 def _arguments(

@@ -5,7 +5,7 @@ Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are
   q, k, v, do      queries, keys, values, gradient of out
   s, p, ds         scores, probabilities, gradient of the scores
   m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z
-  lse, delta       of merged rows: natural logarithm; rowsum(dout · out) - dlse
+  lse, delta       of merged rows: the natural logarithm; rowsum(dout · out) - dlse
   b, h, g          sample, KV head, query head within the KV head (query head h · G + g)
 Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves: `scale` comes times log2 e.
 
@@ -40,6 +40,16 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_keys(K, V, BIAS, key, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
+    """k and v of the tokens `key`, and which of them are seen: those that the bias, if there is one, does not hide."""
+    k = load_rows(K, key * ksn, d, seen, D, MASKED)
+    v = load_rows(V, key * vsn, d, seen, D, MASKED)
+    if BIAS is not None:
+        seen &= tl.load(BIAS + sample + key, mask=seen, other=0.0) == 0.0
+    return k, v, seen
+
+
+@triton.jit
 def store_rows(X, rows, d, inside, x, D: tl.constexpr):
     tl.store(X + rows[:, None] + d[None, :], x.to(X.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
@@ -62,10 +72,16 @@ def keep_mask(SEED, query, key, bh, threshold):
 
 
 @triton.jit
-def load_stats(LSE, DELTA, stats, inside):
-    """lse and delta of merged rows. Rows that saw nothing, or lie outside, get lse = inf: their p is 0."""
-    lse = tl.load(LSE + stats, mask=inside, other=INF) * LOG2E
-    return tl.where(lse == -INF, INF, lse), tl.load(DELTA + stats, mask=inside, other=0.0)
+def load_stats(STATS, stats, inside, R: tl.constexpr):
+    """lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0.
+
+    A load of fewer elements than there are threads is repeated by every thread that uses a part of it: 32 gathers a
+    thread for 64 rows. Hence a tile wide enough for 256 threads, of which two columns are read.
+    """
+    c = tl.arange(0, max(2, 256 // R))
+    pair = tl.load(STATS + (2 * stats)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0.0)
+    lse = tl.sum(tl.where(c[None, :] == 0, pair, 0.0), 1)
+    return tl.where(inside, lse, INF), tl.sum(tl.where(c[None, :] == 1, pair, 0.0), 1)
 
 
 @triton.jit
@@ -139,20 +155,23 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
         dv = tl.dot(tl.where(keep, p * keep_scale, 0.0).to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     else:
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
-def backward_delta(OUT, LSE, DOUT, DLSE, DELTA, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
+def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """delta of the `size` = B · N · H rows of out (contiguous); dout has the strides (sb, sn, sh) · UNIT."""
+    """lse (inf where a row saw nothing) and delta, side by side, of the `size` = B · N · H rows of out.
+
+    out is contiguous, dout has the strides (sb, sn, sh) · UNIT.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     inside = row < size
@@ -161,8 +180,10 @@ def backward_delta(OUT, LSE, DOUT, DLSE, DELTA, size, N, H, sb, sn, sh, UNIT: tl
     b = row // H // N
     out = load_rows(OUT, row * D, d, inside, D, True).to(tl.float32)
     do = load_rows(DOUT, (b * sb + n * sn + h * sh) * UNIT, d, inside, D, True).to(tl.float32)
+    lse = tl.load(LSE + row, mask=inside, other=-INF) * LOG2E
+    some = lse != -INF
     delta = tl.sum(out * do, 1)
     if DLSE is not None:
-        some = inside & (tl.load(LSE + row, mask=inside, other=-INF) != -INF)
         delta -= tl.load(DLSE + row, mask=some, other=0.0)
-    tl.store(DELTA + row, delta, mask=inside)
+    tl.store(STATS + 2 * row, tl.where(some, lse, INF), mask=inside)
+    tl.store(STATS + 2 * row + 1, delta, mask=inside)

@@ -27,7 +27,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .online import LOG2E, add_rows, attend, attend_dkdv, attend_dq, begin, finish, keep_mask, load_rows, load_stats
+from .online import (
+    LOG2E,
+    add_rows,
+    attend,
+    attend_dkdv,
+    attend_dq,
+    begin,
+    finish,
+    keep_mask,
+    load_keys,
+    load_rows,
+    load_stats,
+)
 
 TILE_FIELDS = tl.constexpr(8)
 SPAN_FIELDS = tl.constexpr(4)
@@ -35,21 +47,27 @@ INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" fo
 
 
 @triton.jit
-def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):
-    """This program's line of the table: its address, sample, KV head, query head in it, and its rows.
-
-    Returns also i = 0 .. R - 1, the token of each row, which rows exist, and how many.
-    """
+def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
+    """This program's line of the table (its address), sample, KV head, and query head within it."""
     program = tl.program_id(0)
     T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
-    i = tl.arange(0, R)
-    size = tl.load(T + 3)
-    token = tl.load(T + 1).to(tl.int64) + tl.load(T + 2).to(tl.int64) * i
-    return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G, i, token, i < size, size
+    return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
 
 
 @triton.jit
-def read_spans(T, size, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, ALL: tl.constexpr,
+def read_rows(T, i):
+    """The tokens of a tile's rows i, and which rows exist.
+
+    The kernels ask before their loop and after it, and `volatile` makes them read twice: else 20 to 50 registers per
+    thread would keep the answer through the loop (results/aot).
+    """
+    start = tl.load(T + 1, volatile=True).to(tl.int64)
+    stride = tl.load(T + 2, volatile=True).to(tl.int64)
+    return start + stride * i, i < tl.load(T + 3, volatile=True)
+
+
+@triton.jit
+def read_spans(T, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, ALL: tl.constexpr,
                SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The tiles of R tokens that one pass over the spans of a line visits.
 
@@ -60,6 +78,7 @@ def read_spans(T, size, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.con
     """
     steps = 0
     spans = ()
+    size = tl.load(T + 3)
     for n in tl.static_range(SPANS):
         S = T + TILE_FIELDS + n * SPAN_FIELDS
         count = tl.load(S + 2)
@@ -120,106 +139,108 @@ def forward(Q, K, V, OUT, LSE, TILES, BIAS, SEED, threshold, keep_scale, scale, 
             CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
-    T, b, h, g, i, token, inside, size = read_tile(TILES, B, G, SPANS, BM)
+    T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
+    i = tl.arange(0, BM)
     d = tl.arange(0, DP)
-    stats = (b * N + token) * (H * G) + n
+    token, inside = read_rows(T, i)
     q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
+    stats = (b * N + token) * (H * G) + n
+    m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
-    m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
     for MASKED in tl.static_range(2):
         if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
-            steps, spans = read_spans(T, size, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+            steps, spans = read_spans(T, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
             for step in tl.range(0, steps):
                 j, key, seen, diagonal = locate(step, spans, SPANS, BN)
-                k = load_rows(K, key * (ksn * UNIT), d, seen, D, MASKED)
-                v = load_rows(V, key * (vsn * UNIT), d, seen, D, MASKED)
-                if BIAS is not None:
-                    seen &= tl.load(BIAS + b * M + key, mask=seen, other=0.0) == 0.0
+                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                 visible = seen[None, :]
                 if CAUSAL and MASKED:
                     visible &= j[None, :] <= (i + diagonal)[:, None]
                 keep = visible
                 if SEED is not None:
-                    keep = keep_mask(SEED, token[:, None], key[None, :], b * (H * G) + n, threshold)
+                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
                 m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
                                    SEED is not None, PRECISION)  # fmt: skip
+    token, inside = read_rows(T, i)
+    stats = (b * N + token) * (H * G) + n
     finish(OUT, LSE, stats * D, stats, d, inside, m, z, acc, D)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, LSE, DELTA, DQ, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
                 qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
                 CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
-    T, b, h, g, i, token, inside, size = read_tile(TILES, B, G, SPANS, BM)
+    T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
+    i = tl.arange(0, BM)
     d = tl.arange(0, DP)
-    stats = (b * N + token) * (H * G) + n
+    token, inside = read_rows(T, i)
     q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
     do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, token * (dsn * UNIT), d, inside, D, True)
-    lse, delta = load_stats(LSE, DELTA, stats, inside)
+    lse, delta = load_stats(STATS, (b * N + token) * (H * G) + n, inside, BM)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
     dq = tl.zeros([BM, DP], tl.float32)
     for MASKED in tl.static_range(2):
         if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
-            steps, spans = read_spans(T, size, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+            steps, spans = read_spans(T, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
             for step in tl.range(0, steps):
                 j, key, seen, diagonal = locate(step, spans, SPANS, BN)
-                k = load_rows(K, key * (ksn * UNIT), d, seen, D, MASKED)
-                v = load_rows(V, key * (vsn * UNIT), d, seen, D, MASKED)
-                if BIAS is not None:
-                    seen &= tl.load(BIAS + b * M + key, mask=seen, other=0.0) == 0.0
+                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                 visible = seen[None, :]
                 if CAUSAL and MASKED:
                     visible &= j[None, :] <= (i + diagonal)[:, None]
                 keep = visible
                 if SEED is not None:
-                    keep = keep_mask(SEED, token[:, None], key[None, :], b * (H * G) + n, threshold)
+                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
                 dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
                                SEED is not None, PRECISION)  # fmt: skip
-    add_rows(DQ, stats * D, d, inside, dq * scale, tl.load(T + 4), D, CHAIN)
+    token, inside = read_rows(T, i)
+    add_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, tl.load(T + 4), D, CHAIN)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, LSE, DELTA, DK, DV, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
                   qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
                   CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
-    T, b, h, _, i, token, inside, size = read_tile(TILES, B, 1, SPANS, BN)
+    T, b, h, _ = read_tile(TILES, B, 1, SPANS)
+    i = tl.arange(0, BN)
     d = tl.arange(0, DP)
-    stats = (b * M + token) * H + h
-    k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
-    v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
-    shown = inside
-    if BIAS is not None:
-        shown &= tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0
+    token, inside = read_rows(T, i)
+    k, v, shown = load_keys(K + (b * ksb + h * ksh) * UNIT, V + (b * vsb + h * vsh) * UNIT, BIAS, token, ksn * UNIT,
+                            vsn * UNIT, b * M, inside, d, D, True)  # fmt: skip
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for g in tl.range(0, G):
         n = h * G + g
+        Qn = Q + (b * qsb + n * qsh) * UNIT
+        DOn = DOUT + (b * dsb + n * dsh) * UNIT
         for MASKED in tl.static_range(2):
             if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or BIAS is not None)):
-                steps, spans = read_spans(T, size, False, MASKED, CAUSAL, BIAS is not None, SPANS, BM)
+                steps, spans = read_spans(T, False, MASKED, CAUSAL, BIAS is not None, SPANS, BM)
                 for step in tl.range(0, steps):
                     j, query, seen, diagonal = locate(step, spans, SPANS, BM)
-                    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
-                    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
-                    lse, delta = load_stats(LSE, DELTA, (b * N + query) * (H * G) + n, seen)
+                    q = load_rows(Qn, query * (qsn * UNIT), d, seen, D, not EVEN)
+                    do = load_rows(DOn, query * (dsn * UNIT), d, seen, D, not EVEN)
+                    lse, delta = load_stats(STATS, (b * N + query) * (H * G) + n, seen, BM)
                     visible = shown[:, None]
                     if CAUSAL and MASKED:
                         visible &= j[None, :] >= (i + diagonal)[:, None]
                     keep = visible
                     if SEED is not None:
-                        keep = keep_mask(SEED, query[None, :], token[:, None], b * (H * G) + n, threshold)
+                        keep = keep_mask(SEED, query[None, :], read_rows(T, i)[0][:, None], b * (H * G) + n, threshold)
                     dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
                                          MASKED, SEED is not None, PRECISION)  # fmt: skip
+    token, inside = read_rows(T, i)
+    rows = ((b * M + token) * H + h) * D
     first = tl.load(T + 4)
-    add_rows(DK, stats * D, d, inside, dk * scale, first, D, CHAIN)
-    add_rows(DV, stats * D, d, inside, dv, first, D, CHAIN)
+    add_rows(DK, rows, d, inside, dk * scale, first, D, CHAIN)
+    add_rows(DV, rows, d, inside, dv, first, D, CHAIN)
