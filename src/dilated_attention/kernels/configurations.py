@@ -1,52 +1,61 @@
-"""Tile shapes per architecture, kernel, width and head_dim.
+"""Tile shapes per architecture, kernel, element size and head_dim.
 
-Chosen from compile-time facts (no spills, at most half of the shared memory where two programs per processor pay off;
-results/aot/), not yet from time: unmeasured on every architecture. `own` is the tile that a program holds, `loop` the one
-it streams: queries and keys in forward and dq, keys and queries in dkdv.
+Chosen by what compiles well (no spills; shared memory; results/aot/), not by time: unmeasured on every architecture.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kernel = Literal["forward", "dq", "dkdv"]
 
 
-class Configuration(NamedTuple):
+class Shape(NamedTuple):
+    """A program holds a tile of `own` rows and streams tiles of `loop` rows.
+
+    Queries and keys in forward and dq, keys and queries in dkdv.
+    """
+
     own: int
     loop: int
     warps: int
     stages: int
 
-
-# (kernel, bytes per element, at most this padded head_dim) -> own, loop, warps, stages
-_A100 = {
-    ("forward", 2, 64): Configuration(128, 64, 4, 3),
-    ("forward", 2, 128): Configuration(128, 64, 8, 3),
-    ("forward", 2, 256): Configuration(64, 64, 4, 2),
-    ("dq", 2, 64): Configuration(128, 64, 8, 2),
-    ("dq", 2, 128): Configuration(64, 64, 8, 2),
-    ("dq", 2, 256): Configuration(64, 32, 8, 2),
-    ("dkdv", 2, 64): Configuration(128, 64, 8, 2),
-    ("dkdv", 2, 128): Configuration(64, 64, 8, 2),
-    ("dkdv", 2, 256): Configuration(64, 32, 8, 2),
-    ("forward", 4, 64): Configuration(64, 32, 4, 2),
-    ("forward", 4, 128): Configuration(64, 32, 8, 2),
-    ("forward", 4, 256): Configuration(32, 32, 8, 1),
-    ("dq", 4, 64): Configuration(64, 32, 8, 2),
-    ("dq", 4, 128): Configuration(32, 32, 8, 2),
-    ("dq", 4, 256): Configuration(32, 16, 8, 1),
-    ("dkdv", 4, 64): Configuration(64, 32, 8, 2),
-    ("dkdv", 4, 128): Configuration(32, 32, 8, 2),
-    ("dkdv", 4, 256): Configuration(32, 16, 8, 1),
-}
+    def cut(self, own: int, loop: int) -> Shape:
+        """The shape for no more than so many rows: at least 16 a tile, and no warps without work."""
+        own, loop = (min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False))
+        return Shape(own, loop, min(self.warps, max(1, own // 16)), self.stages)
 
 
-def configuration(kernel: Kernel, architecture: str, element_size: int, head_dim: int) -> Configuration:
-    """The shape for `head_dim` <= 256 on `architecture` (see `ARCHITECTURES`)."""
-    table = ARCHITECTURES[architecture]
-    width = next(w for w in (64, 128, 256) if head_dim <= w)
-    return table[kernel, element_size, width]
+@dataclass(frozen=True)
+class Architecture:
+    """Shapes by (kernel, bytes per element), for a head_dim of at most 64, 128 and 256."""
+
+    shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
+
+    def shape(self, kernel: Kernel, element_size: int, head_dim: int) -> Shape:
+        return self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
 
 
-ARCHITECTURES = {"sm_80": _A100, "sm_90": _A100, "sm_100": _A100, "gfx942": _A100}
+_SM_80 = Architecture({
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 4, 2)),
+    ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("forward", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 1)),
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 16, 8, 1)),
+    ("dkdv", 4): (Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 16, 8, 1)),
+})  # fmt: skip
+
+_SM_90 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
+    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+})  # fmt: skip
+
+# A step of the interpreter takes 10 to 50 ms whatever its size.
+_INTERPRETER = Architecture(dict.fromkeys(_SM_80.shapes, (Shape(64, 64, 1, 1),) * 3))
+
+ARCHITECTURES = {
+    "sm_80": _SM_80, "sm_86": _SM_80, "sm_90": _SM_90, "sm_100": _SM_90, "gfx942": _SM_80, "interpreter": _INTERPRETER,
+}  # fmt: skip

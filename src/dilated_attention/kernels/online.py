@@ -155,12 +155,13 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
+    kept = p
     if DROPOUT:
-        dv = tl.dot(tl.where(keep, p * keep_scale, 0.0).to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
-    else:
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        kept = tl.where(keep, p * keep_scale, 0.0)
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta[None, :])
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 

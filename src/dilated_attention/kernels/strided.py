@@ -8,7 +8,7 @@ A launch is an int32 table with one line per tile:
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows: the kernel continues from them. `phantoms` counts keys of score and
-value 0. `list` serves blocks.py. If CAUSAL, row i of the tile sees key j of the span iff j <= i + diagonal; in dk/dv,
+value 0. `list` is for lists of blocks (INDPTR), see blocks.py. If CAUSAL, row i of the tile sees key j of the span iff j <= i + diagonal; in dk/dv,
 where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
 
 Legend beyond online.py's.
@@ -17,7 +17,8 @@ Legend beyond online.py's.
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
   SPANS            spans per tile
   CHAIN            some tile is not `first`
-  EVEN             the count of every span is a multiple of the tile that the loop streams
+  EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
+  EVEN             no such tile reaches past its span
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
 """
@@ -27,7 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .online import (
+from dilated_attention.kernels.blocks import locate_block, read_list
+from dilated_attention.kernels.online import (
     LOG2E,
     add_rows,
     attend,
@@ -43,7 +45,7 @@ from .online import (
 
 TILE_FIELDS = tl.constexpr(8)
 SPAN_FIELDS = tl.constexpr(4)
-INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
+INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"] + ["lsb", "lsh"]
 
 
 @triton.jit
@@ -67,12 +69,12 @@ def read_rows(T, i):
 
 
 @triton.jit
-def read_spans(T, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, ALL: tl.constexpr,
+def read_spans(T, CAUSAL: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr,
                SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The tiles of R tokens that one pass over the spans of a line visits.
 
-    One pass visits the tiles that need no mask, the pass MASKED the others, on the diagonal or past the end; ALL leaves
-    every tile to the latter. Spans hold KEYS or queries; only the diagonal masks queries (past the end their p is 0).
+    One pass visits the tiles that need no mask, the pass MASKED the others, on the diagonal or past the end. Spans hold
+    KEYS or queries; only the diagonal masks queries (past the end their p is 0).
 
     Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, diagonal.
     """
@@ -86,34 +88,26 @@ def read_spans(T, KEYS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr
         low = 0
         high = tl.cdiv(count, R)
         if KEYS:
-            split = count // R
+            split = 0 if EDGE < 0 else count // R
             if CAUSAL:
                 split = tl.minimum(split, tl.maximum(diagonal + 1, 0) // R)
                 high = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size, 0), R))
-            if ALL:
-                split = 0
-            if MASKED:
-                low = split
-            else:
-                high = split
         else:
-            split = 0
+            split = high if EDGE < 0 else 0
             if CAUSAL:
+                split = tl.maximum(split, tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size - 1, 0), R)))
                 low = tl.minimum(high, tl.maximum(diagonal, 0) // R)
-                split = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size - 1, 0), R))
-            if ALL:
-                split = high
-            if MASKED:
-                high = split
-            else:
-                low = split
+        if MASKED == KEYS:
+            low = split
+        else:
+            high = split
         spans += ((steps, low, tl.load(S), tl.load(S + 1), count, diagonal),)
         steps += high - low
     return steps, spans
 
 
 @triton.jit
-def locate(step, spans, SPANS: tl.constexpr, R: tl.constexpr):
+def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
     """The positions in its span that a step visits, their tokens, which exist, and the span's diagonal.
 
     The span is picked by selects, without a branch, so that the loop over all spans pipelines as one.
@@ -133,11 +127,11 @@ def locate(step, spans, SPANS: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh,
-            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-            CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh,
+            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+            EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -150,10 +144,16 @@ def forward(Q, K, V, OUT, LSE, TILES, BIAS, SEED, threshold, keep_scale, scale, 
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
     for MASKED in tl.static_range(2):
-        if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
-            steps, spans = read_spans(T, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+        if EDGE != 0 if MASKED else EDGE >= 0:
+            if INDPTR is None:
+                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+            else:
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
             for step in tl.range(0, steps):
-                j, key, seen, diagonal = locate(step, spans, SPANS, BN)
+                if INDPTR is None:
+                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
+                else:
+                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
                 k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                 visible = seen[None, :]
                 if CAUSAL and MASKED:
@@ -169,11 +169,11 @@ def forward(Q, K, V, OUT, LSE, TILES, BIAS, SEED, threshold, keep_scale, scale, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-                qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
-                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-                CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+                qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+                EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -187,10 +187,16 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, BIAS, SEED, threshold, keep_sca
     V += (b * vsb + h * vsh) * UNIT
     dq = tl.zeros([BM, DP], tl.float32)
     for MASKED in tl.static_range(2):
-        if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or not EVEN or BIAS is not None)):
-            steps, spans = read_spans(T, True, MASKED, CAUSAL, BIAS is not None, SPANS, BN)
+        if EDGE != 0 if MASKED else EDGE >= 0:
+            if INDPTR is None:
+                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+            else:
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
             for step in tl.range(0, steps):
-                j, key, seen, diagonal = locate(step, spans, SPANS, BN)
+                if INDPTR is None:
+                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
+                else:
+                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
                 k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                 visible = seen[None, :]
                 if CAUSAL and MASKED:
@@ -205,11 +211,11 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, BIAS, SEED, threshold, keep_sca
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-                  qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
-                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-                  CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+                  qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+                  EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
@@ -224,10 +230,16 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, BIAS, SEED, threshold, ke
         Qn = Q + (b * qsb + n * qsh) * UNIT
         DOn = DOUT + (b * dsb + n * dsh) * UNIT
         for MASKED in tl.static_range(2):
-            if (not MASKED and BIAS is None) or (MASKED and (CAUSAL or BIAS is not None)):
-                steps, spans = read_spans(T, False, MASKED, CAUSAL, BIAS is not None, SPANS, BM)
+            if EDGE != 0 if MASKED else EDGE >= 0:
+                if INDPTR is None:
+                    steps, where = read_spans(T, CAUSAL, EDGE, MASKED, False, SPANS, BM)
+                else:
+                    steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, False, QB, BM)
                 for step in tl.range(0, steps):
-                    j, query, seen, diagonal = locate(step, spans, SPANS, BM)
+                    if INDPTR is None:
+                        j, query, seen, diagonal = locate(where, step, SPANS, BM)
+                    else:
+                        j, query, seen, diagonal = locate_block(where, step, QB, BM)
                     q = load_rows(Qn, query * (qsn * UNIT), d, seen, D, not EVEN)
                     do = load_rows(DOn, query * (dsn * UNIT), d, seen, D, not EVEN)
                     lse, delta = load_stats(STATS, (b * N + query) * (H * G) + n, seen, BM)
