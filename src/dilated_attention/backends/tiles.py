@@ -1,16 +1,16 @@
 """From a plan to tables of tiles: what each program of a kernel launch computes, as plain integers.
 
 A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and the
-spans of rows that it sees. It is made from *cells*: lines that are not yet cut into tiles nor given to heads. Everything
-is vectorised over segments, so that no tile is a Python object.
+spans of rows that it sees. It is made from *cells*, lines that are not yet cut into tiles nor given to heads, by numpy
+over all segments at once: no tile is a Python object.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,10 +33,11 @@ UNMASKED = {"queries": 2**30, "keys": -(2**30)}
 """Diagonals that hide nothing from the tiles of a side."""
 
 MAX_SPANS = 8
-MAX_PERIOD = 64
+MAX_PERIOD = 512
 MAX_EXTRA_STEPS = 1.05
 
 
+@runtime_checkable
 class Lists(Protocol):
     """What the kernels need of a `BlockLayout`, on the device of q."""
 
@@ -104,14 +105,37 @@ def _heads(group: StridedGroup) -> range:
     return range(group.head, group.head + group.heads * group.head_stride, group.head_stride)
 
 
+def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
+    """One plan over `seq_len` tokens for samples that begin at ascending `starts`: a ragged batch is one call.
+
+    Packed samples lie one after another; those of a padded batch do so in its view as one sample.
+    """
+    groups = [
+        replace(group, queries=_shift(group.queries, start), keys=_shift(group.keys, start))
+        for plan, start in zip(plans, starts, strict=True)
+        for group in plan.groups
+    ]
+    return Plan(
+        seq_len,
+        max((plan.num_heads for plan in plans), default=0),
+        tuple(groups),
+        covered=sum(plan.seq_len for plan in plans) == seq_len and all(plan.covered for plan in plans),
+        square=all(plan.square for plan in plans),
+    )
+
+
+def _shift(rows: Rows, start: int) -> Rows:
+    return replace(rows, start=rows.start + start)
+
+
 # ---- which groups run together
 
 
 def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
     """The groups in turns: in a turn no two share a (row, head), and groups that do share one keep their order.
 
-    A group takes the turn after the last one that touches the tokens of one of its heads. What it touches is taken to be
-    all from its first token to its last: a turn too many costs time only.
+    A group takes the turn after the last one that touches the tokens of one of its heads. What it touches is taken to
+    be all from its first token to its last: a turn too many costs time only.
     """
     out: list[list[StridedGroup]] = []
     touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
@@ -200,7 +224,7 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """The cells of several turns together; empty if a tile would see too many spans or rows fall into too many classes."""
+    """The cells of several turns together; none if tiles would see too many spans or rows fall in too many classes."""
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
         for head in _heads(group):
@@ -220,7 +244,7 @@ def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
 
 
 def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
-    """The rows that `groups`, of one head and without masks, hold together, cut so that a cell's rows see the same spans.
+    """The rows that `groups`, of one head and without masks, hold, cut so that all rows of a cell see the same spans.
 
     Of a residue class modulo the least common multiple of the strides, either all rows inside a segment of a group
     belong to the group or none does. So the ends of segments cut each class into cells.
@@ -234,8 +258,10 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
             begin = own.start + np.arange(own.segments) * own.segment
             begin = begin[(residue - begin) % own.stride == 0]
             ends += [begin, begin + (own.count - 1) * own.stride + 1]
+        if not any(map(len, ends)):
+            continue
         cuts = np.unique(-((residue - np.concatenate(ends)) // period))  # of the class's first row at or after each end
-        cells = np.zeros((max(len(cuts) - 1, 0), TILE_FIELDS + SPAN_FIELDS * len(groups)), np.int64)
+        cells = np.zeros((len(cuts) - 1, TILE_FIELDS + SPAN_FIELDS * len(groups)), np.int64)
         cells[:, START], cells[:, STRIDE], cells[:, ROWS] = residue + period * cuts[:-1], period, np.diff(cuts)
         spans = np.zeros(len(cells), np.int64)
         for group in groups:

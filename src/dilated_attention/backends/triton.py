@@ -1,8 +1,8 @@
 """The Triton backend: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
 
 Kernels continue from the running state where an earlier launch wrote a row, so nothing is gathered, padded or kept per
-branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation, and
-may be captured in a CUDA graph.
+branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation,
+and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 
 
+@runtime_checkable
 class Transposed(Protocol):
     """The query blocks of every key block."""
 
@@ -32,6 +33,7 @@ class Transposed(Protocol):
     indices: Tensor
 
 
+@runtime_checkable
 class Layout(tiles.Lists, Protocol):
     """A `BlockLayout` on the device of q: lists of key blocks, sorted; see kernels/blocks.py."""
 
@@ -110,7 +112,7 @@ def forward(
 
     out, lse = state or _outputs(q, plan)
     arguments = _arguments(q, k, v, None, key_bias, is_causal, scale, dropout_p, seed)
-    for launch in _launches("forward", q, plan, is_causal, layout):
+    for launch in _launches("forward", q, plan, is_causal, layout, dropout_p > 0):
         with _on(q.device):
             strided.forward[launch.grid(q, k)](
                 OUT=out, LSE=lse, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias)
@@ -140,13 +142,13 @@ def backward(
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
-        state: running (dq, dk, dv), contiguous, added to in place by the groups that are not `first`; dk and dv by every
-            group of a plan that is not square.
+        state: running (dq, dk, dv), contiguous, added to in place by the groups that are not `first`; dk and dv by
+            every group of a plan that is not square.
     """
     from dilated_attention.kernels import strided
 
-    keys = _launches("dkdv", q, plan, is_causal, layout)
-    queries = _launches("dq", q, plan, is_causal, layout)
+    keys = _launches("dkdv", q, plan, is_causal, layout, dropout_p > 0)
+    queries = _launches("dq", q, plan, is_causal, layout, dropout_p > 0)
     dq, dk, dv = state or _gradients(q, k, v, plan, any(launch.table.chain for launch in (*keys, *queries)))
     dout = _dense_rows(dout)
     arguments = _arguments(q, k, v, dout, key_bias, is_causal, scale, dropout_p, seed)
@@ -201,10 +203,12 @@ class _Launches:
         return sum(launch.table.lines.nbytes + 256 for launch in self.launches)
 
 
-def _launches(kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layout: Layout | None) -> tuple[Launch, ...]:
+def _launches(
+    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layout: Layout | None, dropout: bool
+) -> tuple[Launch, ...]:
     if not plan.groups or not q.numel():
         return ()
-    call = kernel, is_causal, q.element_size(), q.shape[-1], q.device
+    call = kernel, is_causal, q.element_size(), q.shape[-1], dropout, q.device
     blocks = layout and (layout.seq_len, layout.q_block, layout.k_block)
 
     def make() -> _Launches:
@@ -220,14 +224,13 @@ def _make_launches(
     is_causal: bool,
     element_size: int,
     head_dim: int,
+    dropout: bool,
     device: torch.device,
 ) -> tuple[Launch, ...]:
     side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
-    shape = ARCHITECTURES[architecture(device)].shape(kernel, element_size, head_dim)
+    shape = ARCHITECTURES[architecture(device)].shape(kernel, element_size, head_dim, dropout)
     shape = shape.cut(*tiles.longest(plan, side, layout))
-    return tuple(
-        Launch(kernel, table, shape) for table in tiles.tables(plan, side, is_causal, shape, layout, device)
-    )
+    return tuple(Launch(kernel, table, shape) for table in tiles.tables(plan, side, is_causal, shape, layout, device))
 
 
 # ---- arguments
@@ -261,8 +264,8 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
     if lse.numel():
         with _on(out.device):
             online.backward_stats[(-(-lse.numel() // rows),)](
-                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads, *strides,
-                UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
+                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
+                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
             )  # fmt: skip
     return stats
 
@@ -282,12 +285,13 @@ def _arguments(
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     named = {"q": _dense_rows(q), "k": _dense_rows(k), "v": _dense_rows(v)}
-    pointers = {name.upper(): x for name, x in named.items()}
+    arguments: dict[str, Any] = {name.upper(): x for name, x in named.items()}
     if dout is not None:
-        named["d"] = pointers["DOUT"] = dout
+        named["d"] = arguments["DOUT"] = dout
     unit, strides = _strides(*named.values())
-    return pointers | {
-        **{f"{x}s{axis}": s for x, three in zip(named, strides, strict=True) for axis, s in zip("bnh", three, strict=True)},
+    for x, three in zip(named, strides, strict=True):
+        arguments |= {f"{x}sb": three[0], f"{x}sn": three[1], f"{x}sh": three[2]}
+    return arguments | {
         "BIAS": None if key_bias is None else key_bias.contiguous(), "SEED": seed if dropout_p else None,
         "threshold": round(dropout_p * 2**32), "keep_scale": 1 / (1 - dropout_p), "scale": scale,
         "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,

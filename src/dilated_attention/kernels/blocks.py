@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
 """Lists of blocks: which tiles the loop of strided.py visits when a layout thins out the scores of a span.
 
 The layout cuts the span's positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A tile lies in
@@ -6,8 +6,8 @@ one block of its own side, number `list` in its table line, and visits the block
 
     indices[indptr[x] : indptr[x + 1]],   x = sample · lsb + (query head // LH) · lsh + list.
 
-Lists ascend; if CAUSAL, none names a block that lies wholly above the diagonal. For dk/dv they are the transposed lists:
-the blocks of queries that see a block of keys.
+Lists ascend; if CAUSAL, none names a block that lies wholly above the diagonal. For dk/dv they are the transposed
+lists: the blocks of queries that see a block of keys.
 
 Legend beyond strided.py's.
   SIZE             positions per block: any number, the tiles inside are powers of two (KB of keys, QB of queries)

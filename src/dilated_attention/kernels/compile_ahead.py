@@ -15,11 +15,9 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +91,6 @@ class Report:
     shared: int
     wgmma: int
     mma: int
-    seconds: float
     triton: str
 
     @property
@@ -108,15 +105,19 @@ class Report:
         return [fault for fault, found in checks.items() if found]
 
 
-def variants(targets: list[str], head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Variant]:
-    """Everything that ships: two bytes per element in bfloat16 (float16 compiles alike), four in float32."""
-    for target, kernel, head_dim, dtype, call in itertools.product(targets, KERNELS, head_dims, ("bf16", "fp32"), CALLS):
-        yield Variant(target, kernel, head_dim, dtype, call)  # type: ignore[arg-type]
+def variants(
+    targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32")
+) -> Iterator[Variant]:
+    """Everything that ships; float16 has the code of bfloat16."""
+    for target, dtype, kernel, head_dim, call in itertools.product(targets, dtypes, KERNELS, head_dims, CALLS):
+        yield Variant(target, kernel, head_dim, dtype, call)
 
 
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
-    shape = ARCHITECTURES[variant.target].shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim)
+    shape = ARCHITECTURES[variant.target].shape(
+        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "SEED" in CALLS[variant.call]
+    )
     queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
     constants = {
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
@@ -147,19 +148,19 @@ def build(variant: Variant) -> Report:
         {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants},
         alignment,
     )
-    begin = time.perf_counter()
     compiled = triton.compile(
         source, target=TARGETS[variant.target], options={"num_warps": shape.warps, "num_stages": shape.stages}
     )
-    seconds = round(time.perf_counter() - begin, 2)
-    code = _hip_code(compiled) if variant.target == "gfx942" else _cuda_code(compiled)
     return Report(
-        **asdict(variant), **shape._asdict(), **code, shared=compiled.metadata.shared, seconds=seconds,
+        **asdict(variant),
+        **shape._asdict(),
+        shared=compiled.metadata.shared,
         triton=triton.__version__,
-    )  # fmt: skip
+        **(_hip_code(compiled) if variant.target == "gfx942" else _cuda_code(compiled)),
+    )
 
 
-def _cuda_code(compiled: Any) -> dict[str, int]:
+def _cuda_code(compiled: Any) -> dict[str, Any]:
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -174,35 +175,45 @@ def _cuda_code(compiled: Any) -> dict[str, int]:
     return {"registers": int(registers), "spilled": int(stack), "wgmma": wgmma, "mma": mma}
 
 
-def _hip_code(compiled: Any) -> dict[str, int]:
+def _hip_code(compiled: Any) -> dict[str, Any]:
     code = compiled.asm["amdgcn"]
-    vector, spilled = (int(re.search(rf"\.{field}:\s+(\d+)", code)[1]) for field in ("vgpr_count", "private_segment_fixed_size"))  # type: ignore[index]
-    return {"registers": vector, "spilled": spilled, "wgmma": 0, "mma": len(re.findall(r"\bv_mfma", code))}
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code))
+    return {
+        "registers": int(found["vgpr_count"]),
+        "spilled": int(found["private_segment_fixed_size"]),
+        "wgmma": 0,
+        "mma": len(re.findall(r"\bv_mfma", code)),
+    }
+
+
+COLUMNS = {
+    "target": 8, "kernel": 9, "head_dim": 9, "dtype": 6, "call": 14, "own": 4, "loop": 5, "warps": 6, "stages": 7,
+    "registers": 10, "spilled": 8, "shared": 8, "wgmma": 6, "mma": 5,
+}  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="compile_ahead", description=__doc__.splitlines()[0])
+    """Exit code 1 if a kernel should not ship."""
+    parser = argparse.ArgumentParser(prog="compile_ahead", description=str(__doc__).splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS)
+    parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32"])
     parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    faults = 0
-    reports: dict[str, list[Report]] = {target: [] for target in arguments.target}
-    print(f"{'target':8}{'kernel':9}{'head_dim':9}{'dtype':6}{'call':14}{'tiles':9}{'warps':6}{'stages':7}"
-          f"{'registers':10}{'spilled':8}{'shared':8}{'wgmma':6}{'mma':5}")  # fmt: skip
+    reports = []
+    print("".join(name.ljust(width) for name, width in COLUMNS.items()))
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for r in pool.map(build, variants(arguments.target, tuple(arguments.head_dim))):
-            reports[r.target].append(r)
-            faults += bool(r.faults)
-            print(f"{r.target:8}{r.kernel:9}{r.head_dim:<9}{r.dtype:6}{r.call:14}{f'{r.own}x{r.loop}':9}{r.warps:<6}{r.stages:<7}"
-                  f"{r.registers:<10}{r.spilled:<8}{r.shared:<8}{r.wgmma:<6}{r.mma:<5}{'; '.join(r.faults)}", flush=True)  # fmt: skip
+        for report in pool.map(build, variants(arguments.target, arguments.head_dim, arguments.dtype)):
+            cells = (str(getattr(report, name)).ljust(width) for name, width in COLUMNS.items())
+            print("".join(cells) + "; ".join(report.faults), flush=True)
+            reports.append(report)
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        for target, rows in reports.items():
-            lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-            (arguments.output / f"{target}.jsonl").write_text(lines)
-    return 1 if faults else 0
+        for target in arguments.target:
+            lines = [json.dumps(asdict(report)) + "\n" for report in reports if report.target == target]
+            (arguments.output / f"{target}.jsonl").write_text("".join(lines))
+    return int(any(report.faults for report in reports))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ class Shape(NamedTuple):
 
     def cut(self, own: int, loop: int) -> Shape:
         """The shape for no more than so many rows: at least 16 a tile, and no warps without work."""
-        own, loop = (min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False))
+        own, loop = (
+            min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False)
+        )
         return Shape(own, loop, min(self.warps, max(1, own // 16)), self.stages)
 
 
@@ -34,17 +36,19 @@ class Architecture:
 
     shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
 
-    def shape(self, kernel: Kernel, element_size: int, head_dim: int) -> Shape:
-        return self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
+    def shape(self, kernel: Kernel, element_size: int, head_dim: int, dropout: bool) -> Shape:
+        """Philox takes four registers a score: with dropout the streamed tile is half as long."""
+        shape = self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
+        return shape._replace(loop=max(16, shape.loop // 2)) if dropout else shape
 
 
 _SM_80 = Architecture({
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 4, 2)),
     ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
     ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
-    ("forward", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 1)),
-    ("dq", 4): (Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 16, 8, 1)),
-    ("dkdv", 4): (Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 16, 8, 1)),
+    ("forward", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 8, 1)),
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
+    ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 4, 1)),
 })  # fmt: skip
 
 _SM_90 = Architecture(_SM_80.shapes | {

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
 """What every attention kernel does with one tile of queries and one tile of keys.
 
 Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are [M, N] ([N, M] in dk/dv).
@@ -10,8 +10,8 @@ Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are
 Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves: `scale` comes times log2 e.
 
 Dropout keeps the pair (query, key) of query head n, of H, in sample b iff word 0 of Philox4x32-7 with the counter
-(query, key, b · H + n, 0) and the key (low word, high word of the seed) is at least p · 2³². Query and key are rows of q
-and k. The choice depends on nothing else: not on tiles, branches or devices.
+(query, key, b · H + n, 0) and the key (low word, high word of the seed) is at least p · 2³². Query and key are rows of
+q and k. The choice depends on nothing else: not on tiles, branches or devices.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_stats(STATS, stats, inside, R: tl.constexpr):
 
 @triton.jit
 def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
-    """(m, z, acc) of a tile: what an earlier launch left, or the identity; and the phantoms, keys of score and value 0."""
+    """(m, z, acc) of a tile: what an earlier launch left, or the identity; then the phantoms, zero keys."""
     if CHAIN:
         before = inside & (first == 0)
         m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E

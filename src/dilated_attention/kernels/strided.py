@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
 """Attention over strided rows: one flat loop over the key tiles of all spans that a tile of queries sees, one softmax.
 
 A launch is an int32 table with one line per tile:
@@ -8,8 +8,8 @@ A launch is an int32 table with one line per tile:
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows: the kernel continues from them. `phantoms` counts keys of score and
-value 0. `list` is for lists of blocks (INDPTR), see blocks.py. If CAUSAL, row i of the tile sees key j of the span iff j <= i + diagonal; in dk/dv,
-where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
+value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of the span iff
+j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
 
 Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
@@ -130,8 +130,9 @@ def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
 def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
             qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-            EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
     """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -169,11 +170,12 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, ke
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-                qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
+                B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-                EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -211,11 +213,12 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, th
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-                  qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
+                  B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-                  EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
