@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -405,38 +406,47 @@ class TestDropout:
 
 
 def seen(plan, side, is_causal, shape):
-    """How often each (head, row of a tile, row of its spans) occurs in the tables, and rows per launch."""
+    """How often each (head, row of a tile, row of its spans) occurs in the tables, and phantoms per (head, row)."""
     pairs: Counter[tuple[int, int, int]] = Counter()
+    phantoms: Counter[tuple[int, int]] = Counter()
+    begun: set[tuple[int, int]] = set()
     for table in tiles.tables(plan, side, is_causal, shape, None, torch.device("cpu")):
-        rows_of_launch: Counter[tuple[int, int]] = Counter()
-        for head, start, stride, rows, _, _, _, _, *spans in table.lines.tolist():
+        launch = set()
+        for head, start, stride, rows, first, zeros, _, _, *spans in table.lines.tolist():
             assert 0 < rows <= shape.own
             for i in range(rows):
                 row = start + i * stride
-                rows_of_launch[head, row] += 1
+                assert (head, row) not in launch, "two tiles of a launch hold one row"
+                assert (head, row) not in begun if first else (head, row) in begun or not plan.covered
+                launch.add((head, row))
+                phantoms[head, row] += zeros
                 for begin, step, count, diagonal in zip(*(iter(spans),) * 4, strict=True):
                     assert not (table.even and count % shape.loop)
                     for j in range(count):
                         shown = j <= i + diagonal if side == "queries" else j >= i + diagonal
                         if not is_causal or shown:
                             pairs[head, row, begin + j * step] += 1
-        assert set(rows_of_launch.values()) <= {1}, "two tiles of a launch hold one row"
-    return pairs
+        begun |= launch
+    return pairs, +phantoms
 
 
-@given(st.data(), st.integers(1, 40), st.integers(1, 4), st.booleans())
-def test_tables_hold_every_pair(data, seq_len, heads, is_causal):
+def entries(dense):
+    """The positive entries of a tensor, by index."""
+    return Counter({tuple(at.tolist()): int(dense[tuple(at)]) for at in dense.nonzero()})
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 4), st.booleans(), st.booleans())
+def test_tables_hold_every_pair_once(data, seq_len, heads, is_causal, union):
     branches = data.draw(st.lists(st.tuples(st.integers(1, 48), st.integers(1, 6)), min_size=1, max_size=4))
-    branches = [(max(w, r), r) for w, r in branches]
-    w, r = tuple(w for w, _ in branches), tuple(r for _, r in branches)
-    plan, table = dilated(seq_len, heads, w, r)
+    w, r = tuple(max(branch) for branch in branches), tuple(rate for _, rate in branches)
+    table = Dilated(w, r, "head_block").offset_table(heads)
+    plan = plan_dilated(w, r, table, seq_len, "torchscale")
     shape = Shape(data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4])), 1, 1)
     counts = count_matrix(w, r, table, seq_len, is_causal=is_causal)
-    expected = Counter(
-        {(h, i, j): c for h in range(heads) for i, row in enumerate(counts[h].tolist()) for j, c in enumerate(row) if c}
-    )
-    assert seen(plan, "queries", is_causal, shape) == expected
-    assert seen(plan, "keys", is_causal, shape) == Counter({(h, j, i): c for (h, i, j), c in expected.items()})
+    phantoms = phantom_counts(w, r, table, seq_len, is_causal=is_causal)
+    with patch.object(tiles, "MAX_EXTRA_STEPS", math.inf if union else 1.05):
+        assert seen(plan, "queries", is_causal, shape) == (entries(counts), entries(phantoms))
+        assert seen(plan, "keys", is_causal, shape)[0] == entries(counts.mT)
 
 
 def test_geometric_branches_take_few_launches():

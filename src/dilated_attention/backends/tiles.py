@@ -54,7 +54,7 @@ class Table:
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
-        chain: some tile continues from what an earlier launch wrote.
+        chain: some tile of queries continues from what an earlier launch wrote.
         even: no tile that the loop streams reaches past its span.
         edge: whether such tiles need masks: 0 no, -1 all of them, else those at the edges (of lists: so many blocks).
     """
@@ -73,8 +73,6 @@ def tables(
     out = []
     for parts in _launches(plan, side, is_causal, shape, layout):
         lines = _lines(parts, side, shape.own)
-        if side == "keys" and not plan.square:
-            lines[:, FIRST] = 0  # `first` speaks of queries
         if layout is None:
             even = not (lines[:, COUNTS] % shape.loop).any()
             edge = int(is_causal or (side == "queries" and not even))

@@ -115,7 +115,11 @@ def forward(
     for launch in _launches("forward", q, plan, is_causal, layout, dropout_p > 0):
         with _on(q.device):
             strided.forward[launch.grid(q, k)](
-                OUT=out, LSE=lse, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias)
+                OUT=out,
+                LSE=lse,
+                **arguments,
+                **_lists(layout, "queries", q),
+                **launch.constants(key_bias, launch.table.chain),
             )
     return out, lse
 
@@ -142,25 +146,29 @@ def backward(
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
-        state: running (dq, dk, dv), contiguous, added to in place by the groups that are not `first`; dk and dv by
-            every group of a plan that is not square.
+        state: running (dq, dk, dv), float32, contiguous, added to in place.
     """
     from dilated_attention.kernels import strided
 
     keys = _launches("dkdv", q, plan, is_causal, layout, dropout_p > 0)
     queries = _launches("dq", q, plan, is_causal, layout, dropout_p > 0)
-    dq, dk, dv = state or _gradients(q, k, v, plan, any(launch.table.chain for launch in (*keys, *queries)))
     dout = _dense_rows(dout)
     arguments = _arguments(q, k, v, dout, key_bias, is_causal, scale, dropout_p, seed)
     arguments["STATS"] = _stats(out, lse, dout, dlse)
+    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
+    dq, dk, dv = state or (
+        _gradient(q, add[1], plan.covered),
+        _gradient(k, add[0], plan.covered and plan.square),
+        _gradient(v, add[0], plan.covered and plan.square),
+    )
     with _on(q.device):
         for launch in keys:
             strided.backward_dkdv[launch.grid(k, k)](
-                DK=dk, DV=dv, **arguments, **_lists(layout, "keys", q), **launch.constants(key_bias)
+                DK=dk, DV=dv, **arguments, **_lists(layout, "keys", q), **launch.constants(key_bias, add[0])
             )
         for launch in queries:
             strided.backward_dq[launch.grid(q, k)](
-                DQ=dq, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias)
+                DQ=dq, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias, add[1])
             )
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
@@ -180,13 +188,14 @@ class Launch:
         """One program per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
         return (len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2]),)
 
-    def constants(self, key_bias: Tensor | None) -> dict[str, Any]:
-        """The kernel's arguments that the table settles."""
+    def constants(self, key_bias: Tensor | None, chain: bool) -> dict[str, Any]:
+        """The kernel's arguments that the table settles; `chain` as in kernels/strided.py."""
         shape, table = self.shape, self.table
         queries, keys = (shape.loop, shape.own) if self.kernel == "dkdv" else (shape.own, shape.loop)
         return {
-            "TILES": table.lines, "SPANS": table.spans, "EDGE": table.edge if key_bias is None else -1,
-            "EVEN": table.even, "CHAIN": table.chain, "BM": queries, "BN": keys,
+            "TILES": table.lines, "SPANS": table.spans,
+            "EDGE": table.edge if key_bias is None or self.kernel == "dkdv" else -1,
+            "EVEN": table.even, "CHAIN": chain, "BM": queries, "BN": keys,
             "num_warps": shape.warps, "num_stages": shape.stages,
         }  # fmt: skip
 
@@ -242,15 +251,11 @@ def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers: zeros where not every row has a launch that writes it; in single precision where launches add up."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if sums else x.dtype, device=x.device) for x in (q, k, v))
-    if not plan.covered:
-        dq.zero_()
-    if not (plan.covered and plan.square):
-        dk.zero_()
-        dv.zero_()
-    return dq, dk, dv
+def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
+    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
+    if add or not covered:
+        return torch.zeros(x.shape, dtype=torch.float32 if add else x.dtype, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

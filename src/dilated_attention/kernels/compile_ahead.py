@@ -57,7 +57,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"lists": True},
     "causal blocks": {"lists": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "dropout": {"SEED": True, "EDGE": 1, "EVEN": False},
-    "padding": {"BIAS": True, "EDGE": -1, "EVEN": False, "G": 4},
+    "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
+    "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
 }
 """What a call may ask of a kernel: constants that differ from one full span with equal tiles."""
 
@@ -127,6 +128,8 @@ def build(variant: Variant) -> Report:
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
+        if name == "EDGE" and variant.kernel == "dkdv":
+            value = int(bool(constants["CAUSAL"]))
         for given in ("INDPTR", "INDICES") if name == "lists" else (name,):
             if given in _POINTERS:
                 del constants[given]

@@ -55,11 +55,15 @@ def store_rows(X, rows, d, inside, x, D: tl.constexpr):
 
 
 @triton.jit
-def add_rows(X, rows, d, inside, x, first, D: tl.constexpr, CHAIN: tl.constexpr):
-    """X[rows] = x, or += x if an earlier launch wrote there (CHAIN and not `first`)."""
+def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
+    """X[rows] = x, or += x if launches add up (CHAIN).
+
+    One program per launch holds a row, so atomic addition is deterministic; it needs no registers for the old value.
+    """
     if CHAIN:
-        x += load_rows(X, rows, d, inside & (first == 0), D, True).to(tl.float32)
-    store_rows(X, rows, d, inside, x, D)
+        tl.atomic_add(X + rows[:, None] + d[None, :], x, mask=inside[:, None] & (d < D)[None, :], sem="relaxed")
+    else:
+        store_rows(X, rows, d, inside, x, D)
 
 
 @triton.jit
@@ -169,7 +173,7 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
 def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """lse (inf where a row saw nothing) and delta, side by side, of the `size` = B · N · H rows of out.
+    """lse (inf in rows that saw nothing: their p is 0) and delta, side by side, of the `size` = B · N · H rows of out.
 
     out is contiguous, dout has the strides (sb, sn, sh) · UNIT.
     """

@@ -7,16 +7,16 @@ A launch is an int32 table with one line per tile:
     start  stride  count  diagonal                           span 1:   tokens start + j · stride, 0 <= j < count
     ...                                                      further spans
 
-`first` is 0 if an earlier launch wrote these rows: the kernel continues from them. `phantoms` counts keys of score and
-value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of the span iff
-j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
+`first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
+of score and value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of
+the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
 
 Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
   N, M             tokens of q and of k
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
   SPANS            spans per tile
-  CHAIN            some tile is not `first`
+  CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
   EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
   EVEN             no such tile reaches past its span
   D, DP            head_dim and the power of two that holds it
@@ -31,7 +31,6 @@ import triton.language as tl
 from dilated_attention.kernels.blocks import locate_block, read_list
 from dilated_attention.kernels.online import (
     LOG2E,
-    add_rows,
     attend,
     attend_dkdv,
     attend_dq,
@@ -41,6 +40,7 @@ from dilated_attention.kernels.online import (
     load_keys,
     load_rows,
     load_stats,
+    write_rows,
 )
 
 TILE_FIELDS = tl.constexpr(8)
@@ -209,7 +209,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, th
                 dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
                                SEED is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
-    add_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, tl.load(T + 4), D, CHAIN)
+    write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -224,38 +224,44 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SE
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)
     token, inside = read_rows(T, i)
-    k, v, shown = load_keys(K + (b * ksb + h * ksh) * UNIT, V + (b * vsb + h * vsh) * UNIT, BIAS, token, ksn * UNIT,
-                            vsn * UNIT, b * M, inside, d, D, True)  # fmt: skip
+    k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
+    v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
-    for g in tl.range(0, G):
-        n = h * G + g
-        Qn = Q + (b * qsb + n * qsh) * UNIT
-        DOn = DOUT + (b * dsb + n * dsh) * UNIT
+    # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
+    TOGETHER: tl.constexpr = 1 if INDPTR is not None and LH % G != 0 else G
+    for g in tl.range(0, G, TOGETHER):
         for MASKED in tl.static_range(2):
             if EDGE != 0 if MASKED else EDGE >= 0:
                 if INDPTR is None:
                     steps, where = read_spans(T, CAUSAL, EDGE, MASKED, False, SPANS, BM)
                 else:
-                    steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, False, QB, BM)
-                for step in tl.range(0, steps):
+                    steps, where = read_list(
+                        INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, QB, BM
+                    )
+                for step in tl.range(0, steps * TOGETHER):
+                    n = h * G + g
+                    if TOGETHER > 1:
+                        n += step // steps
+                        step = step % steps
                     if INDPTR is None:
                         j, query, seen, diagonal = locate(where, step, SPANS, BM)
                     else:
                         j, query, seen, diagonal = locate_block(where, step, QB, BM)
-                    q = load_rows(Qn, query * (qsn * UNIT), d, seen, D, not EVEN)
-                    do = load_rows(DOn, query * (dsn * UNIT), d, seen, D, not EVEN)
+                    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
+                    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
                     lse, delta = load_stats(STATS, (b * N + query) * (H * G) + n, seen, BM)
-                    visible = shown[:, None]
-                    if CAUSAL and MASKED:
-                        visible &= j[None, :] >= (i + diagonal)[:, None]
+                    visible = j[None, :] >= (i + diagonal)[:, None]
                     keep = visible
                     if SEED is not None:
                         keep = keep_mask(SEED, query[None, :], read_rows(T, i)[0][:, None], b * (H * G) + n, threshold)
                     dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
                                          MASKED, SEED is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
+    if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
+        shown = (tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0)[:, None]
+        dk = tl.where(shown, dk, 0.0)
+        dv = tl.where(shown, dv, 0.0)
     rows = ((b * M + token) * H + h) * D
-    first = tl.load(T + 4)
-    add_rows(DK, rows, d, inside, dk * scale, first, D, CHAIN)
-    add_rows(DV, rows, d, inside, dv, first, D, CHAIN)
+    write_rows(DK, rows, d, inside, dk * scale, D, CHAIN)
+    write_rows(DV, rows, d, inside, dv, D, CHAIN)
