@@ -43,23 +43,44 @@ class Architecture:
 
 
 _SM_80 = Architecture({
-    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 4, 2)),
-    ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
-    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
+    ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("forward", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 8, 1)),
     ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 4, 1)),
 })  # fmt: skip
 
+# 8.6, 8.9 and 12.0 have 99 KB of shared memory a program where 8.0 has 163.
+_SM_86 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
+    ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+})  # fmt: skip
+
+# 8 warps are two warpgroups, each with its half of the rows in wgmma.
 _SM_90 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
-    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 16, 8, 3)),
+})  # fmt: skip
+
+_SM_100 = Architecture(_SM_90.shapes | {
+    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 32, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+})  # fmt: skip
+
+# 4 wavefronts have 512 registers a lane; 64 KB of shared memory.
+_GFX942 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
+    ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
+    ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
 })  # fmt: skip
 
 # A step of the interpreter takes 10 to 50 ms whatever its size.
 _INTERPRETER = Architecture(dict.fromkeys(_SM_80.shapes, (Shape(64, 64, 1, 1),) * 3))
 
 ARCHITECTURES = {
-    "sm_80": _SM_80, "sm_86": _SM_80, "sm_90": _SM_90, "sm_100": _SM_90, "gfx942": _SM_80, "interpreter": _INTERPRETER,
+    "sm_80": _SM_80, "sm_86": _SM_86, "sm_90": _SM_90, "sm_100": _SM_100, "gfx942": _GFX942,
+    "interpreter": _INTERPRETER,
 }  # fmt: skip

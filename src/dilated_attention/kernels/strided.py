@@ -226,6 +226,9 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SE
     token, inside = read_rows(T, i)
     k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
     v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
+    Q += b * qsb * UNIT
+    DOUT += b * dsb * UNIT
+    STATS += 2 * b * N * (H * G)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
@@ -248,9 +251,9 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SE
                         j, query, seen, diagonal = locate(where, step, SPANS, BM)
                     else:
                         j, query, seen, diagonal = locate_block(where, step, QB, BM)
-                    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
-                    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
-                    lse, delta = load_stats(STATS, (b * N + query) * (H * G) + n, seen, BM)
+                    q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
+                    do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
+                    lse, delta = load_stats(STATS, query * (H * G) + n, seen, BM)
                     visible = j[None, :] >= (i + diagonal)[:, None]
                     keep = visible
                     if SEED is not None:
