@@ -1,0 +1,320 @@
+"""From a plan to tables of tiles: what each program of a kernel launch computes, as plain integers.
+
+A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and the
+spans of rows that it sees. It is made from *cells*, lines that are not yet cut into tiles nor given to heads, by numpy
+over all segments at once: no tile is a Python object.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilated_attention.kernels.configurations import Shape
+from dilated_attention.plan import Plan, Rows, StridedGroup
+
+Side = Literal["queries", "keys"]
+"""Which rows tiles hold: queries in forward and dq, keys in dk/dv."""
+
+Part = tuple[np.ndarray, Sequence[int]]
+"""Cells, and the key-value heads that have them."""
+
+TILE_FIELDS, SPAN_FIELDS = 8, 4
+HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
+COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
+DIAGONALS = slice(TILE_FIELDS + 3, None, SPAN_FIELDS)
+UNMASKED = {"queries": 2**30, "keys": -(2**30)}
+"""Diagonals that hide nothing from the tiles of a side."""
+
+MAX_SPANS = 8
+MAX_PERIOD = 512
+MAX_EXTRA_STEPS = 1.05
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """What the kernels need of a `BlockLayout`, on the device of q."""
+
+    indptr: Tensor
+    indices: Tensor
+    seq_len: int
+    q_block: int
+    k_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The tiles of one launch.
+
+    Attributes:
+        lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
+        chain: some tile of queries continues from what an earlier launch wrote.
+        even: no tile that the loop streams reaches past its span.
+        edge: whether such tiles need masks: 0 no, -1 all of them, else those at the edges (of lists: so many blocks).
+    """
+
+    lines: Tensor
+    spans: int
+    chain: bool
+    even: bool
+    edge: int
+
+
+def tables(
+    plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists | None, device: torch.device
+) -> list[Table]:
+    """The launches, in order, of a plan with groups; with a layout, of its blocks in every segment of every group."""
+    out = []
+    for parts in _launches(plan, side, is_causal, shape, layout):
+        lines = _lines(parts, side, shape.own)
+        if layout is None:
+            even = not (lines[:, COUNTS] % shape.loop).any()
+            edge = int(is_causal or (side == "queries" and not even))
+        else:
+            even, edge = _block_edges(plan, side, is_causal, shape, layout)
+        spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
+        table = torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
+        out.append(Table(table, spans, not lines[:, FIRST].all(), even, edge))
+    return out
+
+
+def longest(plan: Plan, side: Side, layout: Lists | None) -> tuple[int, int]:
+    """The most rows that a tile can hold, and the most that a step of its loop can visit."""
+    sides = [_sides(group, side) for group in plan.groups]
+    own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
+    if layout is None:
+        return own, loop
+    blocks = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
+    return min(own, blocks[0]), min(loop, blocks[1])
+
+
+def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
+    """The rows that tiles hold and those that they see."""
+    return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
+
+
+def _heads(group: StridedGroup) -> range:
+    return range(group.head, group.head + group.heads * group.head_stride, group.head_stride)
+
+
+def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
+    """One plan over `seq_len` tokens for samples that begin at ascending `starts`: a ragged batch is one call.
+
+    Packed samples lie one after another; those of a padded batch do so in its view as one sample.
+    """
+    groups = [
+        replace(group, queries=_shift(group.queries, start), keys=_shift(group.keys, start))
+        for plan, start in zip(plans, starts, strict=True)
+        for group in plan.groups
+    ]
+    return Plan(
+        seq_len,
+        max((plan.num_heads for plan in plans), default=0),
+        tuple(groups),
+        covered=sum(plan.seq_len for plan in plans) == seq_len and all(plan.covered for plan in plans),
+        square=all(plan.square for plan in plans),
+    )
+
+
+def _shift(rows: Rows, start: int) -> Rows:
+    return replace(rows, start=rows.start + start)
+
+
+# ---- which groups run together
+
+
+def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
+    """The groups in turns: in a turn no two share a (row, head), and groups that do share one keep their order.
+
+    A group takes the turn after the last one that touches the tokens of one of its heads. What it touches is taken to
+    be all from its first token to its last: a turn too many costs time only.
+    """
+    out: list[list[StridedGroup]] = []
+    touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
+    for group in groups:
+        rows, _ = _sides(group, side)
+        low, high = rows.start, rows.start + (rows.segments - 1) * rows.segment + (rows.count - 1) * rows.stride + 1
+        turn = 0
+        for head in _heads(group):
+            for other_low, other_high, reach, other in reversed(touched.get(head, ())):
+                if reach <= low:
+                    break
+                if other_low < high and low < other_high:
+                    turn = max(turn, other + 1)
+        for head in _heads(group):
+            intervals = touched.setdefault(head, [])
+            intervals.append((low, high, max(high, intervals[-1][2]) if intervals else high, turn))
+        if turn == len(out):
+            out.append([])
+        out[turn].append(group)
+    return out
+
+
+def _launches(plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists | None) -> list[list[Part]]:
+    """Cells per launch: a launch per turn, or one for consecutive turns where the loops take hardly more steps for it.
+
+    Then branches share one softmax and the running state stays in registers. It pays where the residue classes of the
+    sparsest branch fill tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a
+    sparse class spans so much of a dense segment that up to half of its scores would lie above the diagonal.
+    """
+    launches: list[tuple[list[StridedGroup], list[Part], int]] = []
+    for turn in turns(plan.groups, side):
+        parts: list[Part] = [(_segment_cells(group, side, is_causal), _heads(group)) for group in turn]
+        if layout is not None:
+            size = layout.q_block if side == "queries" else layout.k_block
+            parts = [(_block_cells(cells, side, size), heads) for cells, heads in parts]
+        steps = _steps(parts, shape)
+        if launches and not is_causal and layout is None:
+            groups, _, before = launches[-1]
+            union = _union_parts([*groups, *turn], side)
+            if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
+                launches[-1] = [*groups, *turn], union, before + steps
+                continue
+        launches.append((turn, parts, steps))
+    return [parts for _, parts, _ in launches]
+
+
+def _steps(parts: Sequence[Part], shape: Shape) -> int:
+    """Steps of the inner loop that the cells take, all heads together."""
+    return sum(
+        int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
+        for cells, heads in parts
+    )
+
+
+# ---- cells
+
+
+def _segment_cells(group: StridedGroup, side: Side, is_causal: bool) -> np.ndarray:
+    """One cell per segment of a group, which sees the whole of its one span."""
+    own, loop = _sides(group, side)
+    segment = np.arange(own.segments)
+    cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
+    cells[:, START], cells[:, STRIDE] = own.start + segment * own.segment, own.stride
+    cells[:, ROWS], cells[:, FIRST] = own.count, group.first
+    cells[:, PHANTOMS] = 0 if is_causal else group.phantoms
+    cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
+    cells[:, TILE_FIELDS + 1 :] = loop.stride, loop.count, 0 if is_causal and group.diagonal else UNMASKED[side]
+    return cells
+
+
+def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
+    """Cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
+    copies = -(-cells[:, ROWS] // size)
+    out = np.repeat(cells, copies, 0)
+    out[:, LIST] = np.arange(len(out)) - np.repeat(np.cumsum(copies) - copies, copies)
+    _advance(out, out[:, LIST], size, side)
+    return out
+
+
+def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
+    """Turn each line into its piece `index` of `size` rows, in place."""
+    masked = (lines[:, DIAGONALS] != UNMASKED[side]) & (lines[:, COUNTS] > 0)
+    lines[:, START] += index * size * lines[:, STRIDE]
+    lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - index * size)
+    lines[:, DIAGONALS] += masked * (index * size)[:, None]
+
+
+def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
+    """The cells of several turns together; none if tiles would see too many spans or rows fall in too many classes."""
+    held: dict[int, list[StridedGroup]] = {}
+    for group in groups:
+        for head in _heads(group):
+            held.setdefault(head, []).append(group)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for head, its_groups in held.items():
+        alike.setdefault(tuple(map(id, its_groups)), []).append(head)
+    parts: list[Part] = []
+    for heads in alike.values():
+        its_groups = held[heads[0]]
+        if math.lcm(*(_sides(group, side)[0].stride for group in its_groups)) > MAX_PERIOD:
+            return []
+        parts.append((_union_cells(its_groups, side), heads))
+        if parts[-1][0].shape[1] > TILE_FIELDS + SPAN_FIELDS * MAX_SPANS:
+            return []
+    return parts
+
+
+def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
+    """The rows that `groups`, of one head and without masks, hold, cut so that all rows of a cell see the same spans.
+
+    Of a residue class modulo the least common multiple of the strides, either all rows inside a segment of a group
+    belong to the group or none does. So the ends of segments cut each class into cells.
+    """
+    period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
+    out, most = [], 0
+    for residue in range(period):
+        ends = []
+        for group in groups:
+            own, _ = _sides(group, side)
+            begin = own.start + np.arange(own.segments) * own.segment
+            begin = begin[(residue - begin) % own.stride == 0]
+            ends += [begin, begin + (own.count - 1) * own.stride + 1]
+        if not any(map(len, ends)):
+            continue
+        cuts = np.unique(-((residue - np.concatenate(ends)) // period))  # of the class's first row at or after each end
+        cells = np.zeros((len(cuts) - 1, TILE_FIELDS + SPAN_FIELDS * len(groups)), np.int64)
+        cells[:, START], cells[:, STRIDE], cells[:, ROWS] = residue + period * cuts[:-1], period, np.diff(cuts)
+        spans = np.zeros(len(cells), np.int64)
+        for group in groups:
+            own, loop = _sides(group, side)
+            length = own.segment if own.segments > 1 else (own.count - 1) * own.stride + 1
+            segment, within = np.divmod(cells[:, START] - own.start, length)
+            holds = (segment >= 0) & (segment < own.segments)
+            holds &= (within % own.stride == 0) & (within < own.count * own.stride)
+            at, field = np.nonzero(holds)[0], TILE_FIELDS + SPAN_FIELDS * spans[holds]
+            cells[at, field] = loop.start + segment[at] * loop.segment
+            cells[at, field + 1], cells[at, field + 2], cells[at, field + 3] = loop.stride, loop.count, UNMASKED[side]
+            cells[at, FIRST] |= group.first
+            cells[at, PHANTOMS] += group.phantoms
+            spans += holds
+        out.append(cells[spans > 0])
+        most = max(most, int(spans.max(initial=0)))
+    return np.concatenate(out)[:, : TILE_FIELDS + SPAN_FIELDS * most]
+
+
+# ---- lines
+
+
+def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
+    """Cells cut into tiles and given to heads. Tiles of one cell and head are neighbours, since they share their loops'
+    rows; the heaviest cells come first, and in a causal cell the heaviest tiles."""
+    blocks = []
+    for cells, heads in parts:
+        tiles = -(-cells[:, ROWS] // own)
+        copies = tiles * len(heads)
+        cell = np.repeat(np.arange(len(cells)), copies)
+        head, tile = np.divmod(np.arange(len(cell)) - np.repeat(np.cumsum(copies) - copies, copies), tiles[cell])
+        if side == "queries":
+            tile = tiles[cell] - 1 - tile
+        block = np.zeros((len(cell), max(cells.shape[1] for cells, _ in parts)), np.int64)
+        block[:, : cells.shape[1]] = cells[cell]
+        block[:, HEAD] = np.asarray(heads)[head]
+        _advance(block, tile, own, side)
+        blocks.append(block)
+    lines = np.concatenate(blocks)
+    return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
+
+
+def _block_edges(plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists) -> tuple[bool, int]:
+    """`even` and `edge` of a table of blocks.
+
+    At its diagonal's end a causal list names the blocks that meet the rows of the tile's own block; the last block of
+    keys may also be cut short by the end of the rows.
+    """
+    own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
+    counts = {_sides(group, side)[1].count for group in plan.groups}
+    whole = counts == {layout.seq_len}  # else lists may name blocks beyond a span
+    even = whole and loop % shape.loop == 0 and layout.seq_len % loop == 0
+    diagonal = is_causal and all(group.diagonal for group in plan.groups)
+    if side == "queries" and (loop % shape.loop or not (whole or diagonal)):
+        return even, -1
+    if not is_causal:
+        return even, int(side == "queries" and not even)
+    return even, max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1

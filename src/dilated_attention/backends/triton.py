@@ -1,0 +1,342 @@
+"""The Triton backend: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
+
+Kernels continue from the running state where an earlier launch wrote a row, so nothing is gathered, padded or kept per
+branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation,
+and may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import tiles
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
+from dilated_attention.plan import Plan, plan_cache
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**30
+
+
+@runtime_checkable
+class Transposed(Protocol):
+    """The query blocks of every key block."""
+
+    indptr: Tensor
+    indices: Tensor
+
+
+@runtime_checkable
+class Layout(tiles.Lists, Protocol):
+    """A `BlockLayout` on the device of q: lists of key blocks, sorted; see kernels/blocks.py."""
+
+    @property
+    def transposed(self) -> Transposed: ...
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    device = q.device
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    if device.type == "cpu" and not _interpreted():
+        return "Triton needs a GPU"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton serves CUDA and ROCm devices, not {device.type}"
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
+    if q.dtype not in DTYPES:
+        return f"the kernels have no {q.dtype}; use float16, bfloat16 or float32"
+    if not q.shape[-1] == v.shape[-1] <= MAX_HEAD_DIM:
+        return f"the kernels need one head_dim of at most {MAX_HEAD_DIM}; q has {q.shape[-1]}, v {v.shape[-1]}"
+    if not scale > 0:
+        return f"the kernels need a positive scale; got {scale}"
+    if max(q.shape[1], k.shape[1]) > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {max(q.shape[1], k.shape[1])}"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1), on CPU tensors: for tests."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def architecture(device: torch.device) -> str:
+    """The row of kernels/configurations.py that serves a device."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm_{major}{minor}"
+    return name if name in ARCHITECTURES else "sm_100" if major == 10 else "sm_86"
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: Tensor | None = None,
+    layout: Layout | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    state: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a plan.
+
+    Args:
+        q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
+        key_bias: (B, M); what is not 0 hides a key.
+        layout: of the scores of every segment of every group: the blocks that count.
+        dropout_p, seed: as kernels/online.py says; seed is an int64 scalar on q's device, needed if dropout_p > 0.
+        state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
+
+    Returns:
+        out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
+        that see nothing.
+    """
+    from dilated_attention.kernels import strided
+
+    out, lse = state or _outputs(q, plan)
+    arguments = _arguments(q, k, v, None, key_bias, is_causal, scale, dropout_p, seed)
+    for launch in _launches("forward", q, plan, is_causal, layout, dropout_p > 0):
+        with _on(q.device):
+            strided.forward[launch.grid(q, k)](
+                OUT=out,
+                LSE=lse,
+                **arguments,
+                **_lists(layout, "queries", q),
+                **launch.constants(key_bias, launch.table.chain),
+            )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: Tensor | None = None,
+    layout: Layout | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    state: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a plan from the merged out and lse; deterministic. Other arguments as for `forward`.
+
+    Args:
+        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
+        state: running (dq, dk, dv), float32, contiguous, added to in place.
+    """
+    from dilated_attention.kernels import strided
+
+    keys = _launches("dkdv", q, plan, is_causal, layout, dropout_p > 0)
+    queries = _launches("dq", q, plan, is_causal, layout, dropout_p > 0)
+    dout = _dense_rows(dout)
+    arguments = _arguments(q, k, v, dout, key_bias, is_causal, scale, dropout_p, seed)
+    arguments["STATS"] = _stats(out, lse, dout, dlse)
+    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
+    dq, dk, dv = state or (
+        _gradient(q, add[1], plan.covered),
+        _gradient(k, add[0], plan.covered and plan.square),
+        _gradient(v, add[0], plan.covered and plan.square),
+    )
+    with _on(q.device):
+        for launch in keys:
+            strided.backward_dkdv[launch.grid(k, k)](
+                DK=dk, DV=dv, **arguments, **_lists(layout, "keys", q), **launch.constants(key_bias, add[0])
+            )
+        for launch in queries:
+            strided.backward_dq[launch.grid(q, k)](
+                DQ=dq, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias, add[1])
+            )
+    return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+# ---- launches
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: its tiles and their shape."""
+
+    kernel: Kernel
+    table: tiles.Table
+    shape: Shape
+
+    def grid(self, heads: Tensor, kv_heads: Tensor) -> tuple[int]:
+        """One program per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
+        return (len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2]),)
+
+    def constants(self, key_bias: Tensor | None, chain: bool) -> dict[str, Any]:
+        """The kernel's arguments that the table settles; `chain` as in kernels/strided.py."""
+        shape, table = self.shape, self.table
+        queries, keys = (shape.loop, shape.own) if self.kernel == "dkdv" else (shape.own, shape.loop)
+        return {
+            "TILES": table.lines, "SPANS": table.spans,
+            "EDGE": table.edge if key_bias is None or self.kernel == "dkdv" else -1,
+            "EVEN": table.even, "CHAIN": chain, "BM": queries, "BN": keys,
+            "num_warps": shape.warps, "num_stages": shape.stages,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """What the cache holds. It keeps the plan alive, whose id is in the key."""
+
+    plan: Plan
+    launches: tuple[Launch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(launch.table.lines.nbytes + 256 for launch in self.launches)
+
+
+def _launches(
+    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layout: Layout | None, dropout: bool
+) -> tuple[Launch, ...]:
+    if not plan.groups or not q.numel():
+        return ()
+    call = kernel, is_causal, q.element_size(), q.shape[-1], dropout, q.device
+    blocks = layout and (layout.seq_len, layout.q_block, layout.k_block)
+
+    def make() -> _Launches:
+        return _Launches(plan, _make_launches(plan, layout, *call))
+
+    return plan_cache.get(("triton", id(plan), blocks, *call), make).launches
+
+
+def _make_launches(
+    plan: Plan,
+    layout: Layout | None,
+    kernel: Kernel,
+    is_causal: bool,
+    element_size: int,
+    head_dim: int,
+    dropout: bool,
+    device: torch.device,
+) -> tuple[Launch, ...]:
+    side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
+    shape = ARCHITECTURES[architecture(device)].shape(kernel, element_size, head_dim, dropout)
+    shape = shape.cut(*tiles.longest(plan, side, layout))
+    return tuple(Launch(kernel, table, shape) for table in tiles.tables(plan, side, is_causal, shape, layout, device))
+
+
+# ---- arguments
+
+
+def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
+
+
+def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
+    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
+    if add or not covered:
+        return torch.zeros(x.shape, dtype=torch.float32 if add else x.dtype, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """lse and rowsum(dout · out) - dlse as the kernels read them: (B, N, H, 2)."""
+    from dilated_attention.kernels import online
+
+    _, tokens, heads, head_dim = out.shape
+    stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
+    unit, (strides,) = _strides(dout)
+    rows = 32
+    if lse.numel():
+        with _on(out.device):
+            online.backward_stats[(-(-lse.numel() // rows),)](
+                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
+                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
+            )  # fmt: skip
+    return stats
+
+
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    key_bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> dict[str, Any]:
+    """The kernels' arguments that the call settles."""
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    named = {"q": _dense_rows(q), "k": _dense_rows(k), "v": _dense_rows(v)}
+    arguments: dict[str, Any] = {name.upper(): x for name, x in named.items()}
+    if dout is not None:
+        named["d"] = arguments["DOUT"] = dout
+    unit, strides = _strides(*named.values())
+    for x, three in zip(named, strides, strict=True):
+        arguments |= {f"{x}sb": three[0], f"{x}sn": three[1], f"{x}sh": three[2]}
+    return arguments | {
+        "BIAS": None if key_bias is None else key_bias.contiguous(), "SEED": seed if dropout_p else None,
+        "threshold": round(dropout_p * 2**32), "keep_scale": 1 / (1 - dropout_p), "scale": scale,
+        "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
+        "UNIT": unit, "CAUSAL": is_causal, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
+    }  # fmt: skip
+
+
+def _lists(layout: Layout | None, side: Literal["queries", "keys"], q: Tensor) -> dict[str, Any]:
+    """The kernels' arguments that the layout settles."""
+    if layout is None:
+        return {"INDPTR": None, "INDICES": None, "lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
+    lists = layout if side == "queries" else layout.transposed
+    samples, heads, lines = lists.indptr.shape
+    return {
+        "INDPTR": lists.indptr, "INDICES": lists.indices, "lsb": heads * lines if samples > 1 else 0, "lsh": lines,
+        "LH": q.shape[2] // heads, "QB": layout.q_block, "KB": layout.k_block,
+    }  # fmt: skip
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, list[list[int]]]:
+    """Strides of sample, token and head in units of their greatest common divisor with 16, and that unit."""
+    strides = [[x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)] for x in tensors]
+    unit = math.gcd(16, *(stride for three in strides for stride in three))
+    return unit, [[stride // unit for stride in three] for three in strides]
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """tf32 only where PyTorch's own switch allows it in matrix products."""
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if dtype == torch.float32 and allowed else "ieee"
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

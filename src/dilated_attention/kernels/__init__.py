@@ -1,0 +1,1 @@
+"""Triton kernels. `online` holds one tile step, `strided` loops over strided spans, `blocks` over lists of blocks."""

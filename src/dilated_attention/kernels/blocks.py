@@ -1,0 +1,62 @@
+# mypy: ignore-errors
+"""Lists of blocks: which tiles the loop of strided.py visits when a layout thins out the scores of a span.
+
+The layout cuts the span's positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A tile lies in
+one block of its own side, number `list` in its table line, and visits the blocks
+
+    indices[indptr[x] : indptr[x + 1]],   x = sample · lsb + (query head // LH) · lsh + list.
+
+Lists ascend; if CAUSAL, none names a block that lies wholly above the diagonal. For dk/dv they are the transposed
+lists: the blocks of queries that see a block of keys.
+
+Legend beyond strided.py's.
+  SIZE             positions per block: any number, the tiles inside are powers of two (KB of keys, QB of queries)
+  lsb, lsh         strides of indptr
+  LH               query heads that share a list
+  EDGE             blocks that may need a mask at one end of a list: the last (lists of keys) or the first (of queries)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Fields of a table line, described in strided.py.
+LIST = tl.constexpr(6)
+SPAN = tl.constexpr(8)
+
+
+@triton.jit
+def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
+              KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """The part of a tile's list that one pass visits; passes as in `read_spans`.
+
+    Returns the number of steps, and: the address of the part, start, stride, count and diagonal of the span.
+    """
+    x = sample + (n // LH) * lsh + tl.load(T + LIST)
+    low = tl.load(INDPTR + x)
+    high = tl.load(INDPTR + x + 1)
+    if KEYS:
+        split = low if EDGE < 0 else tl.maximum(low, high - EDGE)
+    else:
+        split = high if EDGE < 0 else tl.minimum(high, low + EDGE)
+    if MASKED == KEYS:
+        low = split
+    else:
+        high = split
+    S = T + SPAN
+    part = INDICES + low, tl.load(S), tl.load(S + 1), tl.load(S + 2), tl.load(S + 3)
+    return (high - low).to(tl.int32) * tl.cdiv(SIZE, R), part
+
+
+@triton.jit
+def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr):
+    """As `locate` in strided.py: positions, their tokens, which exist, the diagonal; ceil(SIZE / R) steps a block."""
+    LISTED, start, stride, count, diagonal = part
+    tiles: tl.constexpr = (SIZE + R - 1) // R
+    within = (step % tiles) * R + tl.arange(0, R)
+    j = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within
+    seen = j < count
+    if SIZE % R:
+        seen &= within < SIZE
+    return j, start.to(tl.int64) + stride.to(tl.int64) * j, seen, diagonal

@@ -1,0 +1,223 @@
+"""Compile every configuration that ships, for each architecture, on a machine without a GPU, and read the machine code.
+
+    python -m dilated_attention.kernels.compile_ahead --target sm_90 gfx942 --output results/aot
+
+writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dilated_attention.kernels import strided
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+"""Bytes of shared memory that one program may have."""
+
+KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
+HEAD_DIMS = (24, 64, 96, 128, 256)
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_POINTERS = {
+    **dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "BIAS"), "*{dtype}"),
+    **dict.fromkeys(("DQ", "DK", "DV"), "*fp32"),
+    **dict.fromkeys(("LSE", "STATS"), "*fp32"),
+    **dict.fromkeys(("INDPTR", "INDICES", "SEED"), "*i64"),
+    "TILES": "*i32",
+}
+_SCALARS = {"scale": "fp32", "keep_scale": "fp32", "threshold": "i64"}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "union": {"SPANS": 4, "EDGE": 1, "EVEN": False},
+    "causal": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True},
+    "blocks": {"lists": True},
+    "causal blocks": {"lists": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
+    "dropout": {"SEED": True, "EDGE": 1, "EVEN": False},
+    "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
+    "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
+}
+"""What a call may ask of a kernel: constants that differ from one full span with equal tiles."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation."""
+
+    target: str
+    kernel: Kernel
+    head_dim: int
+    dtype: str
+    call: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the machine code of a variant holds; bytes, and instructions counted once each."""
+
+    target: str
+    kernel: Kernel
+    head_dim: int
+    dtype: str
+    call: str
+    own: int
+    loop: int
+    warps: int
+    stages: int
+    registers: int
+    spilled: int
+    shared: int
+    wgmma: int
+    mma: int
+    triton: str
+
+    @property
+    def faults(self) -> list[str]:
+        """Why this variant should not ship."""
+        matrix = "wgmma" if self.target == "sm_90" and self.dtype != "fp32" else "mma"
+        checks = {
+            f"{self.spilled} bytes spilled": self.spilled > 0 and self.dtype != "fp32",
+            f"{self.shared} bytes of shared memory": self.shared > SHARED_LIMIT[self.target],
+            f"no {matrix}": self.dtype != "fp32" and not getattr(self, matrix),
+        }
+        return [fault for fault, found in checks.items() if found]
+
+
+def variants(
+    targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32")
+) -> Iterator[Variant]:
+    """Everything that ships; float16 has the code of bfloat16."""
+    for target, dtype, kernel, head_dim, call in itertools.product(targets, dtypes, KERNELS, head_dims, CALLS):
+        yield Variant(target, kernel, head_dim, dtype, call)
+
+
+def build(variant: Variant) -> Report:
+    """Compile one variant and read the result."""
+    shape = ARCHITECTURES[variant.target].shape(
+        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "SEED" in CALLS[variant.call]
+    )
+    queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
+    constants = {
+        "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
+        "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
+        "PRECISION": "ieee", "QB": 128, "KB": 128, "LH": 1, "BIAS": None, "SEED": None, "INDPTR": None, "INDICES": None,
+    }  # fmt: skip
+    if variant.head_dim % 16:
+        constants["UNIT"] = 8
+    for name, value in CALLS[variant.call].items():
+        if name == "EDGE" and variant.kernel == "dkdv":
+            value = int(bool(constants["CAUSAL"]))
+        for given in ("INDPTR", "INDICES") if name == "lists" else (name,):
+            if given in _POINTERS:
+                del constants[given]
+            else:
+                constants[given] = value
+    function = KERNELS[variant.kernel]
+    signature, alignment = {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in _POINTERS:
+            signature[name] = _POINTERS[name].format(dtype=variant.dtype)
+            alignment[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = _SCALARS.get(name, "i32")
+    source = ASTSource(
+        function,
+        signature,
+        {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants},
+        alignment,
+    )
+    compiled = triton.compile(
+        source, target=TARGETS[variant.target], options={"num_warps": shape.warps, "num_stages": shape.stages}
+    )
+    return Report(
+        **asdict(variant),
+        **shape._asdict(),
+        shared=compiled.metadata.shared,
+        triton=triton.__version__,
+        **(_hip_code(compiled) if variant.target == "gfx942" else _cuda_code(compiled)),
+    )
+
+
+def _cuda_code(compiled: Any) -> dict[str, Any]:
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [disassembler, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    ptx = compiled.asm["ptx"]
+    wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
+    mma = len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx))
+    return {"registers": int(registers), "spilled": int(stack), "wgmma": wgmma, "mma": mma}
+
+
+def _hip_code(compiled: Any) -> dict[str, Any]:
+    code = compiled.asm["amdgcn"]
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code))
+    return {
+        "registers": int(found["vgpr_count"]),
+        "spilled": int(found["private_segment_fixed_size"]),
+        "wgmma": 0,
+        "mma": len(re.findall(r"\bv_mfma", code)),
+    }
+
+
+COLUMNS = {
+    "target": 8, "kernel": 9, "head_dim": 9, "dtype": 6, "call": 14, "own": 4, "loop": 5, "warps": 6, "stages": 7,
+    "registers": 10, "spilled": 8, "shared": 8, "wgmma": 6, "mma": 5,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Exit code 1 if a kernel should not ship."""
+    parser = argparse.ArgumentParser(prog="compile_ahead", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS)
+    parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32"])
+    parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    reports = []
+    print("".join(name.ljust(width) for name, width in COLUMNS.items()))
+    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for report in pool.map(build, variants(arguments.target, arguments.head_dim, arguments.dtype)):
+            cells = (str(getattr(report, name)).ljust(width) for name, width in COLUMNS.items())
+            print("".join(cells) + "; ".join(report.faults), flush=True)
+            reports.append(report)
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        for target in arguments.target:
+            lines = [json.dumps(asdict(report)) + "\n" for report in reports if report.target == target]
+            (arguments.output / f"{target}.jsonl").write_text("".join(lines))
+    return int(any(report.faults for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Tile shapes per architecture, kernel, element size and head_dim.
+
+Chosen by what compiles well (no spills; shared memory; results/aot/), not by time: unmeasured on every architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kernel = Literal["forward", "dq", "dkdv"]
+
+
+class Shape(NamedTuple):
+    """A program holds a tile of `own` rows and streams tiles of `loop` rows.
+
+    Queries and keys in forward and dq, keys and queries in dkdv.
+    """
+
+    own: int
+    loop: int
+    warps: int
+    stages: int
+
+    def cut(self, own: int, loop: int) -> Shape:
+        """The shape for no more than so many rows: at least 16 a tile, and no warps without work."""
+        own, loop = (
+            min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False)
+        )
+        return Shape(own, loop, min(self.warps, max(1, own // 16)), self.stages)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shapes by (kernel, bytes per element), for a head_dim of at most 64, 128 and 256."""
+
+    shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
+
+    def shape(self, kernel: Kernel, element_size: int, head_dim: int, dropout: bool) -> Shape:
+        """Philox takes four registers a score: with dropout the streamed tile is half as long."""
+        shape = self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
+        return shape._replace(loop=max(16, shape.loop // 2)) if dropout else shape
+
+
+_SM_80 = Architecture({
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
+    ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("forward", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 8, 1)),
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
+    ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 4, 1)),
+})  # fmt: skip
+
+# 8.6, 8.9 and 12.0 have 99 KB of shared memory a program where 8.0 has 163.
+_SM_86 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
+    ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+})  # fmt: skip
+
+# 8 warps are two warpgroups, each with its half of the rows in wgmma.
+_SM_90 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
+    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 16, 8, 3)),
+})  # fmt: skip
+
+_SM_100 = Architecture(_SM_90.shapes | {
+    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 32, 8, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+})  # fmt: skip
+
+# 4 wavefronts have 512 registers a lane; 64 KB of shared memory.
+_GFX942 = Architecture(_SM_80.shapes | {
+    ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
+    ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
+    ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
+})  # fmt: skip
+
+# A step of the interpreter takes 10 to 50 ms whatever its size.
+_INTERPRETER = Architecture(dict.fromkeys(_SM_80.shapes, (Shape(64, 64, 1, 1),) * 3))
+
+ARCHITECTURES = {
+    "sm_80": _SM_80, "sm_86": _SM_86, "sm_90": _SM_90, "sm_100": _SM_100, "gfx942": _GFX942,
+    "interpreter": _INTERPRETER,
+}  # fmt: skip

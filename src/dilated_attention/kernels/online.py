@@ -1,0 +1,194 @@
+# mypy: ignore-errors
+"""What every attention kernel does with one tile of queries and one tile of keys.
+
+Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are [M, N] ([N, M] in dk/dv).
+  q, k, v, do      queries, keys, values, gradient of out
+  s, p, ds         scores, probabilities, gradient of the scores
+  m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z
+  lse, delta       of merged rows: the natural logarithm; rowsum(dout · out) - dlse
+  b, h, g          sample, KV head, query head within the KV head (query head h · G + g)
+Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves: `scale` comes times log2 e.
+
+Dropout keeps the pair (query, key) of query head n, of H, in sample b iff word 0 of Philox4x32-7 with the counter
+(query, key, b · H + n, 0) and the key (low word, high word of the seed) is at least p · 2³². Query and key are rows of
+q and k. The choice depends on nothing else: not on tiles, branches or devices.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+PHILOX_ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
+    """The rows of X at offsets `rows`, a tile [R, D']; zeros where not `inside` (if MASKED) and beyond D."""
+    at = X + rows[:, None] + d[None, :]
+    if MASKED and d.shape[0] > D:
+        return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif d.shape[0] > D:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def load_keys(K, V, BIAS, key, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
+    """k and v of the tokens `key`, and which of them are seen: those that the bias, if there is one, does not hide."""
+    k = load_rows(K, key * ksn, d, seen, D, MASKED)
+    v = load_rows(V, key * vsn, d, seen, D, MASKED)
+    if BIAS is not None:
+        seen &= tl.load(BIAS + sample + key, mask=seen, other=0.0) == 0.0
+    return k, v, seen
+
+
+@triton.jit
+def store_rows(X, rows, d, inside, x, D: tl.constexpr):
+    tl.store(X + rows[:, None] + d[None, :], x.to(X.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
+    """X[rows] = x, or += x if launches add up (CHAIN).
+
+    One program per launch holds a row, so atomic addition is deterministic; it needs no registers for the old value.
+    """
+    if CHAIN:
+        tl.atomic_add(X + rows[:, None] + d[None, :], x, mask=inside[:, None] & (d < D)[None, :], sem="relaxed")
+    else:
+        store_rows(X, rows, d, inside, x, D)
+
+
+@triton.jit
+def keep_mask(SEED, query, key, bh, threshold):
+    """Which pairs survive dropout; `query` and `key` broadcast to the tile of scores."""
+    zero = tl.zeros_like(query + key).to(tl.uint32)
+    query, key = query.to(tl.uint32) + zero, key.to(tl.uint32) + zero
+    word, _, _, _ = tl.philox(tl.load(SEED), query, key, zero + bh.to(tl.uint32), zero, PHILOX_ROUNDS)
+    return word >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def load_stats(STATS, stats, inside, R: tl.constexpr):
+    """lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0.
+
+    A load of fewer elements than there are threads is repeated by every thread that uses a part of it: 32 gathers a
+    thread for 64 rows. Hence a tile wide enough for 256 threads, of which two columns are read.
+    """
+    c = tl.arange(0, max(2, 256 // R))
+    pair = tl.load(STATS + (2 * stats)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0.0)
+    lse = tl.sum(tl.where(c[None, :] == 0, pair, 0.0), 1)
+    return tl.where(inside, lse, INF), tl.sum(tl.where(c[None, :] == 1, pair, 0.0), 1)
+
+
+@triton.jit
+def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
+    """(m, z, acc) of a tile: what an earlier launch left, or the identity; then the phantoms, zero keys."""
+    if CHAIN:
+        before = inside & (first == 0)
+        m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E
+        z = tl.where(m == -INF, 0.0, 1.0)
+        acc = load_rows(OUT, rows, d, before, D, True).to(tl.float32)
+    else:
+        m = tl.full([inside.shape[0]], -INF, tl.float32)
+        z = tl.zeros([inside.shape[0]], tl.float32)
+        acc = tl.zeros([inside.shape[0], d.shape[0]], tl.float32)
+    top = tl.where(phantoms > 0, tl.maximum(m, 0.0), m)
+    shift = tl.where(top == -INF, 0.0, top)
+    decay = tl.exp2(m - shift)
+    return top, z * decay + phantoms * tl.exp2(-shift), acc * decay[:, None]
+
+
+@triton.jit
+def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
+    """Write out = acc / z and lse = m + log z; rows that saw nothing get 0 and -inf."""
+    some = z > 0.0
+    z = tl.where(some, z, 1.0)
+    store_rows(OUT, rows, d, inside, acc / z[:, None], D)
+    tl.store(LSE + stats, tl.where(some, (m + tl.log2(z)) * LN2, -INF), mask=inside)
+
+
+@triton.jit
+def attend(q, k, v, m, z, acc, scale, visible, keep, keep_scale, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
+    """One step of the online softmax; needs scale > 0."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        s = tl.where(visible, s, -INF)
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    if MASKED:
+        shift = tl.where(top == -INF, 0.0, top)
+    else:
+        shift = top
+    p = tl.exp2(s * scale - shift[:, None])
+    decay = tl.exp2(m - shift)
+    z = z * decay + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(keep, p * keep_scale, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return top, z, acc
+
+
+@triton.jit
+def attend_dq(q, k, v, do, lse, delta, dq, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
+              DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do vᵀ - delta)."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
+    if MASKED:
+        s = tl.where(visible, s, -INF)
+    p = tl.exp2(s)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
+                DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dv += pᵀ do and dk += dsᵀ q (short of the scale); scores, `visible` and `keep` are transposed."""
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
+    if MASKED:
+        s = tl.where(visible, s, -INF)
+    p = tl.exp2(s)
+    kept = p
+    if DROPOUT:
+        kept = tl.where(keep, p * keep_scale, 0.0)
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    ds = p * (dp - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+
+
+@triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
+def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
+                   DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """lse (inf in rows that saw nothing: their p is 0) and delta, side by side, of the `size` = B · N · H rows of out.
+
+    out is contiguous, dout has the strides (sb, sn, sh) · UNIT.
+    """
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    inside = row < size
+    h = row % H
+    n = row // H % N
+    b = row // H // N
+    out = load_rows(OUT, row * D, d, inside, D, True).to(tl.float32)
+    do = load_rows(DOUT, (b * sb + n * sn + h * sh) * UNIT, d, inside, D, True).to(tl.float32)
+    lse = tl.load(LSE + row, mask=inside, other=-INF) * LOG2E
+    some = lse != -INF
+    delta = tl.sum(out * do, 1)
+    if DLSE is not None:
+        delta -= tl.load(DLSE + row, mask=some, other=0.0)
+    tl.store(STATS + 2 * row, tl.where(some, lse, INF), mask=inside)
+    tl.store(STATS + 2 * row + 1, delta, mask=inside)

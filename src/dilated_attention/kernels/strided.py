@@ -1,0 +1,270 @@
+# mypy: ignore-errors
+"""Attention over strided rows: one flat loop over the key tiles of all spans that a tile of queries sees, one softmax.
+
+A launch is an int32 table with one line per tile:
+
+    head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i · stride, 0 <= i < rows
+    start  stride  count  diagonal                           span 1:   tokens start + j · stride, 0 <= j < count
+    ...                                                      further spans
+
+`first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
+of score and value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of
+the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
+
+Legend beyond online.py's.
+  B, H, G          samples, KV heads, query heads per KV head
+  N, M             tokens of q and of k
+  .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
+  SPANS            spans per tile
+  CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
+  EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
+  EVEN             no such tile reaches past its span
+  D, DP            head_dim and the power of two that holds it
+  BM, BN           queries and keys per tile
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention.kernels.blocks import locate_block, read_list
+from dilated_attention.kernels.online import (
+    LOG2E,
+    attend,
+    attend_dkdv,
+    attend_dq,
+    begin,
+    finish,
+    keep_mask,
+    load_keys,
+    load_rows,
+    load_stats,
+    write_rows,
+)
+
+TILE_FIELDS = tl.constexpr(8)
+SPAN_FIELDS = tl.constexpr(4)
+INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"] + ["lsb", "lsh"]
+
+
+@triton.jit
+def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
+    """This program's line of the table (its address), sample, KV head, and query head within it."""
+    program = tl.program_id(0)
+    T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
+    return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
+
+
+@triton.jit
+def read_rows(T, i):
+    """The tokens of a tile's rows i, and which rows exist.
+
+    The kernels ask before their loop and after it, and `volatile` makes them read twice: else 20 to 50 registers per
+    thread would keep the answer through the loop (results/aot).
+    """
+    start = tl.load(T + 1, volatile=True).to(tl.int64)
+    stride = tl.load(T + 2, volatile=True).to(tl.int64)
+    return start + stride * i, i < tl.load(T + 3, volatile=True)
+
+
+@triton.jit
+def read_spans(T, CAUSAL: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr,
+               SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """The tiles of R tokens that one pass over the spans of a line visits.
+
+    One pass visits the tiles that need no mask, the pass MASKED the others, on the diagonal or past the end. Spans hold
+    KEYS or queries; only the diagonal masks queries (past the end their p is 0).
+
+    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, diagonal.
+    """
+    steps = 0
+    spans = ()
+    size = tl.load(T + 3)
+    for n in tl.static_range(SPANS):
+        S = T + TILE_FIELDS + n * SPAN_FIELDS
+        count = tl.load(S + 2)
+        diagonal = tl.load(S + 3)
+        low = 0
+        high = tl.cdiv(count, R)
+        if KEYS:
+            split = 0 if EDGE < 0 else count // R
+            if CAUSAL:
+                split = tl.minimum(split, tl.maximum(diagonal + 1, 0) // R)
+                high = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size, 0), R))
+        else:
+            split = high if EDGE < 0 else 0
+            if CAUSAL:
+                split = tl.maximum(split, tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size - 1, 0), R)))
+                low = tl.minimum(high, tl.maximum(diagonal, 0) // R)
+        if MASKED == KEYS:
+            low = split
+        else:
+            high = split
+        spans += ((steps, low, tl.load(S), tl.load(S + 1), count, diagonal),)
+        steps += high - low
+    return steps, spans
+
+
+@triton.jit
+def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
+    """The positions in its span that a step visits, their tokens, which exist, and the span's diagonal.
+
+    The span is picked by selects, without a branch, so that the loop over all spans pipelines as one.
+    """
+    _, tile, start, stride, count, diagonal = spans[0]
+    tile += step
+    for n in tl.static_range(1, SPANS):
+        S = spans[n]
+        here = step >= S[0]
+        tile = tl.where(here, S[1] + step - S[0], tile)
+        start = tl.where(here, S[2], start)
+        stride = tl.where(here, S[3], stride)
+        count = tl.where(here, S[4], count)
+        diagonal = tl.where(here, S[5], diagonal)
+    j = tile * R + tl.arange(0, R)
+    return j, start.to(tl.int64) + stride.to(tl.int64) * j, j < count, diagonal
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
+            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh,
+            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+            EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
+    T, b, h, g = read_tile(TILES, B, G, SPANS)
+    n = h * G + g
+    i = tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    token, inside = read_rows(T, i)
+    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
+    stats = (b * N + token) * (H * G) + n
+    m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
+    K += (b * ksb + h * ksh) * UNIT
+    V += (b * vsb + h * vsh) * UNIT
+    for MASKED in tl.static_range(2):
+        if EDGE != 0 if MASKED else EDGE >= 0:
+            if INDPTR is None:
+                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+            else:
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
+            for step in tl.range(0, steps):
+                if INDPTR is None:
+                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
+                else:
+                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
+                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                visible = seen[None, :]
+                if CAUSAL and MASKED:
+                    visible &= j[None, :] <= (i + diagonal)[:, None]
+                keep = visible
+                if SEED is not None:
+                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
+                m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                                   SEED is not None, PRECISION)  # fmt: skip
+    token, inside = read_rows(T, i)
+    stats = (b * N + token) * (H * G) + n
+    finish(OUT, LSE, stats * D, stats, d, inside, m, z, acc, D)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
+                B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+                EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """dq, contiguous: the tiles and the loop of `forward`."""
+    T, b, h, g = read_tile(TILES, B, G, SPANS)
+    n = h * G + g
+    i = tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    token, inside = read_rows(T, i)
+    q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
+    do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, token * (dsn * UNIT), d, inside, D, True)
+    lse, delta = load_stats(STATS, (b * N + token) * (H * G) + n, inside, BM)
+    K += (b * ksb + h * ksh) * UNIT
+    V += (b * vsb + h * vsh) * UNIT
+    dq = tl.zeros([BM, DP], tl.float32)
+    for MASKED in tl.static_range(2):
+        if EDGE != 0 if MASKED else EDGE >= 0:
+            if INDPTR is None:
+                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+            else:
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
+            for step in tl.range(0, steps):
+                if INDPTR is None:
+                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
+                else:
+                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
+                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                visible = seen[None, :]
+                if CAUSAL and MASKED:
+                    visible &= j[None, :] <= (i + diagonal)[:, None]
+                keep = visible
+                if SEED is not None:
+                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
+                dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                               SEED is not None, PRECISION)  # fmt: skip
+    token, inside = read_rows(T, i)
+    write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
+                  B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+                  EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
+    T, b, h, _ = read_tile(TILES, B, 1, SPANS)
+    i = tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    token, inside = read_rows(T, i)
+    k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
+    v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
+    Q += b * qsb * UNIT
+    DOUT += b * dsb * UNIT
+    STATS += 2 * b * N * (H * G)
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
+    TOGETHER: tl.constexpr = 1 if INDPTR is not None and LH % G != 0 else G
+    for g in tl.range(0, G, TOGETHER):
+        for MASKED in tl.static_range(2):
+            if EDGE != 0 if MASKED else EDGE >= 0:
+                if INDPTR is None:
+                    steps, where = read_spans(T, CAUSAL, EDGE, MASKED, False, SPANS, BM)
+                else:
+                    steps, where = read_list(
+                        INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, QB, BM
+                    )
+                for step in tl.range(0, steps * TOGETHER):
+                    n = h * G + g
+                    if TOGETHER > 1:
+                        n += step // steps
+                        step = step % steps
+                    if INDPTR is None:
+                        j, query, seen, diagonal = locate(where, step, SPANS, BM)
+                    else:
+                        j, query, seen, diagonal = locate_block(where, step, QB, BM)
+                    q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
+                    do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
+                    lse, delta = load_stats(STATS, query * (H * G) + n, seen, BM)
+                    visible = j[None, :] >= (i + diagonal)[:, None]
+                    keep = visible
+                    if SEED is not None:
+                        keep = keep_mask(SEED, query[None, :], read_rows(T, i)[0][:, None], b * (H * G) + n, threshold)
+                    dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
+                                         MASKED, SEED is not None, PRECISION)  # fmt: skip
+    token, inside = read_rows(T, i)
+    if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
+        shown = (tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0)[:, None]
+        dk = tl.where(shown, dk, 0.0)
+        dv = tl.where(shown, dv, 0.0)
+    rows = ((b * M + token) * H + h) * D
+    write_rows(DK, rows, d, inside, dk * scale, D, CHAIN)
+    write_rows(DV, rows, d, inside, dv, D, CHAIN)

@@ -1,0 +1,484 @@
+"""The Triton kernels in Triton's interpreter, against the oracle; and the tables of tiles, which need no Triton.
+
+Triton decides when it is imported whether to interpret, so the interpreted tests run in child processes with
+TRITON_INTERPRET=1, one per class. To run them by hand: TRITON_INTERPRET=1 pytest tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance import excesses
+from dilated_attention.backends import tiles
+from dilated_attention.backends import triton as backend
+from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
+from dilated_attention.kernels.configurations import Shape
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from tolerances import TOLERANCE, relative_error
+
+pytest.importorskip("triton", reason="Triton runs on Linux only")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a child process with TRITON_INTERPRET=1")
+# The interpreter reads arrays of one element as numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plans, options):
+        state = None
+        for plan in plans:
+            state = backend.forward(q, k, v, plan, state=state, **options)
+        ctx.save_for_backward(q, k, v, *state)
+        ctx.plans, ctx.options = plans, options
+        return state[0], state[1].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        state = None
+        if len(ctx.plans) > 1:
+            state = tuple(torch.zeros(x.shape) for x in (q, k, v))
+        for plan in ctx.plans:
+            gradients = backend.backward(
+                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, **ctx.options
+            )
+        return *(x.to(q.dtype) for x in gradients), None, None
+
+
+def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
+    """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
+    scale = scale or inputs[0].shape[-1] ** -0.5
+    options = {"is_causal": False, "scale": scale} | options
+    assert backend.refusal(*inputs, scale) is None
+    errors = excesses(
+        lambda q, k, v: _Attention.apply(q, k, v, plans, options),
+        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+    )  # fmt: skip
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+def tensors(batch, seq_len, heads, kv_heads, head_dim, dtype=torch.float32, keys=None):
+    return tuple(
+        torch.randn(batch, tokens, number, head_dim).to(dtype)
+        for tokens, number in ((seq_len, heads), (keys or seq_len, kv_heads), (keys or seq_len, kv_heads))
+    )
+
+
+def dilated(seq_len, kv_heads, w, r, **options):
+    """The plan of a pattern and its table."""
+    table = Dilated(w, r, **options).offset_table(kv_heads)
+    return plan_dilated(w, r, table, seq_len), table
+
+
+# ---- in child processes
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+@pytest.mark.parametrize("name", ["TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestRefusals"])
+def test_in_the_interpreter(name):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", f"{__file__}::{name}"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+class Case(NamedTuple):
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    w: tuple[int, ...]
+    r: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+
+
+@interpreted
+class TestDilated:
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case(128, 2, 2, 64, (64, 128), (1, 2)),
+            Case(100, 4, 2, 48, (32, 70, 100), (1, 2, 4)),
+            Case(75, 3, 3, 24, (50, 100), (3, 2), batch=2),
+            Case(100, 2, 1, 96, (100,), (2,)),
+            Case(90, 2, 2, 128, (64, 256), (1, 3), torch.float16),
+            Case(130, 2, 2, 64, (64, 130), (1, 2), torch.float16),
+            Case(1, 2, 1, 16, (50, 100), (1, 2)),
+            Case(40, 1, 1, 200, (16, 40), (1, 2)),
+        ],
+        ids=str,
+    )
+    def test_patterns(self, case, is_causal):
+        plan, table = dilated(case.seq_len, case.kv_heads, case.w, case.r)
+        counts = count_matrix(case.w, case.r, table, case.seq_len, is_causal=is_causal)
+        inputs = tensors(case.batch, case.seq_len, case.heads, case.kv_heads, case.head_dim, case.dtype)
+        check(inputs, [plan], counts, is_causal=is_causal)
+
+    def test_nested_branches_share_a_launch(self):
+        plan, table = dilated(256, 2, (64, 128, 256), (1, 2, 4))
+        shape = Shape(16, 16, 1, 1)
+        assert [t.spans for t in tiles.tables(plan, "queries", False, shape, None, torch.device("cpu"))] == [3]
+        counts = count_matrix((64, 128, 256), (1, 2, 4), table, 256, is_causal=False)
+        check(tensors(1, 256, 2, 2, 16), [plan], counts)
+
+    def test_head_groups(self):
+        plan, table = dilated(96, 3, (32, 96), (1, 2), head_groups=True)
+        check(
+            tensors(1, 96, 3, 3, 16), [plan], count_matrix((32, 96), (1, 2), table, 96, is_causal=True), is_causal=True
+        )
+
+    def test_phantoms(self):
+        w, r = (32, 70), (3, 4)
+        table = Dilated(w, r, "head_block").offset_table(2)
+        plan = plan_dilated(w, r, table, 70, "torchscale")
+        counts = count_matrix(w, r, table, 70, is_causal=False)
+        check(tensors(1, 70, 2, 2, 16), [plan], counts, phantoms=phantom_counts(w, r, table, 70, is_causal=False))
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    def test_hidden_keys(self, is_causal):
+        w, r = (32, 80), (1, 2)
+        plan, table = dilated(80, 2, w, r)
+        hidden = torch.rand(80) < 0.4
+        hidden[:33] = True  # whole segments, hence rows that see nothing
+        bias = torch.zeros(1, 80).masked_fill_(hidden, -math.inf)
+        counts = count_matrix(w, r, table, 80, is_causal=is_causal, key_padding_mask=hidden)
+        check(tensors(1, 80, 2, 2, 16), [plan], counts, is_causal=is_causal, key_bias=bias)
+
+    def test_strides_and_scale(self):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24))
+        v = torch.randn(2, 70, 2, 25)[..., 1:]
+        plan, table = dilated(70, 2, (32, 70), (1, 2))
+        check((q, k, v), [plan], count_matrix((32, 70), (1, 2), table, 70, is_causal=True), is_causal=True, scale=0.7)
+
+    def test_ragged(self):
+        w, r, lengths = (32, 96), (1, 2), [50, 1, 70]
+        starts = [0, 50, 51]
+        counts = torch.zeros(2, 130, 130, dtype=torch.int32)
+        plans = []
+        for start, length in zip(starts, lengths, strict=True):
+            plan, table = dilated(length, 2, w, r)
+            plans.append(plan)
+            sample = count_matrix(w, r, table, length, is_causal=True)
+            counts[:, start : start + length, start : start + length] = sample
+        packed = tiles.concatenate(plans, starts, 130)
+        assert not packed.covered  # the rows behind the samples
+        check(tensors(1, 130, 2, 2, 16), [packed], counts, is_causal=True)
+
+    def test_a_gradient_of_lse_alone(self):
+        plan, table = dilated(50, 2, (32, 50), (1, 2))
+        counts = count_matrix((32, 50), (1, 2), table, 50, is_causal=False)
+        check(tensors(1, 50, 2, 2, 16), [plan], counts, gradient_of=("lse",))
+
+    def test_rows_beyond_two_to_the_31_elements(self):
+        tokens, head_dim, rows = 2**27 + 64, 16, 64
+        group = StridedGroup(*(Rows(tokens - rows, rows, 1, 1, rows),) * 2, 0, 1, 1, first=True)
+        plan = Plan(tokens, 1, (group,), covered=True, square=True)  # says so, to leave the rest untouched
+        q, k, v = (torch.empty(1, tokens, 1, head_dim, dtype=torch.float16) for _ in range(3))
+        few = tensors(1, rows, 1, 1, head_dim, torch.float16)
+        for x, y in zip((q, k, v), few, strict=True):
+            x[:, -rows:] = y
+        options = {"is_causal": True, "scale": 0.25}
+        out, lse = backend.forward(q, k, v, plan, **options)
+        expected = backend.forward(*few, dilated(rows, 1, (rows,), (1,))[0], **options)
+        assert torch.equal(out[:, -rows:], expected[0])
+        assert torch.equal(lse[:, -rows:], expected[1])
+
+
+@interpreted
+class TestGroups:
+    """Plans that no pattern on one device has: keys that are not the queries' rows, plans one after another."""
+
+    def counts(self, groups, kv_heads, queries, keys, is_causal):
+        counts = torch.zeros(kv_heads, queries, keys, dtype=torch.int32)
+        for group in groups:
+            for segment in range(group.queries.segments):
+                rows, columns = (
+                    side.start + segment * side.segment + side.stride * torch.arange(side.count)
+                    for side in (group.queries, group.keys)
+                )
+                seen = torch.ones(len(rows), len(columns), dtype=torch.int32)
+                if is_causal and group.diagonal:
+                    seen = seen.tril()
+                for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
+                    counts[head, rows[:, None], columns[None, :]] += seen
+        return counts
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    def test_keys_from_elsewhere(self, is_causal):
+        # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
+        local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
+        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
+        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+        groups = local, received, aligned
+        plan = Plan(48, 2, groups, covered=True, square=False)
+        inputs = tensors(1, 48, 4, 2, 16, keys=206)
+        check(inputs, [plan], self.counts(groups, 2, 48, 206, is_causal), is_causal=is_causal)
+
+    def test_chained_state(self):
+        plan, table = dilated(100, 2, (32, 64, 100), (1, 2, 3))
+        cut = sum(group.queries.stride == 1 for group in plan.groups)
+        parts = [
+            replace(plan, groups=plan.groups[:cut]),
+            replace(plan, groups=plan.groups[cut:], covered=False, square=False),
+        ]
+        counts = count_matrix((32, 64, 100), (1, 2, 3), table, 100, is_causal=True)
+        check(tensors(1, 100, 4, 2, 16), parts, counts, is_causal=True)
+
+    def test_decoding(self):
+        # One new token sees every second token of a cache, aligned to itself.
+        group = StridedGroup(Rows(0, 1, 1, 1, 1), Rows(1, 130, 1, 2, 65), 0, 2, 1, diagonal=False, first=True)
+        plan = Plan(1, 2, (group,), covered=True, square=False)
+        check(tensors(3, 1, 4, 2, 64, keys=131), [plan], self.counts([group], 2, 1, 131, True), is_causal=True)
+
+    def test_nothing(self):
+        empty = Plan(8, 2, (), covered=False, square=True)
+        q, k, v = tensors(1, 8, 2, 2, 16)
+        out, lse = backend.forward(q, k, v, empty, is_causal=False, scale=1.0)
+        assert not out.any()
+        assert (lse == -math.inf).all()
+        assert not any(x.any() for x in backend.backward(q, None, q, k, v, out, lse, empty, is_causal=False, scale=1.0))
+        out, lse = backend.forward(
+            *(x[:0] for x in (q, k, v)), dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0
+        )
+        assert out.shape == (0, 8, 2, 16)
+
+
+@dataclass
+class Layout:
+    """Lists from a mask of blocks (samples or 1, heads or 1, query blocks, key blocks)."""
+
+    blocks: Tensor
+    seq_len: int
+    q_block: int
+    k_block: int
+
+    def __post_init__(self):
+        self.indptr, self.indices = self._lists(self.blocks)
+        self.transposed = Layout._Lists(*self._lists(self.blocks.transpose(2, 3)))
+
+    class _Lists(NamedTuple):
+        indptr: Tensor
+        indices: Tensor
+
+    @staticmethod
+    def _lists(blocks):
+        counts = blocks.sum(-1)
+        ends = counts.flatten().cumsum(0).view(counts.shape)
+        return torch.cat([ends[..., :1] - counts[..., :1], ends], -1), blocks.nonzero()[:, -1]
+
+    def mask(self):
+        tokens = torch.arange(self.seq_len)
+        return self.blocks[:, :, tokens // self.q_block][..., tokens // self.k_block]
+
+
+def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
+    """A random layout; when causal, without blocks above the diagonal."""
+    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
+    blocks = torch.rand(samples, heads, rows, columns) < density
+    blocks[0, 0, 0] = False  # rows that see nothing
+    if is_causal:
+        last = torch.arange(rows) * q_block + q_block - 1
+        blocks &= torch.arange(columns) * k_block <= last[:, None]
+    return Layout(blocks, seq_len, q_block, k_block)
+
+
+@interpreted
+class TestBlocks:
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @pytest.mark.parametrize(
+        ("seq_len", "q_block", "k_block", "samples", "heads"),
+        [(128, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (130, 128, 128, 1, 2)],
+    )
+    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal):
+        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
+        plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
+        counts = lists.mask().int().expand(samples, 2, -1, -1)
+        if is_causal:
+            counts = counts.tril()
+        check(tensors(samples, seq_len, 2, 2, 16), [plan], counts, is_causal=is_causal, layout=lists)
+
+    def test_lists_per_query_head(self):
+        # The oracle counts per key-value head: two query heads of one, each with its own list, are two heads to it.
+        lists = layout(64, 32, 32, False, heads=2)
+        plan, _ = dilated(64, 1, (64,), (1,))
+        q, k, v = tensors(1, 64, 2, 1, 16)
+        out, lse = backend.forward(q, k, v, plan, is_causal=False, scale=0.25, layout=lists)
+        expected, expected_lse = attend(
+            q, *(x.expand(-1, -1, 2, -1) for x in (k, v)), lists.mask()[0].int(), scale=0.25
+        )
+        assert relative_error(out, expected) <= TOLERANCE[torch.float32]
+        assert relative_error(lse, expected_lse) <= TOLERANCE[torch.float32]
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @pytest.mark.parametrize("seq_len", [96, 110], ids=["even", "tail"])
+    def test_inside_strided_rows(self, seq_len, is_causal):
+        w, r, block = (48, 96), (1, 2), 16
+        lists = layout(48, block, block, is_causal)
+        plan, table = dilated(seq_len, 2, w, r)
+        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
+        for width, rate, offsets in zip(w, r, table, strict=True):
+            branch = count_matrix([width], [rate], [offsets], seq_len, is_causal=is_causal)
+            position = torch.arange(seq_len) % width // rate
+            counts += branch * lists.mask()[0, 0][position[:, None], position]
+        check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layout=lists)
+
+    def test_hidden_keys(self):
+        lists = layout(100, 32, 32, True)
+        bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
+        counts = (lists.mask()[0].tril() & (bias == 0)).int().expand(2, -1, -1)
+        plan, _ = dilated(100, 2, (100,), (1,))
+        check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layout=lists, key_bias=bias)
+
+
+def philox(seed, c0, c1, c2, c3, rounds=7):
+    """Word 0 of Philox4x32 (Salmon et al., 2011) for int64 tensors of 32-bit counters and a 64-bit seed."""
+    low = 0xFFFFFFFF
+    k0, k1 = seed & low, seed >> 32 & low
+    for _ in range(rounds):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wrap around at 64 bits, all of which are right
+        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return c0
+
+
+def dropout_mask(seed, batch, heads, queries, keys, p):
+    """Which pairs (batch, heads, queries, keys) survive: the definition that kernels/online.py states."""
+    query, key = torch.arange(queries)[:, None], torch.arange(keys)
+    bh = torch.arange(batch * heads).view(batch, heads, 1, 1)
+    zero = torch.zeros_like(bh + query + key)
+    return philox(seed, zero + query, zero + key, zero + bh, zero) >= round(p * 2**32)
+
+
+@interpreted
+class TestDropout:
+    def test_philox(self):
+        # Known answers of Random123 for Philox4x32-10 and Philox4x32-7.
+        ones = torch.tensor(0xFFFFFFFF)
+        zero = torch.tensor(0)
+        assert philox(0, zero, zero, zero, zero, 10) == 0x6627E8D5
+        assert philox(-1, ones, ones, ones, ones, 10) == 0x408F276D
+        assert philox(0, zero, zero, zero, zero) == 0x5F6FB709
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    def test_survivors(self, is_causal):
+        batch, tokens, heads, kv_heads, p, seed = 2, 70, 4, 2, 0.3, -(2**40) + 12345
+        w, r = (32, 70), (1, 2)
+        plan, table = dilated(tokens, kv_heads, w, r)
+        q, k, v = (x.requires_grad_() for x in tensors(batch, tokens, heads, kv_heads, 16))
+        options = {"is_causal": is_causal, "scale": 0.25, "dropout_p": p, "seed": torch.tensor(seed)}
+        out, lse = _Attention.apply(q, k, v, [plan], options)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        actual = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+        keep = dropout_mask(seed, batch, heads, tokens, tokens, p)
+        assert abs(keep.double().mean() - (1 - p)) < 0.01
+        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in doubles)
+        counts = count_matrix(w, r, table, tokens, is_causal=is_causal).repeat_interleave(2, 0)
+        score = 0.25 * query @ key.mT + counts.double().log()
+        expected_lse = score.logsumexp(-1)
+        dropped = torch.where(keep, (score - expected_lse[..., None]).exp() / (1 - p), 0.0)
+        expected_out = (dropped @ value).transpose(1, 2)
+        expected = torch.autograd.grad((expected_out, expected_lse), doubles, (dout.double(), dlse.double()))
+        for x, y in zip((out, lse, *actual), (expected_out, expected_lse, *expected), strict=True):
+            assert (x - y).norm() <= 3e-6 * y.norm()
+
+
+# ---- tables
+
+
+def seen(plan, side, is_causal, shape):
+    """How often each (head, row of a tile, row of its spans) occurs in the tables, and phantoms per (head, row)."""
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    phantoms: Counter[tuple[int, int]] = Counter()
+    begun: set[tuple[int, int]] = set()
+    for table in tiles.tables(plan, side, is_causal, shape, None, torch.device("cpu")):
+        launch = set()
+        for head, start, stride, rows, first, zeros, _, _, *spans in table.lines.tolist():
+            assert 0 < rows <= shape.own
+            for i in range(rows):
+                row = start + i * stride
+                assert (head, row) not in launch, "two tiles of a launch hold one row"
+                assert (head, row) not in begun if first else (head, row) in begun or not plan.covered
+                launch.add((head, row))
+                phantoms[head, row] += zeros
+                for begin, step, count, diagonal in zip(*(iter(spans),) * 4, strict=True):
+                    assert not (table.even and count % shape.loop)
+                    for j in range(count):
+                        shown = j <= i + diagonal if side == "queries" else j >= i + diagonal
+                        if not is_causal or shown:
+                            pairs[head, row, begin + j * step] += 1
+        begun |= launch
+    return pairs, +phantoms
+
+
+def entries(dense):
+    """The positive entries of a tensor, by index."""
+    return Counter({tuple(at.tolist()): int(dense[tuple(at)]) for at in dense.nonzero()})
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 4), st.booleans(), st.booleans())
+def test_tables_hold_every_pair_once(data, seq_len, heads, is_causal, union):
+    branches = data.draw(st.lists(st.tuples(st.integers(1, 48), st.integers(1, 6)), min_size=1, max_size=4))
+    w, r = tuple(max(branch) for branch in branches), tuple(rate for _, rate in branches)
+    table = Dilated(w, r, "head_block").offset_table(heads)
+    plan = plan_dilated(w, r, table, seq_len, "torchscale")
+    shape = Shape(data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4])), 1, 1)
+    counts = count_matrix(w, r, table, seq_len, is_causal=is_causal)
+    phantoms = phantom_counts(w, r, table, seq_len, is_causal=is_causal)
+    with patch.object(tiles, "MAX_EXTRA_STEPS", math.inf if union else 1.05):
+        assert seen(plan, "queries", is_causal, shape) == (entries(counts), entries(phantoms))
+        assert seen(plan, "keys", is_causal, shape)[0] == entries(counts.mT)
+
+
+def test_geometric_branches_take_few_launches():
+    w, r = tuple(2048 * 2**i for i in range(8)), tuple(2**i for i in range(8))
+    plan, _ = dilated(2**18, 16, w, r)
+    shape = Shape(128, 128, 8, 3)
+    launches = tiles.tables(plan, "queries", False, shape, None, torch.device("cpu"))
+    assert [t.spans for t in launches] == [5, 3]
+    assert len(tiles.tables(plan, "queries", True, shape, None, torch.device("cpu"))) == 8
+
+
+def test_causal_branches_keep_their_own_launches():
+    plan, _ = dilated(4096, 2, (1024, 4096), (1, 4))
+    for table in tiles.tables(plan, "queries", True, Shape(64, 64, 1, 1), None, torch.device("cpu")):
+        assert table.spans == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is refused for the device there")
+def test_refusals():
+    q = torch.randn(1, 4, 2, 16)
+    assert "GPU" in backend.refusal(q, q, q, 1.0)
+    meta = q.to("meta")
+    assert "not meta" in backend.refusal(meta, meta, meta, 1.0)
+
+
+@interpreted
+class TestRefusals:
+    def test_reasons(self):
+        q = torch.randn(1, 4, 2, 16)
+        assert backend.refusal(q, q, q, 1.0) is None
+        assert "float64" in backend.refusal(q.double(), q.double(), q.double(), 1.0)
+        assert "scale" in backend.refusal(q, q, q, 0.0)
+        wide = torch.randn(1, 4, 2, 257)
+        assert "head_dim" in backend.refusal(wide, wide, wide, 1.0)
+        assert "head_dim" in backend.refusal(q, q, wide, 1.0)
