@@ -26,6 +26,7 @@ check: .venv/installed-dev ## format check, lint, types and tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python -m dilated_attention bench check
 	$(MAKE) --no-print-directory test
 
 format: .venv/installed-dev ## format the code and apply the safe lint fixes
