@@ -7,7 +7,7 @@ BIN := .venv/bin
 # The variables reach the isolated build environment too, which -c does not (PIP_BUILD_CONSTRAINT from pip 25.3 on).
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format install clean
+.PHONY: help demo test check guard format install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,6 +27,9 @@ check: .venv/installed-dev ## format check, lint, types and tests: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory test
+
+guard: .venv/installed ## compare ratios of time, memory and calls with results/baseline.json
+	$(BIN)/python -m dilated_attention bench check
 
 format: .venv/installed-dev ## format the code and apply the safe lint fixes
 	$(BIN)/ruff format

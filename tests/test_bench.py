@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.backends import fused, native
-from dilated_attention.bench import command, measure, profile, results
+from dilated_attention.bench import check, command, measure, profile, results
 from dilated_attention.bench.cases import Case, contender
 from dilated_attention.bench.measure import Spread
 from dilated_attention.bench.results import Recorder, Row
@@ -358,3 +359,91 @@ def test_profile_command(tmp_path, capsys):
     assert "seq_len must be positive; got 0" in capsys.readouterr().err
     assert exit_code("profile", "dilated", "--segments", "64") == 2
     assert "one entry per branch" in capsys.readouterr().err
+
+
+# --- check
+
+
+@pytest.fixture
+def quick_guards(monkeypatch):
+    """The guards of dilated attention's time, calls and memory, at a size that takes milliseconds."""
+    monkeypatch.setattr(check, "PATIENCE", 1.0)
+    case = replace(SMALL, seq_len=1024, heads=4)
+    guards = (
+        check.Guard("time", "x", 0.5, check._over(case, replace(case, method="dense calls"))),
+        check.Guard("calls", "calls", 0.0, check._calls(case)),
+        check.Guard("memory", "out", 0.02, check._peak(case, False)),
+        check.Guard("copies", "calls", 0.0, check._copies(case)),
+    )
+    monkeypatch.setattr(check, "GUARDS", guards)
+
+
+def test_the_guard_holds_and_fails_on_a_slow_branch(quick_guards, tmp_path, capsys, monkeypatch):
+    words = ["bench", "check", "--baseline", tmp_path / "baseline.json"]
+    assert exit_code(*words) == 2
+    assert "there is no baseline" in capsys.readouterr().err
+    assert exit_code(*words, "--update") == 0
+    assert exit_code(*words) == 0
+    capsys.readouterr()
+
+    merge = native.merge_into
+    with monkeypatch.context() as slowed:
+        slowed.setattr(native, "merge_into", lambda *arguments: (time.sleep(0.02), merge(*arguments)))
+        assert exit_code(*words) == 1
+    captured = capsys.readouterr()
+    assert captured.err.rstrip().endswith("baseline.json: time")
+    assert "WORSE" in captured.out
+
+    with monkeypatch.context() as copying:
+        copying.setattr(native, "merge_into", lambda out, lse, *part: merge(out, lse, *(x.clone() for x in part)))
+        assert exit_code(*words) == 1
+    assert "copies" in capsys.readouterr().err
+
+
+def test_a_damaged_or_incomplete_baseline(quick_guards, tmp_path, capsys):
+    path = tmp_path / "baseline.json"
+    path.write_text("{")
+    assert exit_code("bench", "check", "--baseline", path) == 2
+    assert "not a baseline" in capsys.readouterr().err
+    path.write_text('{"figures": {"time": 1e9, "calls": 99, "memory": 99, "unknown": 1}}')
+    assert exit_code("bench", "check", "--baseline", path) == 1
+    assert capsys.readouterr().err.rstrip().endswith(": copies")
+
+
+def test_every_guard_has_a_baseline():
+    """Nothing is measured: `bench check` does that."""
+    baseline = check.read_baseline(Path(__file__).parents[1] / "results" / "baseline.json")
+    assert list(baseline) == [guard.name for guard in check.GUARDS]
+
+
+# --- plots
+
+
+def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
+    def record(recorder, method, seq_len, value, name=None, **changes):
+        case = Case(
+            method=method,
+            seq_len=seq_len,
+            blocks="local",
+            density=min(1.0, 1024 / seq_len),
+            **{"segment_lengths": (2048,), "dilation_rates": (1,)},
+        )
+        recorder.add(row(value, name=name or f"forward: {method}", parameters=case.parameters, unit="ms", **changes))
+
+    assert exit_code("plot", tmp_path, "--documents") == 2
+    assert "no files of results" in capsys.readouterr().err
+    over = {"over": {"dense": Spread(0.1, 0.1, 0.1, 0.1, 3)}}
+    recorder = Recorder(tmp_path, "attention", CPU)
+    for seq_len in (2048, 4096, 8192):
+        record(recorder, "dense", seq_len, 1.0)
+        record(recorder, "block-sparse", seq_len, 0.1, **over)
+        record(recorder, "dilated", seq_len, 1.5, name="forward: dilated, peak memory above q, k, v, over")
+    record(recorder, "dense", 32768, None, refused="too long")
+    for suite, other in (("dilation", "index_select"), ("strategies", "dilated_attention")):
+        recorder = Recorder(tmp_path, suite, CPU)
+        for name in ("slices", "slices, alone, of q, k and v", "slices, inside the attention call"):
+            record(recorder, "dilated", 2048, 1.0, name=name, over={other: Spread(0.5, 0.5, 0.5, 0.5, 3)})
+    record(Recorder(tmp_path, "profile-dilated", CPU), "dilated", 2048, 1.0, name="own time of merging")
+    assert exit_code("plot", tmp_path, "--out", tmp_path / "pictures", "--documents") == 0
+    drawn = {path.stem for path in (tmp_path / "pictures").rglob("*.png")}
+    assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}

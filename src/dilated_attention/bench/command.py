@@ -19,6 +19,7 @@ from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention.bench.results import Recorder, Row
 from dilated_attention.bench.suites import Step, attention, dilation, foundation, real, strategies
+from dilated_attention.bench.tables import describe, number, write
 from dilated_attention.environment import require_device
 
 _METHODS: dict[str, Method] = {
@@ -101,8 +102,8 @@ def _check(path: Path, update: bool) -> int:
             verdicts.append(check.check(guard, baseline))
             progress.advance(task)
     for verdict in verdicts:
-        value, limit = f"{_number(verdict.value)} {verdict.guard.unit}", verdict.limit
-        known = ("none", "") if limit is None else (_number(verdict.baseline or 0.0), _number(limit))
+        value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
+        known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
         shown.add_row(
             verdict.guard.name, value, *known, "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
         )
@@ -149,18 +150,29 @@ def _add_profile(commands: Any) -> None:
 def _add_plot(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
-        help="draw the pictures of the documents from the files of results",
-        description="Draw what <results>/<device>/*.jsonl hold, as <out>/<device>/*.png.",
+        help="draw the pictures and write the tables of the documents from the files of results",
+        description="Draw what <results>/<device>/*.jsonl hold, as <out>/<device>/*.png, and write the figures that "
+        "documents ask for between <!-- results: ... --> and <!-- end of results -->.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("results", type=Path, nargs="?", default=Path("results"), help="folder of results")
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of pictures")
+    parser.add_argument(
+        "--documents",
+        type=Path,
+        nargs="*",
+        default=[Path("README.md"), Path("docs")],
+        help="Markdown files, or folders",
+    )
     parser.set_defaults(run=_plot)
 
 
 def _plot(options: argparse.Namespace) -> int:
     try:
         written = list(plots.draw(options.results, options.out))
+        for place in options.documents:
+            files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
+            written += [file for file in files if write(file, options.results)]
     except (ValueError, OSError) as error:
         print(f"dilated-attention plot: error: {error}", file=sys.stderr)
         return 2
@@ -214,17 +226,17 @@ def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], ou
         shown.add_column(heading, justify="right")
     for stage in found.stages:
         share = stage.milliseconds / found.milliseconds
-        shown.add_row(stage.name, f"{_number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
+        shown.add_row(stage.name, f"{number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
     shown.add_section()
     for name, spread in prepared.items():
-        shown.add_row(f"once a shape: {name}", f"{_number(1e3 * spread.median)} ms")
+        shown.add_row(f"once a shape: {name}", f"{number(1e3 * spread.median)} ms")
     shown.add_section()
     shown.add_row("allocated at once, at most", f"{found.peak_bytes / out_bytes:.2f} x out")
     shown.add_row("allocated in all", f"{found.allocated_bytes / out_bytes:.2f} x out", "", str(found.allocations))
     shown.add_row("copies (aten::copy_)", "", "", str(found.copies))
     if found.idle_milliseconds is not None:
         idle = found.idle_milliseconds
-        shown.add_row("GPU idle between kernels", f"{_number(idle)} ms", "", f"{found.launches} kernels")
+        shown.add_row("GPU idle between kernels", f"{number(idle)} ms", "", f"{found.launches} kernels")
     return shown
 
 
@@ -257,10 +269,10 @@ def table(title: str, rows: list[Row]) -> Table:
             case = describe(row.parameters)
             shown.add_section()
             shown.add_row(f"[bold]{case}[/bold]")
-        lines = [("", "") if row.value is None else (f"{_number(row.value)} {row.unit}", _range(row.spread))]
-        lines += [(f"{_number(ratio.median)} x {_short(name)}", _range(ratio)) for name, ratio in row.over.items()]
-        rates = [_number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
-        bar = "" if row.bar is None else f"{_number(row.bar)} {'met' if row.met else '[bold]NOT MET[/bold]'}"
+        lines = [("", "") if row.value is None else (f"{number(row.value)} {row.unit}", _range(row.spread))]
+        lines += [(f"{number(ratio.median)} x {_short(name)}", _range(ratio)) for name, ratio in row.over.items()]
+        rates = [number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
+        bar = "" if row.bar is None else f"{number(row.bar)} {'met' if row.met else '[bold]NOT MET[/bold]'}"
         why = f"\n[bold]{row.refused}[/bold]" if row.refused else ""
         shown.add_row(
             f"{row.name}{why}", *("\n".join(column) for column in zip(*lines, strict=True)), "\nof ".join(rates), bar
@@ -269,29 +281,11 @@ def table(title: str, rows: list[Row]) -> Table:
 
 
 def _range(spread: Spread | None) -> str:
-    return "" if spread is None else f"{_number(spread.p10)} to {_number(spread.p90)}"
+    return "" if spread is None else f"{number(spread.p10)} to {number(spread.p90)}"
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 12 else "ours" if name == strategies.OURS else name[:12]
-
-
-def describe(parameters: Mapping[str, Any]) -> str:
-    """A case in words, as far as they tell it from the others of its suite."""
-    words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
-    if rates := parameters.get("dilation_rates"):
-        words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
-    if density := parameters.get("density"):
-        words.append(f"{parameters['blocks']} blocks, {density:.1%}")
-    if parameters.get("is_causal"):
-        words.append("causal")
-    return ", ".join(words)
-
-
-def _number(value: float) -> str:
-    if value and abs(value) < 0.1:
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dilated_attention.bench.cases import Case
 from dilated_attention.bench.profile import Stage, save_bars
 from dilated_attention.bench.results import read
 
@@ -109,11 +110,7 @@ def _memory(rows: list[Record]) -> Figure | None:
     def mebibytes(row: Record, method: str) -> float | None:
         if not row["name"].startswith("forward: ") or "peak memory" not in row["name"]:
             return None
-        case = row["parameters"]
-        size = (
-            case["batch"] * case["seq_len"] * case["heads"] * case["head_dim"] * getattr(torch, case["dtype"]).itemsize
-        )
-        return row["value"] * size / 2**20
+        return row["value"] * Case(**row["parameters"]).out_bytes / 2**20
 
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = _axes(figure, 1)[0]

@@ -1,0 +1,117 @@
+"""Figures in documents, written from the files of results between two comments.
+
+    <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name="time over dense calls" -->
+    <!-- end of results -->
+
+becomes a table of the rows of that file whose name contains the words and whose parameters are as asked
+(`seq_len=8192`); on one line with text in between, it becomes the value of the one row that fits:
+
+    <!-- results: cpu-2-threads-amd-epyc/attention.jsonl name=dense seq_len=8192 -->1 ms<!-- end of results -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dilated_attention.bench.results import read
+from dilated_attention.storage import write_text
+
+Record = dict[str, Any]
+SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
+
+
+def render(text: str, results: Path) -> str:
+    """The document with every span written anew. ValueError, naming the span, where it asks for what is not there."""
+
+    def fill(span: re.Match[str]) -> str:
+        rows = list(_rows(span["request"], results))
+        if "\n" in span["text"]:
+            body = f"\n{table(rows)}\n"
+        elif len(rows) == 1:
+            body = value(rows[0])
+        else:
+            raise ValueError(f"results: {span['request']}: {len(rows)} rows fit; one is wanted inside a line")
+        return f"<!-- results: {span['request']} -->{body}<!-- end of results -->"
+
+    return SPAN.sub(fill, text)
+
+
+def write(document: Path, results: Path) -> bool:
+    """Write a document's spans anew; whether it changed."""
+    before = document.read_text(encoding="utf-8")
+    after = render(before, results)
+    if after != before:
+        write_text(document, after)
+    return after != before
+
+
+def _rows(request: str, results: Path) -> Iterator[Record]:
+    file, *filters = shlex.split(request)
+    path = results / file
+    if not path.is_file():
+        raise ValueError(f"results: {request}: there is no file {path}")
+    wanted = dict(word.partition("=")[::2] for word in filters)
+    found = [row for row in read(path) if _fits(row, wanted)]
+    if not found:
+        raise ValueError(f"results: {request}: no row fits")
+    yield from found
+
+
+def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
+    for key, value in wanted.items():
+        if key == "name":
+            if value not in row["name"]:
+                return False
+        elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
+            return False
+    return True
+
+
+def table(rows: list[Record]) -> str:
+    """Markdown: figure, case, value, ratios to others, bar; a column that no row fills is left out."""
+    others = sorted({name for row in rows for name in row.get("over", {})})
+    columns: dict[str, list[str]] = {
+        "figure": [row["name"] for row in rows],
+        "case": [describe(row["parameters"]) for row in rows],
+        "value": [value(row) for row in rows],
+    }
+    for name in others:
+        columns[f"over {name}"] = [
+            f"{number(row['over'][name]['median'])} x" if name in row.get("over", {}) else "" for row in rows
+        ]
+    columns["bar"] = [
+        f"{number(row['bar'])}, {'met' if row['met'] else 'not met'}" if "bar" in row else "" for row in rows
+    ]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    lines = [list(columns), ["---"] * len(columns), *map(list, zip(*columns.values(), strict=True))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def value(row: Record) -> str:
+    if row["value"] is None:
+        return str(row.get("refused", "not measured"))
+    return f"{number(row['value'])} {row['unit']}".rstrip()
+
+
+def describe(parameters: Mapping[str, Any]) -> str:
+    """A case in words, as far as they tell it from the others of its suite."""
+    words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
+    if rates := parameters.get("dilation_rates"):
+        words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
+    if density := parameters.get("density"):
+        words.append(f"{parameters['blocks']} blocks, {density:.1%}")
+    if parameters.get("is_causal"):
+        words.append("causal")
+    return ", ".join(words)
+
+
+def number(value: float) -> str:
+    """Three figures."""
+    if value and abs(value) < 0.1:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"

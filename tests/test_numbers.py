@@ -1,0 +1,99 @@
+"""Every measured number in README and docs comes from a file of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dilated_attention.bench import tables
+from dilated_attention.cli import main
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+# The notebook and the decisions are dated records of what was seen, and name their files where there are any.
+LOGS = ("notebook.md", "decisions")
+
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+UNIT = (
+    r"(x|×|times as (?:fast|slow|many|much|long)|ms|µs|[GT]FLOP/s|tokens/s|bits per byte|[GM]i?B"
+    r"|% (?:faster|slower|less|more))"
+)
+MEASURED = re.compile(rf"\d[\d.,]* ?{UNIT}(?![\w/])(?! ?\d)")
+
+
+def claims(text: str) -> list[str]:
+    """What looks like a measured number and stands neither in code nor between the comments of results."""
+    return [found[0] for found in MEASURED.finditer(CODE.sub("", tables.SPAN.sub("", text)))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_say_what_the_results_say(document):
+    text = document.read_text(encoding="utf-8")
+    assert tables.render(text, RESULTS) == text, "run: python -m dilated_attention plot"
+    if not set(LOGS) & set(document.relative_to(ROOT).parts):
+        assert claims(text) == [], "write it as <!-- results: FILE name=... --><!-- end of results -->"
+
+
+def test_claims_are_found():
+    assert claims("It is 1.5 x faster and takes 3 ms; 2.0 GiB, 12 GFLOP/s or 1,000 tokens/s.") == [
+        "1.5 x",
+        "3 ms",
+        "2.0 GiB",
+        "12 GFLOP/s",
+        "1,000 tokens/s",
+    ]
+    assert claims("12 x 64 heads, 8,192 tokens, Python 3.10, 2 cores, 5 minutes, `3 ms`\n```\n4 ms\n```") == []
+    assert claims('a<!-- results: f name="x" -->3 ms<!-- end of results -->b') == []
+
+
+@pytest.fixture
+def results(tmp_path):
+    dense = {"name": "forward: dense", "parameters": {"seq_len": 64, "heads": 2}, "value": 20.0, "unit": "ms"}
+    dilated = {
+        "name": "forward: dilated",
+        "parameters": {"seq_len": 64, "heads": 2, "dilation_rates": [1, 2]},
+        "value": 9.0,
+        "unit": "ms",
+        "over": {"dense": {"median": 0.45}},
+        "bar": 10.0,
+        "met": True,
+    }
+    refused = {**dense, "parameters": {"seq_len": 4096, "heads": 2}, "value": None, "refused": "needs 9 GiB"}
+    (tmp_path / "results" / "cpu").mkdir(parents=True)
+    (tmp_path / "results" / "cpu" / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (dense, dilated, refused))
+    )
+    return tmp_path / "results"
+
+
+def test_a_table_and_a_value_are_written_and_stay(results, tmp_path, capsys):
+    document = tmp_path / "page.md"
+    document.write_text(
+        "Dense takes <!-- results: cpu/a.jsonl name=dense seq_len=64 -->?<!-- end of results -->.\n\n"
+        "<!-- results: cpu/a.jsonl -->\n<!-- end of results -->\n"
+    )
+    words = ["plot", str(results), "--out", str(tmp_path / "pictures"), "--documents", str(document)]
+    assert main(words) == 0
+    assert str(document) in capsys.readouterr().out
+    text = document.read_text()
+    assert "name=dense seq_len=64 -->20 ms<!-- end" in text
+    assert "| figure | case | value | over dense | bar |\n" in text
+    assert "| forward: dilated | 64 tokens, 2 heads, 2 branches | 9.00 ms | 0.45 x | 10, met |\n" in text
+    assert "| forward: dense | 4,096 tokens, 2 heads | needs 9 GiB |  |  |\n" in text
+    assert main(words) == 0
+    assert "written" not in capsys.readouterr().out
+    assert document.read_text() == text
+
+
+def test_a_span_that_fits_nothing_is_named(results):
+    for request, message in (
+        ("cpu/b.jsonl", "there is no file"),
+        ("cpu/a.jsonl name=flex", "no row fits"),
+        ("cpu/a.jsonl name=forward", "3 rows fit; one is wanted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tables.render(f"<!-- results: {request} --> <!-- end of results -->", results)
