@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -19,13 +19,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from conformance import excesses
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.kernels.configurations import Shape
+from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
@@ -261,43 +261,13 @@ class TestGroups:
         assert out.shape == (0, 8, 2, 16)
 
 
-@dataclass
-class Layout:
-    """Lists from a mask of blocks (samples or 1, heads or 1, query blocks, key blocks)."""
-
-    blocks: Tensor
-    seq_len: int
-    q_block: int
-    k_block: int
-
-    def __post_init__(self):
-        self.indptr, self.indices = self._lists(self.blocks)
-        self.transposed = Layout._Lists(*self._lists(self.blocks.transpose(2, 3)))
-
-    class _Lists(NamedTuple):
-        indptr: Tensor
-        indices: Tensor
-
-    @staticmethod
-    def _lists(blocks):
-        counts = blocks.sum(-1)
-        ends = counts.flatten().cumsum(0).view(counts.shape)
-        return torch.cat([ends[..., :1] - counts[..., :1], ends], -1), blocks.nonzero()[:, -1]
-
-    def mask(self):
-        tokens = torch.arange(self.seq_len)
-        return self.blocks[:, :, tokens // self.q_block][..., tokens // self.k_block]
-
-
 def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
-    """A random layout; when causal, without blocks above the diagonal."""
+    """A random layout with rows that see nothing."""
     rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
     blocks = torch.rand(samples, heads, rows, columns) < density
-    blocks[0, 0, 0] = False  # rows that see nothing
-    if is_causal:
-        last = torch.arange(rows) * q_block + q_block - 1
-        blocks &= torch.arange(columns) * k_block <= last[:, None]
-    return Layout(blocks, seq_len, q_block, k_block)
+    blocks[0, 0, 0] = False
+    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
+    return found.causal() if is_causal else found
 
 
 @interpreted
@@ -310,19 +280,18 @@ class TestBlocks:
     def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal):
         lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
         plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
-        counts = lists.mask().int().expand(samples, 2, -1, -1)
-        if is_causal:
-            counts = counts.tril()
-        check(tensors(samples, seq_len, 2, 2, 16), [plan], counts, is_causal=is_causal, layout=lists)
+        counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
+        inputs = tensors(samples, seq_len, 2, 2, 16)
+        check(inputs, [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
     def test_lists_per_query_head(self):
         # The oracle counts per key-value head: two query heads of one, each with its own list, are two heads to it.
         lists = layout(64, 32, 32, False, heads=2)
         plan, _ = dilated(64, 1, (64,), (1,))
         q, k, v = tensors(1, 64, 2, 1, 16)
-        out, lse = backend.forward(q, k, v, plan, is_causal=False, scale=0.25, layout=lists)
+        out, lse = backend.forward(q, k, v, plan, is_causal=False, scale=0.25, layouts={64: lists})
         expected, expected_lse = attend(
-            q, *(x.expand(-1, -1, 2, -1) for x in (k, v)), lists.mask()[0].int(), scale=0.25
+            q, *(x.expand(-1, -1, 2, -1) for x in (k, v)), lists.dense_mask()[0].int(), scale=0.25
         )
         assert relative_error(out, expected) <= TOLERANCE[torch.float32]
         assert relative_error(lse, expected_lse) <= TOLERANCE[torch.float32]
@@ -330,22 +299,24 @@ class TestBlocks:
     @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
     @pytest.mark.parametrize("seq_len", [96, 110], ids=["even", "tail"])
     def test_inside_strided_rows(self, seq_len, is_causal):
-        w, r, block = (48, 96), (1, 2), 16
-        lists = layout(48, block, block, is_causal)
+        w, r = (48, 96), (1, 2)
         plan, table = dilated(seq_len, 2, w, r)
+        lists = {count: layout(count, 16, 16, is_causal) for count in {group.queries.count for group in plan.groups}}
         counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
         for width, rate, offsets in zip(w, r, table, strict=True):
-            branch = count_matrix([width], [rate], [offsets], seq_len, is_causal=is_causal)
-            position = torch.arange(seq_len) % width // rate
-            counts += branch * lists.mask()[0, 0][position[:, None], position]
-        check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layout=lists)
+            for head, offset in enumerate(offsets):
+                for start in range(0, seq_len, width):
+                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
+                    if len(rows):
+                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layouts=lists)
 
     def test_hidden_keys(self):
         lists = layout(100, 32, 32, True)
         bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
-        counts = (lists.mask()[0].tril() & (bias == 0)).int().expand(2, -1, -1)
+        counts = (lists.dense_mask()[0] & (bias == 0)).int().expand(2, -1, -1)
         plan, _ = dilated(100, 2, (100,), (1,))
-        check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layout=lists, key_bias=bias)
+        check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, key_bias=bias)
 
 
 def philox(seed, c0, c1, c2, c3, rounds=7):

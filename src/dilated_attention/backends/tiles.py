@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dilated_attention.kernels.configurations import Shape
+from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
 Side = Literal["queries", "keys"]
@@ -37,15 +38,8 @@ MAX_PERIOD = 512
 MAX_EXTRA_STEPS = 1.05
 
 
-@runtime_checkable
-class Lists(Protocol):
-    """What the kernels need of a `BlockLayout`, on the device of q."""
-
-    indptr: Tensor
-    indices: Tensor
-    seq_len: int
-    q_block: int
-    k_block: int
+Layouts = dict[int, BlockLayout]
+"""For each number of rows that a group's segments have, the block layout inside such a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,52 +49,79 @@ class Table:
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
         chain: some tile of queries continues from what an earlier launch wrote.
+        is_causal: the diagonals count.
         even: no tile that the loop streams reaches past its span.
         edge: whether such tiles need masks: 0 no, -1 all of them, else those at the edges (of lists: so many blocks).
+        count: the rows of its segments, of which lists thin out the spans; None without layouts.
     """
 
     lines: Tensor
     spans: int
     chain: bool
+    is_causal: bool
     even: bool
     edge: int
+    count: int | None = None
 
 
 def tables(
-    plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists | None, device: torch.device
+    plan: Plan, side: Side, is_causal: bool, shape: Shape, layouts: Layouts | None, device: torch.device
 ) -> list[Table]:
-    """The launches, in order, of a plan with groups; with a layout, of its blocks in every segment of every group."""
+    """The launches, in order, of a plan with groups; with layouts, of their blocks in every segment of every group.
+
+    The diagonals of blocks count if the layout is causal, whatever `is_causal` says.
+    """
+    if layouts is None:
+        return [_span_table(parts, side, is_causal, shape, device) for parts in _unions(plan, side, is_causal, shape)]
     out = []
-    for parts in _launches(plan, side, is_causal, shape, layout):
-        lines = _lines(parts, side, shape.own)
-        if layout is None:
-            even = not (lines[:, COUNTS] % shape.loop).any()
-            edge = int(is_causal or (side == "queries" and not even))
-        else:
-            even, edge = _block_edges(plan, side, is_causal, shape, layout)
-        spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
-        table = torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
-        out.append(Table(table, spans, not lines[:, FIRST].all(), even, edge))
+    for turn in turns(plan.groups, side):
+        for count in sorted({group.queries.count for group in turn}, reverse=True):
+            groups = [group for group in turn if group.queries.count == count]
+            out.append(_block_table(groups, side, shape, layouts[count], device))
     return out
 
 
-def longest(plan: Plan, side: Side, layout: Lists | None) -> tuple[int, int]:
+def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape, device: torch.device) -> Table:
+    lines = _lines(parts, side, shape.own)
+    spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
+    even = not (lines[:, COUNTS] % shape.loop).any()
+    # Queries past the end of a span need no mask: their p is 0.
+    edge = int(is_causal or (side == "queries" and not even))
+    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), is_causal, even, edge)
+
+
+def _block_table(
+    groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
+) -> Table:
+    own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
+    parts = [
+        (_block_cells(_segment_cells(group, side, layout.is_causal), side, own), _heads(group)) for group in groups
+    ]
+    lines = _lines(parts, side, shape.own)
+    even = loop % shape.loop == 0 and layout.seq_len % loop == 0
+    if side == "queries" and loop % shape.loop:
+        edge = -1
+    elif (
+        layout.is_causal
+    ):  # the blocks that meet the tokens of the tile's own block; the partial last one is among them
+        edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
+    else:
+        edge = int(side == "queries" and not even)
+    return Table(_to(device, lines), 1, not lines[:, FIRST].all(), layout.is_causal, even, edge, layout.seq_len)
+
+
+def _to(device: torch.device, lines: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
+
+
+def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
     """The most rows that a tile can hold, and the most that a step of its loop can visit."""
     sides = [_sides(group, side) for group in plan.groups]
     own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
-    if layout is None:
+    if layouts is None:
         return own, loop
-    blocks = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
-    return min(own, blocks[0]), min(loop, blocks[1])
-
-
-def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
-    """The rows that tiles hold and those that they see."""
-    return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
-
-
-def _heads(group: StridedGroup) -> range:
-    return range(group.head, group.head + group.heads * group.head_stride, group.head_stride)
+    queries, keys = (max(size) for size in zip(*(layout.block_size for layout in layouts.values()), strict=True))
+    return (min(own, queries), min(loop, keys)) if side == "queries" else (min(own, keys), min(loop, queries))
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
@@ -124,6 +145,15 @@ def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> P
 
 def _shift(rows: Rows, start: int) -> Rows:
     return replace(rows, start=rows.start + start)
+
+
+def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
+    """The rows that tiles hold and those that they see."""
+    return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
+
+
+def _heads(group: StridedGroup) -> range:
+    return range(group.head, group.head + group.heads * group.head_stride, group.head_stride)
 
 
 # ---- which groups run together
@@ -156,7 +186,7 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     return out
 
 
-def _launches(plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists | None) -> list[list[Part]]:
+def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape) -> list[list[Part]]:
     """Cells per launch: a launch per turn, or one for consecutive turns where the loops take hardly more steps for it.
 
     Then branches share one softmax and the running state stays in registers. It pays where the residue classes of the
@@ -166,11 +196,8 @@ def _launches(plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lis
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
         parts: list[Part] = [(_segment_cells(group, side, is_causal), _heads(group)) for group in turn]
-        if layout is not None:
-            size = layout.q_block if side == "queries" else layout.k_block
-            parts = [(_block_cells(cells, side, size), heads) for cells, heads in parts]
         steps = _steps(parts, shape)
-        if launches and not is_causal and layout is None:
+        if launches and not is_causal:
             groups, _, before = launches[-1]
             union = _union_parts([*groups, *turn], side)
             if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
@@ -300,21 +327,3 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
         blocks.append(block)
     lines = np.concatenate(blocks)
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
-
-
-def _block_edges(plan: Plan, side: Side, is_causal: bool, shape: Shape, layout: Lists) -> tuple[bool, int]:
-    """`even` and `edge` of a table of blocks.
-
-    At its diagonal's end a causal list names the blocks that meet the rows of the tile's own block; the last block of
-    keys may also be cut short by the end of the rows.
-    """
-    own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
-    counts = {_sides(group, side)[1].count for group in plan.groups}
-    whole = counts == {layout.seq_len}  # else lists may name blocks beyond a span
-    even = whole and loop % shape.loop == 0 and layout.seq_len % loop == 0
-    diagonal = is_causal and all(group.diagonal for group in plan.groups)
-    if side == "queries" and (loop % shape.loop or not (whole or diagonal)):
-        return even, -1
-    if not is_causal:
-        return even, int(side == "queries" and not even)
-    return even, max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1

@@ -11,34 +11,19 @@ import importlib.util
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles
+from dilated_attention.backends.tiles import Layouts
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.plan import Plan, plan_cache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-
-
-@runtime_checkable
-class Transposed(Protocol):
-    """The query blocks of every key block."""
-
-    indptr: Tensor
-    indices: Tensor
-
-
-@runtime_checkable
-class Layout(tiles.Lists, Protocol):
-    """A `BlockLayout` on the device of q: lists of key blocks, sorted; see kernels/blocks.py."""
-
-    @property
-    def transposed(self) -> Transposed: ...
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -90,7 +75,7 @@ def forward(
     is_causal: bool,
     scale: float,
     key_bias: Tensor | None = None,
-    layout: Layout | None = None,
+    layouts: Layouts | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     state: tuple[Tensor, Tensor] | None = None,
@@ -100,7 +85,8 @@ def forward(
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
         key_bias: (B, M); what is not 0 hides a key.
-        layout: of the scores of every segment of every group: the blocks that count.
+        layouts: for each number of rows that a group's segments have, the block layout inside such a segment, on q's
+            device; causal if the call is.
         dropout_p, seed: as kernels/online.py says; seed is an int64 scalar on q's device, needed if dropout_p > 0.
         state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
 
@@ -111,14 +97,14 @@ def forward(
     from dilated_attention.kernels import strided
 
     out, lse = state or _outputs(q, plan)
-    arguments = _arguments(q, k, v, None, key_bias, is_causal, scale, dropout_p, seed)
-    for launch in _launches("forward", q, plan, is_causal, layout, dropout_p > 0):
+    arguments = _arguments(q, k, v, None, key_bias, scale, dropout_p, seed)
+    for launch in _launches("forward", q, plan, is_causal, layouts, dropout_p > 0):
         with _on(q.device):
             strided.forward[launch.grid(q, k)](
                 OUT=out,
                 LSE=lse,
                 **arguments,
-                **_lists(layout, "queries", q),
+                **launch.lists(layouts, q),
                 **launch.constants(key_bias, launch.table.chain),
             )
     return out, lse
@@ -137,7 +123,7 @@ def backward(
     is_causal: bool,
     scale: float,
     key_bias: Tensor | None = None,
-    layout: Layout | None = None,
+    layouts: Layouts | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -150,10 +136,10 @@ def backward(
     """
     from dilated_attention.kernels import strided
 
-    keys = _launches("dkdv", q, plan, is_causal, layout, dropout_p > 0)
-    queries = _launches("dq", q, plan, is_causal, layout, dropout_p > 0)
+    keys = _launches("dkdv", q, plan, is_causal, layouts, dropout_p > 0)
+    queries = _launches("dq", q, plan, is_causal, layouts, dropout_p > 0)
     dout = _dense_rows(dout)
-    arguments = _arguments(q, k, v, dout, key_bias, is_causal, scale, dropout_p, seed)
+    arguments = _arguments(q, k, v, dout, key_bias, scale, dropout_p, seed)
     arguments["STATS"] = _stats(out, lse, dout, dlse)
     add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
     dq, dk, dv = state or (
@@ -164,11 +150,11 @@ def backward(
     with _on(q.device):
         for launch in keys:
             strided.backward_dkdv[launch.grid(k, k)](
-                DK=dk, DV=dv, **arguments, **_lists(layout, "keys", q), **launch.constants(key_bias, add[0])
+                DK=dk, DV=dv, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[0])
             )
         for launch in queries:
             strided.backward_dq[launch.grid(q, k)](
-                DQ=dq, **arguments, **_lists(layout, "queries", q), **launch.constants(key_bias, add[1])
+                DQ=dq, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[1])
             )
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
@@ -193,10 +179,23 @@ class Launch:
         shape, table = self.shape, self.table
         queries, keys = (shape.loop, shape.own) if self.kernel == "dkdv" else (shape.own, shape.loop)
         return {
-            "TILES": table.lines, "SPANS": table.spans,
+            "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
             "EDGE": table.edge if key_bias is None or self.kernel == "dkdv" else -1,
             "EVEN": table.even, "CHAIN": chain, "BM": queries, "BN": keys,
             "num_warps": shape.warps, "num_stages": shape.stages,
+        }  # fmt: skip
+
+    def lists(self, layouts: Layouts | None, q: Tensor) -> dict[str, Any]:
+        """The kernel's arguments that the layout settles."""
+        if layouts is None or self.table.count is None:
+            return {"INDPTR": None, "INDICES": None, "lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
+        layout = layouts[self.table.count]
+        lists = layout.transposed if self.kernel == "dkdv" else layout
+        lines = lists.indptr.shape[2]
+        return {
+            "INDPTR": lists.indptr, "INDICES": lists.indices,
+            "lsb": layout.num_heads * lines if layout.batch_size > 1 else 0, "lsh": lines,
+            "LH": q.shape[2] // layout.num_heads, "QB": layout.q_block, "KB": layout.k_block,
         }  # fmt: skip
 
 
@@ -213,33 +212,22 @@ class _Launches:
 
 
 def _launches(
-    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layout: Layout | None, dropout: bool
+    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None, dropout: bool
 ) -> tuple[Launch, ...]:
     if not plan.groups or not q.numel():
         return ()
-    call = kernel, is_causal, q.element_size(), q.shape[-1], dropout, q.device
-    blocks = layout and (layout.seq_len, layout.q_block, layout.k_block)
+    blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+    size, head_dim = q.element_size(), q.shape[-1]
 
     def make() -> _Launches:
-        return _Launches(plan, _make_launches(plan, layout, *call))
+        side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
+        shape = ARCHITECTURES[architecture(q.device)].shape(kernel, size, head_dim, dropout)
+        shape = shape.cut(*tiles.longest(plan, side, layouts))
+        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device)
+        return _Launches(plan, tuple(Launch(kernel, table, shape) for table in tables))
 
-    return plan_cache.get(("triton", id(plan), blocks, *call), make).launches
-
-
-def _make_launches(
-    plan: Plan,
-    layout: Layout | None,
-    kernel: Kernel,
-    is_causal: bool,
-    element_size: int,
-    head_dim: int,
-    dropout: bool,
-    device: torch.device,
-) -> tuple[Launch, ...]:
-    side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
-    shape = ARCHITECTURES[architecture(device)].shape(kernel, element_size, head_dim, dropout)
-    shape = shape.cut(*tiles.longest(plan, side, layout))
-    return tuple(Launch(kernel, table, shape) for table in tiles.tables(plan, side, is_causal, shape, layout, device))
+    key = "triton", id(plan), blocks, kernel, is_causal, size, head_dim, dropout, q.device
+    return plan_cache.get(key, make).launches
 
 
 # ---- arguments
@@ -281,7 +269,6 @@ def _arguments(
     v: Tensor,
     dout: Tensor | None,
     key_bias: Tensor | None,
-    is_causal: bool,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
@@ -300,19 +287,7 @@ def _arguments(
         "BIAS": None if key_bias is None else key_bias.contiguous(), "SEED": seed if dropout_p else None,
         "threshold": round(dropout_p * 2**32), "keep_scale": 1 / (1 - dropout_p), "scale": scale,
         "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
-        "UNIT": unit, "CAUSAL": is_causal, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
-    }  # fmt: skip
-
-
-def _lists(layout: Layout | None, side: Literal["queries", "keys"], q: Tensor) -> dict[str, Any]:
-    """The kernels' arguments that the layout settles."""
-    if layout is None:
-        return {"INDPTR": None, "INDICES": None, "lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
-    lists = layout if side == "queries" else layout.transposed
-    samples, heads, lines = lists.indptr.shape
-    return {
-        "INDPTR": lists.indptr, "INDICES": lists.indices, "lsb": heads * lines if samples > 1 else 0, "lsh": lines,
-        "LH": q.shape[2] // heads, "QB": layout.q_block, "KB": layout.k_block,
+        "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
 
 
