@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import native
+from dilated_attention.backends import native, triton
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, plan_dilated
 
@@ -86,6 +86,8 @@ def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     )
 
 
+_BACKENDS: dict[str, Any] = {"native": native, "triton": triton}
+
 _OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "
     "str backend, int[] layout_sizes, Tensor[] layouts, Tensor? lengths, Tensor? cu_seqlens, Tensor? key_padding_mask"
@@ -122,13 +124,15 @@ def _forward(
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
         tables = _layouts(plan, layout_sizes, layouts)
-        return native.forward(q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables)
+        return _BACKENDS[backend].forward(
+            q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
+        )
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for batch, seq in samples(q, lengths, cu_seqlens):
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         sample_bias = None if bias is None else bias[batch, seq]
-        out[batch, seq], lse[batch, seq] = native.forward(
+        out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
             q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
             layouts=_layouts(plan, layout_sizes, layouts, batch),
         )  # fmt: skip
@@ -167,7 +171,7 @@ def _backward(
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
         tables = _layouts(plan, layout_sizes, layouts)
-        return native.backward(
+        return _BACKENDS[backend].backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
         )
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -175,7 +179,7 @@ def _backward(
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
-        dq[batch, seq], dk[batch, seq], dv[batch, seq] = native.backward(
+        dq[batch, seq], dk[batch, seq], dv[batch, seq] = _BACKENDS[backend].backward(
             dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
             layouts=_layouts(plan, layout_sizes, layouts, batch),
         )  # fmt: skip

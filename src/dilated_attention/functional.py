@@ -70,8 +70,8 @@ def dilated_attention(
             segment grid that starts at its own first token.
         key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`).
         return_lse: also return lse.
-        backend: `"auto"`, `"native"` (PyTorch's fused operators) or `"reference"` (dense, float64 inside, any
-            derivative).
+        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet) or
+            `"reference"` (dense, float64 inside, any derivative).
         mesh, seq_len, transport: context parallelism; not supported yet.
         head_offset: global index of the first key-value head of these tensors (tensor parallelism).
 
@@ -200,7 +200,7 @@ def _attend(
         raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    choice = table.choose(backend, q.device, q.dtype)
+    choice = table.choose(backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale))
     dilated = _dilated(pattern, q.shape[1])
     offsets = _table(dilated, compat, k.shape[2], head_offset)
     layouts = _layouts(pattern, q, offsets, is_causal, lengths, cu_seqlens)

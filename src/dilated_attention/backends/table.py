@@ -1,7 +1,7 @@
 """Which backend serves a call: one row a backend, and what each row refuses, in words.
 
-The choice rests on facts of the call (device, dtype, head_dim), never on the environment. `auto` takes the first row
-that refuses nothing; `reference` is never chosen by itself, since its memory is quadratic in the sequence.
+The choice rests on facts of the call, never on the environment. `auto` takes `native`: `triton` has not been measured
+against it on a GPU yet, and the memory of `reference` is quadratic in the sequence, so both serve on request.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention.backends import triton
 from dilated_attention.errors import BackendError
 
-NAMES = ("native", "reference")
-"""In the order in which `auto` prefers them."""
+NAMES = ("native", "triton", "reference")
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,32 +27,34 @@ class Choice:
     refusals: dict[str, str]
 
 
-def _native(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in _FLOATS:
-        return f"PyTorch's fused attention has no kernel for {dtype}; use float32"
-    return None
-
-
-def _reference(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None if dtype in _FLOATS else f"lse and gradients have no place in {dtype}; use float32"
-
-
-def choose(backend: str, device: torch.device, dtype: torch.dtype) -> Choice:
+def choose(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 64,
+    seq_len: int = 1,
+    scale: float = 1.0,
+) -> Choice:
     """The backend for a call on `device` in `dtype`; `backend` is a name, or "auto".
 
     Raises BackendError, listing every refusal, when none can serve it.
     """
     if backend not in ("auto", *NAMES):
         raise ValueError(f"backend must be one of {('auto', *NAMES)}; got {backend!r}")
-    found = {"native": _native(device, dtype), "reference": _reference(device, dtype)}
-    refusals = {name: why for name, why in found.items() if why is not None}
-    if backend == "auto":
-        refusals.setdefault("reference", "quadratic in the sequence; only on request")
-        if "native" in refusals:
-            raise BackendError(
-                "no backend can serve this call: " + "; ".join(f"{n}: {why}" for n, why in refusals.items())
-            )
-        return Choice("native", f"PyTorch's fused attention serves {dtype} on {device.type}", refusals)
-    if backend in refusals:
-        raise BackendError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
-    return Choice(backend, "asked for by name", refusals)
+    refusals: dict[str, str] = {}
+    if dtype not in _FLOATS:
+        refusals["native"] = f"PyTorch's fused attention has no kernel for {dtype}; use float32"
+        refusals["reference"] = f"lse and gradients have no place in {dtype}; use float32"
+    if backend == "triton" and not torch.compiler.is_compiling():
+        why = triton.refusal(device, dtype, head_dim, seq_len, scale)
+        refusals.update({} if why is None else {"triton": why})
+    if backend != "auto":
+        if backend in refusals:
+            raise BackendError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
+        return Choice(backend, "asked for by name", refusals)
+    refusals.setdefault("triton", "not measured against native on a GPU yet; only on request")
+    refusals.setdefault("reference", "quadratic in the sequence; only on request")
+    if "native" in refusals:
+        raise BackendError("no backend can serve this call: " + "; ".join(f"{n}: {why}" for n, why in refusals.items()))
+    return Choice("native", f"PyTorch's fused attention serves {dtype} on {device.type}", refusals)

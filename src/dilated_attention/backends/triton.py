@@ -26,9 +26,8 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
-    device = q.device
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and not _interpreted():
@@ -37,14 +36,14 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
         return f"Triton serves CUDA and ROCm devices, not {device.type}"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
-    if q.dtype not in DTYPES:
-        return f"the kernels have no {q.dtype}; use float16, bfloat16 or float32"
-    if not q.shape[-1] == v.shape[-1] <= MAX_HEAD_DIM:
-        return f"the kernels need one head_dim of at most {MAX_HEAD_DIM}; q has {q.shape[-1]}, v {v.shape[-1]}"
+    if dtype not in DTYPES:
+        return f"the kernels have no {dtype}; use float16, bfloat16 or float32"
+    if head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {head_dim}"
     if not scale > 0:
         return f"the kernels need a positive scale; got {scale}"
-    if max(q.shape[1], k.shape[1]) > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {max(q.shape[1], k.shape[1])}"
+    if seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {seq_len}"
     return None
 
 
