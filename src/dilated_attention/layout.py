@@ -505,7 +505,7 @@ class BlockLayout:
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
             return self
         counts = indptr.diff(dim=-1).flatten()
-        start = _offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
+        start = row_offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
         shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
         entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
         return replace(self, indptr=start, indices=self.indices[entry])

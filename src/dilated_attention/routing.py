@@ -34,6 +34,7 @@ QUERY_PARTS = 4
 KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
+LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
 
 Queries = Float[Tensor, "batch seq heads head_dim"]
@@ -196,18 +197,25 @@ def lsh_blocks(
     generator = torch.Generator().manual_seed(seed)
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64)
     planes = planes.to(grid.device, dtype)
-    token = torch.arange(grid.seq_len, device=grid.device)
-    row, column = token // grid.q_block, token // grid.k_block
-    query, key = q.to(dtype), k.to(dtype)
-    if is_causal:  # the queries that end at the block's first one
-        query, row = query[:, 1 : 1 + (grid.rows - 1) * grid.q_block], row[: (grid.rows - 1) * grid.q_block] + 1
-    centre_q = _mean_so_far(q, grid.q_block, grid.is_causal, before=True).to(dtype).expand(-1, grid.rows, -1, -1)
-    centre_k = _mean_so_far(k, grid.k_block, grid.is_causal).to(dtype).expand(-1, grid.columns, -1, -1)
-    code_q = _codes(query - centre_q[:, row], planes, num_bits)
-    code_k = _codes(key - centre_k[:, column], planes, num_bits).repeat_interleave(group, 2)
-    count_q = _histogram(code_q, row, grid.rows, 2**num_bits)  # (B, H, rows, hashes * buckets)
+    # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
+    skip = int(is_causal)
+    query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
+    sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
+    query = _in_blocks(query.to(dtype), grid.q_block)[:, :, sample // 2 :: sample]
+    key = _in_blocks(k.to(dtype), grid.k_block)
+    centre_q = _mean_so_far(q, grid.q_block, is_causal, before=True).to(dtype)
+    centre_k = _mean_so_far(k, grid.k_block, is_causal).to(dtype)
+    code_q = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
+    code_k = _codes(key, centre_k, planes, num_bits).repeat_interleave(group, 3)
+    at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
+    at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
+    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
+    real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
+    real_k = (at_k < grid.seq_len).to(dtype)
+    count_q = _histogram(code_q, real_q[..., None], 2**num_bits)  # (B, H, rows, hashes * buckets)
+    count_q = F.pad(count_q, (0, 0, skip, 0))
     if density is None:
-        collisions = count_q @ _histogram(code_k, column, grid.columns, 2**num_bits).mT
+        collisions = count_q @ _histogram(code_k, real_k[..., None], 2**num_bits).mT
         share = _ranked(collisions.clamp_(max=1), grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
         order = share.topk(int(counts.max()), dim=-1).indices
@@ -217,17 +225,21 @@ def lsh_blocks(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     # the exponent of a key's weight, q̄·k, is split at the mean key of its block: within the block q̄ is the mean as of
     # its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
-    mean_k = _part_means(k, grid.k_block, 1)[0][:, :, 0].to(dtype)
-    within = centre_q[:, grid.first_chooser[column]].unflatten(2, (k.shape[2], group))
-    within = scale * torch.einsum("bngd,bngxd->bngx", key - mean_k[:, column], within).flatten(2)  # (B, N, H)
-    across = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k.repeat_interleave(group, 2))
-    padded = F.pad(within, (0, 0, 0, grid.columns * grid.k_block - grid.seq_len), value=-math.inf)
-    peak = padded.unflatten(1, (grid.columns, grid.k_block)).amax(2)  # (B, columns, H)
-    count_k = _histogram(code_k, column, grid.columns, 2**num_bits, (within - peak[:, column]).exp())
-    relative = (across + peak.permute(0, 2, 1)[:, :, None]).masked_fill(~grid.allowed, -math.inf)
+    mean_k = _part_means(k, grid.k_block, 1)[0][:, :, 0].to(dtype).repeat_interleave(group, 2)
+    chooser = centre_q[:, grid.first_chooser] if is_causal else centre_q
+    within = scale * (_along(key, chooser) - (mean_k * chooser).sum(-1)[:, :, None])  # (B, columns, k_block, H)
+    within = within.masked_fill_(real_k[..., None] == 0, -math.inf)
+    across = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
+    peak = within.amax(2, keepdim=True)
+    count_k = _histogram(code_k, (within - peak).exp_(), 2**num_bits)
+    relative = across + peak.permute(0, 3, 2, 1)  # (B, H, rows, columns); not causal: one row for all
+    if is_causal:
+        relative = relative.masked_fill(~grid.allowed, -math.inf)
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
     total = relative @ count_k
-    share = relative * (torch.where(total > 0, count_q / total, 0) @ count_k.mT) / (grid.q_block * num_hashes)
+    hits = count_q.div_(total.clamp(min=torch.finfo(dtype).tiny)).masked_fill_(total == 0, 0.0)
+    hashed = real_q.sum(-1).clamp(min=1)
+    share = relative * (hits @ count_k.mT) / (F.pad(hashed, (skip, 0), value=1.0)[:, None] * num_hashes)
     alone = relative * count_k[..., : 2**num_bits].sum(-1)[:, :, None]
     share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
     return grid.layout(_largest(_ranked(share, grid.allowed, grid.always), budget, int(budget.max())), budget)
@@ -474,11 +486,28 @@ def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: _Grid) -> Ten
     return so_far[:, grid.first_chooser]
 
 
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """(B, N, H, D) -> (B, blocks, block, H, D), zeros behind the end; a view where the blocks are whole."""
+    more = -x.shape[1] % block
+    return (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).unflatten(1, (-1, block))
+
+
+def _along(blocks: Tensor, direction: Tensor) -> Tensor:
+    """(B, blocks, block, kv_heads, D) · (B, blocks or 1, heads, D) -> (B, blocks, block, heads).
+
+    One product with a block-diagonal matrix reads the keys in place, where a product a head would copy them.
+    """
+    kv_heads, heads = blocks.shape[3], direction.shape[2]
+    diagonal = torch.zeros(*direction.shape[:2], kv_heads, direction.shape[3], heads).to(direction)
+    head = torch.arange(heads, device=direction.device)
+    diagonal[:, :, head // (heads // kv_heads), :, head] = direction.permute(2, 0, 1, 3)
+    return blocks.flatten(3) @ diagonal.flatten(2, 3)
+
+
 def _pooled_keys(k: Tensor, direction: Tensor, grid: _Grid) -> tuple[Tensor, Tensor]:
     """Peaks and the mean of the others (B, kv_heads, columns, peaks + 1, D), log multiplicity (columns, peaks + 1)."""
-    more = grid.columns * grid.k_block - grid.seq_len
-    blocks = (F.pad(k, (0, 0, 0, 0, 0, more)) if more else k).unflatten(1, (grid.columns, grid.k_block))
-    score = torch.einsum("bjthd,bjhd->bhjt", blocks, direction.to(k.dtype).expand(-1, grid.columns, -1, -1))
+    blocks, more = _in_blocks(k, grid.k_block), grid.columns * grid.k_block - grid.seq_len
+    score = _along(blocks, direction.to(k.dtype)).permute(0, 3, 1, 2).contiguous()  # (B, kv_heads, columns, k_block)
     present = torch.full((grid.columns,), grid.k_block, device=grid.device)
     if more:
         present[-1] -= more
@@ -556,20 +585,21 @@ def _mean_so_far(x: Tensor, block: int, is_causal: bool, before: bool = False) -
     return means.cumsum(1) / count.clamp(min=1)[:, None, None]
 
 
-def _codes(x: Tensor, planes: Tensor, num_bits: int) -> Tensor:
-    """Bucket of each token in each hash, (B, N, H, hashes)."""
-    signs = (x @ planes > 0).unflatten(-1, (-1, num_bits))
-    return (signs * 2 ** torch.arange(num_bits, device=x.device)).sum(-1)
+def _codes(blocks: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
+    """Bucket of each token in each hash: (B, blocks, block, H, D), centres (B, blocks or 1, H, D) -> (…, H, hashes)."""
+    signs = (blocks @ planes).gt_((centre @ planes)[:, :, None])
+    power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
+    return (signs.unflatten(-1, (-1, num_bits)) @ power).long()
 
 
-def _histogram(code: Tensor, block: Tensor, blocks: int, buckets: int, weight: Tensor | None = None) -> Tensor:
-    """Tokens (or their weight) per bucket: (B, N, H, hashes) codes -> (B, H, blocks, hashes * buckets)."""
-    batch, _, heads, hashes = code.shape
-    list_ = torch.arange(batch, device=code.device)[:, None, None] * heads + torch.arange(heads, device=code.device)
-    at = ((list_ * blocks + block[:, None])[..., None] * hashes + torch.arange(hashes, device=code.device)) * buckets
-    value = torch.ones((), dtype=torch.float32, device=code.device) if weight is None else weight[..., None]
-    flat = torch.zeros(batch * heads * blocks * hashes * buckets, dtype=value.dtype, device=code.device)
-    flat.index_add_(0, (at + code).flatten(), value.expand(code.shape).flatten())
+def _histogram(code: Tensor, weight: Tensor, buckets: int) -> Tensor:
+    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets); weight (…, blocks, block, H or 1)."""
+    batch, blocks, _, heads, hashes = code.shape
+    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, 1, heads, 1) * blocks
+    lists = (lists + torch.arange(blocks, device=code.device)[:, None, None, None]) * hashes
+    at = (lists + torch.arange(hashes, device=code.device)) * buckets + code
+    flat = torch.zeros(batch * heads * blocks * hashes * buckets, dtype=weight.dtype, device=code.device)
+    flat.index_add_(0, at.flatten(), weight[..., None].expand(code.shape).flatten())
     return flat.view(batch, heads, blocks, hashes * buckets)
 
 
