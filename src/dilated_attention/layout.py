@@ -67,7 +67,7 @@ class BlockLayout:
     _on: dict[torch.device, BlockLayout] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        rows = _blocks(self.seq_len, (self.q_block, self.k_block))[2]
+        rows = block_grid(self.seq_len, (self.q_block, self.k_block))[2]
         if self.indptr.dtype != torch.int64 or self.indices.dtype != torch.int64:
             raise ValueError(f"indptr and indices must be int64, got {self.indptr.dtype} and {self.indices.dtype}")
         if self.indptr.ndim != 3 or self.indptr.shape[-1] != rows + 1:
@@ -94,7 +94,7 @@ class BlockLayout:
 
         Give either `window` or `density`, which picks the window whose density comes nearest.
         """
-        q_block, _, rows, _ = _blocks(seq_len, block_size)
+        q_block, _, rows, _ = block_grid(seq_len, block_size)
         first, last = _query_span(seq_len, q_block, rows)
 
         def spans(window: int) -> Spans:
@@ -119,7 +119,7 @@ class BlockLayout:
         picks the number of leading ones. When causal only leading tokens can be global: any other one is an error,
         since the queries before it cannot see it.
         """
-        q_block, _, rows, _ = _blocks(seq_len, block_size)
+        q_block, _, rows, _ = block_grid(seq_len, block_size)
         first, last = _query_span(seq_len, q_block, rows)
         if tokens is not None and not isinstance(tokens, int):
             position = torch.as_tensor(tokens).flatten().to(torch.int64).unique()
@@ -159,7 +159,7 @@ class BlockLayout:
         A stride of s blocks activates every s-th block; one that no block divides touches two blocks a period, and one
         below a block touches all.
         """
-        q_block, k_block, rows, _ = _blocks(seq_len, block_size)
+        q_block, k_block, rows, _ = block_grid(seq_len, block_size)
         _positive("stride", stride)
         first, last = _query_span(seq_len, q_block, rows)
         origin = first % stride
@@ -186,7 +186,7 @@ class BlockLayout:
         pattern: O(reach * len(rates)) blocks a row, every distance within a power of two. Give `reach` (default 1) or
         `density`, which picks the reach whose density comes nearest.
         """
-        q_block, k_block, rows, _ = _blocks(seq_len, block_size)
+        q_block, k_block, rows, _ = block_grid(seq_len, block_size)
         if not rates:
             raise ValueError("rates must name at least one rate, got none")
         for rate in rates:
@@ -218,7 +218,7 @@ class BlockLayout:
         Levels go fine to coarse: strides and windows ascend; a window of None reaches over the whole sequence. Near
         keys are all seen, farther ones through the blocks that hold a multiple of a coarser stride.
         """
-        q_block, k_block, rows, _ = _blocks(seq_len, block_size)
+        q_block, k_block, rows, _ = block_grid(seq_len, block_size)
         if not levels:
             raise ValueError("levels must hold at least one (stride, window), got none")
         for stride, window in levels:
@@ -253,8 +253,8 @@ class BlockLayout:
 
         Drawn uniformly without replacement; the same seed gives the same layout.
         """
-        _check_density(density)
-        visible = _visible(seq_len, block_size, is_causal)
+        check_density(density)
+        visible = visible_blocks(seq_len, block_size, is_causal)
         wanted = (visible * density).round().long().clamp_(min=1)
         return cls._of_counts(seq_len, block_size, is_causal, *_draw(visible, wanted, seed))
 
@@ -290,7 +290,7 @@ class BlockLayout:
         A drawn block may be one that the window or the global tokens show already.
         """
         _positive("random_blocks", random_blocks)
-        visible = _visible(seq_len, block_size, is_causal)
+        visible = visible_blocks(seq_len, block_size, is_causal)
         drawn = _draw(visible, visible.clamp(max=random_blocks), seed)
         return cls.longformer(seq_len, window, global_tokens, block_size, is_causal=is_causal) | cls._of_counts(
             seq_len, block_size, is_causal, *drawn
@@ -325,7 +325,7 @@ class BlockLayout:
                     f"mask of {mask.shape[-2]} x {mask.shape[-1]} blocks of {q_block} x {k_block} is not square in "
                     "tokens; give seq_len"
                 )
-        q_block, k_block, rows, columns = _blocks(seq_len, block_size)
+        q_block, k_block, rows, columns = block_grid(seq_len, block_size)
         if mask.shape[-2:] != (rows, columns):
             raise ValueError(
                 f"mask must have {rows} x {columns} blocks for seq_len={seq_len} and blocks of {q_block} x {k_block}, "
@@ -350,7 +350,7 @@ class BlockLayout:
 
         With `is_causal` no block may lie wholly above the diagonal.
         """
-        q_block, k_block, rows, columns = _blocks(seq_len, block_size)
+        q_block, k_block, rows, columns = block_grid(seq_len, block_size)
         indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
         if indptr.ndim > 3 or indptr.ndim < 1:
             raise ValueError(
@@ -428,7 +428,7 @@ class BlockLayout:
     @cached_property
     def density(self) -> float:
         """Active blocks over those that dense attention (causal: dense causal attention) computes."""
-        per_list = int(_visible(self.seq_len, self.block_size, self.is_causal).sum())
+        per_list = int(visible_blocks(self.seq_len, self.block_size, self.is_causal).sum())
         return self.nnz / (per_list * self.batch_size * self.num_heads)
 
     @cached_property
@@ -465,7 +465,7 @@ class BlockLayout:
         key = row // rows * columns + self.indices
         indices = _sort(key * rows + row % rows, "quicksort") % rows
         counts = torch.bincount(key, minlength=self.batch_size * self.num_heads * columns)
-        return Transposed(_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
+        return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
 
     @cached_property
     def masked(self) -> Tensor:
@@ -475,11 +475,14 @@ class BlockLayout:
         last_key = ((self.indices + 1) * self.k_block).clamp_(max=self.seq_len) - 1
         return last_key > self.row % self.query_blocks * self.q_block
 
-    def check(self, batch_size: int, seq_len: int, num_heads: int) -> None:
-        """Raise unless the layout fits tensors of this batch size, length and number of heads."""
+    def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
+        """Raise unless the layout fits tensors of this batch size, length and number of heads.
+
+        Lists for each of fewer KV heads serve the group of query heads that share the KV head.
+        """
         if seq_len != self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length")
-        if self.num_heads not in (1, num_heads):
+        if self.num_heads not in (1, num_heads, num_kv_heads):
             raise ValueError(f"layout has lists for {self.num_heads} heads, got {num_heads}; give 1 or {num_heads}")
         if self.batch_size not in (1, batch_size):
             raise ValueError(
@@ -502,7 +505,7 @@ class BlockLayout:
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
             return self
         counts = indptr.diff(dim=-1).flatten()
-        start = _offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
+        start = row_offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
         shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
         entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
         return replace(self, indptr=start, indices=self.indices[entry])
@@ -631,7 +634,7 @@ class BlockLayout:
             if t.shape[-1] != t.shape[-2]:
                 raise ValueError(f"t is not square, got {t.shape[-2]} x {t.shape[-1]}; give seq_len")
             seq_len = t.shape[-1]
-        q_block, k_block, rows, columns = _blocks(seq_len, block_size)
+        q_block, k_block, rows, columns = block_grid(seq_len, block_size)
         if t.shape[-2:] != (rows * q_block, columns * k_block):
             raise ValueError(
                 f"t must be {rows * q_block} x {columns * k_block} for seq_len={seq_len}, "
@@ -674,7 +677,7 @@ class BlockLayout:
         queries, keys = m.seq_lengths
         if queries != keys:
             raise ValueError(f"m must have as many queries as keys, got {queries} x {keys}")
-        q_block, k_block, rows, columns = _blocks(keys, (int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])))
+        q_block, k_block, rows, columns = block_grid(keys, (int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])))
         partial = _flat(m.kv_num_blocks, m.kv_indices, columns)
         blocks = partial
         if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
@@ -749,7 +752,7 @@ class BlockLayout:
     ) -> BlockLayout:
         q_block, k_block = _block_pair(block_size)
         counts = counts.reshape(*(1,) * (3 - counts.ndim), *counts.shape)
-        return cls(_offsets(counts), indices, seq_len, q_block, k_block, is_causal)
+        return cls(row_offsets(counts), indices, seq_len, q_block, k_block, is_causal)
 
     def _of_keys(self, keys: Tensor, lead: tuple[int, int], is_causal: bool) -> BlockLayout:
         row = keys // self.key_blocks
@@ -831,7 +834,7 @@ def _block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _blocks(seq_len: int, block_size: int | tuple[int, int]) -> tuple[int, int, int, int]:
+def block_grid(seq_len: int, block_size: int | tuple[int, int]) -> tuple[int, int, int, int]:
     _positive("seq_len", seq_len)
     q_block, k_block = _block_pair(block_size)
     return q_block, k_block, -(-seq_len // q_block), -(-seq_len // k_block)
@@ -842,7 +845,7 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _check_density(density: float) -> None:
+def check_density(density: float) -> None:
     if not 0 < density <= 1:
         raise ValueError(f"density must lie in (0, 1], got {density}")
 
@@ -866,7 +869,7 @@ def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def _offsets(counts: Tensor) -> Tensor:
+def row_offsets(counts: Tensor) -> Tensor:
     """(b, h, rows) counts -> (b, h, rows + 1) offsets into one flat list."""
     ends = counts.flatten().cumsum(0).view_as(counts)
     return torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)
@@ -878,9 +881,9 @@ def _query_span(seq_len: int, q_block: int, rows: int) -> tuple[Tensor, Tensor]:
     return first, (first + q_block).clamp_(max=seq_len) - 1
 
 
-def _visible(seq_len: int, block_size: int | tuple[int, int], is_causal: bool) -> Tensor:
+def visible_blocks(seq_len: int, block_size: int | tuple[int, int], is_causal: bool) -> Tensor:
     """Key blocks that dense attention gives each query block, `(rows,)`."""
-    q_block, k_block, rows, columns = _blocks(seq_len, block_size)
+    q_block, k_block, rows, columns = block_grid(seq_len, block_size)
     if not is_causal:
         return torch.full((rows,), columns)
     return _query_span(seq_len, q_block, rows)[1].squeeze(1) // k_block + 1
@@ -890,7 +893,7 @@ def _block_spans(
     seq_len: int, block_size: int | tuple[int, int], is_causal: bool, spans: Spans
 ) -> tuple[Tensor, Tensor]:
     """Intervals of keys, first to last inclusive and broadcast over rows -> disjoint ascending runs (low, length)."""
-    q_block, k_block, rows, _ = _blocks(seq_len, block_size)
+    q_block, k_block, rows, _ = block_grid(seq_len, block_size)
     first, last = (torch.cat([pair[side].expand(rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if is_causal:
         torch.minimum(last, _query_span(seq_len, q_block, rows)[1], out=last)
@@ -922,8 +925,8 @@ def _either(
         _positive(name, value)
         return min(value, largest)
     assert density is not None
-    _check_density(density)
-    total = int(_visible(seq_len, block_size, is_causal).sum())
+    check_density(density)
+    total = int(visible_blocks(seq_len, block_size, is_causal).sum())
 
     def reached(size: int) -> float:
         return int(_block_spans(seq_len, block_size, is_causal, spans(size))[1].sum()) / total
@@ -962,7 +965,7 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         return wanted, value
     width = int(visible.max())
     counts = torch.where(dense, visible, wanted)
-    base = torch.repeat_interleave(_offsets(counts[None, None])[0, 0, :-1], counts)
+    base = torch.repeat_interleave(row_offsets(counts[None, None])[0, 0, :-1], counts)
     source = torch.repeat_interleave(counts)
     full = torch.arange(source.numel()) - base
     sparse = ~dense[row]

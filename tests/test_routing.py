@@ -1,0 +1,377 @@
+"""Routing: shares against exact ones, quality on peaked scores, the causal guarantee, the learned router's gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import routing
+from dilated_attention.layout import BlockLayout
+from dilated_attention.routing import LearnedRouter
+
+SHAPES = [  # seq_len, block_size, heads, kv_heads
+    (1, 16, 1, 1),
+    (40, 16, 2, 1),
+    (256, 32, 4, 2),
+    (333, (16, 48), 2, 2),
+    (333, (48, 16), 3, 1),
+    (300, (64, 32), 2, 2),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(seq_len, heads=2, kv_heads=2, head_dim=8, batch=2, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    q = 2 * torch.randn(batch, seq_len, heads, head_dim, generator=generator, dtype=dtype)
+    k = 2 * torch.randn(batch, seq_len, kv_heads, head_dim, generator=generator, dtype=dtype)
+    return q, k
+
+
+def share_of(q, k, layout, is_causal):
+    """Exact share of each query block's softmax on each key block, (B, H, query blocks, key blocks)."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    score = torch.einsum("bihd,bjhd->bhij", q, k).double() / math.sqrt(q.shape[-1])
+    if is_causal:
+        score = score.masked_fill(torch.ones(q.shape[1], q.shape[1]).triu(1) > 0, -math.inf)
+    probability = score.softmax(-1)
+    token = torch.arange(q.shape[1])
+    by_key = torch.zeros(*probability.shape[:3], layout.key_blocks, dtype=torch.float64)
+    by_key.index_add_(3, token // layout.k_block, probability)
+    by_row = torch.zeros(*probability.shape[:2], layout.query_blocks, layout.key_blocks, dtype=torch.float64)
+    by_row.index_add_(2, token // layout.q_block, by_key)
+    return by_row / torch.bincount(token // layout.q_block)[:, None]
+
+
+def captured(share, layout):
+    """Share of the softmax in the layout, over the share in as many of the best blocks a row."""
+    best = share.sort(-1, descending=True).values.cumsum(-1).gather(-1, (layout.counts - 1)[..., None])
+    return float((share * layout.dense_blocks()).sum() / best.sum())
+
+
+def routers(block_size, is_causal):
+    options = {"block_size": block_size, "is_causal": is_causal}
+    return {
+        "topk": lambda q, k: routing.topk_blocks(q, k, 0.3, **options),
+        "topp": lambda q, k: routing.topp_blocks(q, k, 0.7, **options),
+        "hierarchical": lambda q, k: routing.hierarchical_blocks(q, k, 0.3, region=2, breadth=1.5, **options),
+        "lsh": lambda q, k: routing.lsh_blocks(q, k, 0.3, num_hashes=8, num_bits=4, **options),
+        "buckets": lambda q, k: routing.lsh_blocks(q, k, num_hashes=1, num_bits=4, **options),
+        "learned": lambda q, k: learned(q.shape[2], k.shape[2], q.shape[3], q.dtype, **options)(q, k),
+    }
+
+
+def learned(heads, kv_heads, head_dim, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return LearnedRouter(heads, head_dim, 0.3, num_kv_heads=kv_heads, **options).to(dtype)
+
+
+NAMES = list(routers(16, False))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_are_well_formed(name, seq_len, block_size, heads, kv_heads, is_causal):
+    q, k = make(seq_len, heads, kv_heads)
+    layout = routers(block_size, is_causal)[name](q, k)
+    assert BlockLayout.from_indices(layout.indptr, layout.indices, seq_len, block_size, is_causal=is_causal) == layout
+    layout.check(2, seq_len, heads)
+    assert (layout.batch_size, layout.num_heads) == (2, heads)
+    diagonal = BlockLayout.local(seq_len, 1, block_size, is_causal=is_causal)
+    assert layout & diagonal == diagonal | (layout & diagonal)  # every list has the diagonal
+    dense = BlockLayout.local(seq_len, seq_len, block_size, is_causal=is_causal)
+    forced = torch.ones_like(dense.counts)
+    if is_causal:  # the blocks that no earlier token can judge
+        first_query = torch.arange(layout.query_blocks)[:, None] * layout.q_block
+        last_key = (torch.arange(layout.key_blocks) + 1) * layout.k_block - 1
+        forced = (dense.dense_blocks() & (last_key > first_query)).sum(-1)
+    else:
+        forced = diagonal.counts
+    if name not in ("topp", "buckets"):
+        budget = (dense.counts * 0.3).round().long().clamp(min=1).maximum(forced)
+        assert torch.equal(layout.counts, budget.expand_as(layout.counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes(name, dtype):
+    q, k = make(200, dtype=dtype)
+    layout = routers(32, False)[name](q, k)
+    assert layout.seq_len == 200
+
+
+@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_chunks_do_not_change_the_choice(name, is_causal, monkeypatch):
+    q, k = make(700, 4, 2)
+    route = routers((32, 16), is_causal)[name]
+    whole = route(q, k)
+    monkeypatch.setattr(routing, "CHUNK", 1)
+    assert route(q, k) == whole
+
+
+# Quality
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_chosen_blocks_carry_the_attention(seed, is_causal):
+    """Topics that persist over spans of tokens, a few heavy keys, queries that share a mean: what real heads show."""
+    generator = torch.Generator().manual_seed(seed)
+    span = 256 if is_causal else 64
+    topics = torch.randn(12, 2, 32, generator=generator)
+    topic = torch.randint(12, (1, 2048 // span), generator=generator).repeat_interleave(span, dim=1)
+    noise = torch.randn(2, 1, 2048, 2, 32, generator=generator)
+    mean = torch.randn(2, 32, generator=generator)
+    heavy = (torch.rand(1, 2048, 1, 1, generator=generator) < 0.02) * 2.0
+    q = topics[topic] + 0.7 * noise[0] + mean
+    k = topics[topic] + 0.7 * noise[1] + heavy * mean
+    options = {"block_size": 32, "is_causal": is_causal}
+    share = share_of(q, k, BlockLayout.local(2048, 1, 32), is_causal)
+    got = {
+        "topk": captured(share, routing.topk_blocks(q, k, 0.1, **options)),
+        "lsh": captured(share, routing.lsh_blocks(q, k, 0.1, **options)),
+        "hierarchical": captured(share, routing.hierarchical_blocks(q, k, 0.1, region=4, **options)),
+    }
+    # a causal choice cannot foresee a change of topic, which one row in eight holds here, and keeps the diagonal
+    least = (
+        {"topk": 0.7, "lsh": 0.5, "hierarchical": 0.7}
+        if is_causal
+        else {"topk": 0.97, "lsh": 0.85, "hierarchical": 0.97}
+    )
+    assert all(got[name] >= least[name] for name in least), got
+
+
+def test_shares_are_exact_when_every_key_is_a_peak(monkeypatch):
+    monkeypatch.setattr(routing, "KEY_PEAKS", 16)
+    monkeypatch.setattr(routing, "QUERY_PARTS", 16)
+    q, k = make(200, 4, 2, dtype=torch.float64)
+    grid = routing._grid(q, k, 16, False, False, 0)
+    share = torch.cat([part for _, part in routing._shares(q, k, grid, None)], dim=2)
+    expected = share_of(q, k, BlockLayout.local(200, 1, 16), False)
+    torch.testing.assert_close(share, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_top_p_takes_the_fewest_blocks(monkeypatch):
+    monkeypatch.setattr(routing, "KEY_PEAKS", 16)
+    monkeypatch.setattr(routing, "QUERY_PARTS", 16)
+    q, k = make(192, dtype=torch.float64)
+    for mass in (0.2, 0.5, 0.9, 1.0):
+        layout = routing.topp_blocks(q, k, mass, block_size=16, keep_diagonal=False)
+        share = share_of(q, k, layout, False)
+        kept = (share * layout.dense_blocks()).sum(-1)
+        least = share.masked_fill(~layout.dense_blocks(), 2.0).amin(-1)
+        assert bool((kept >= mass - 1e-9).all())
+        assert bool((kept - least < mass).all())
+
+
+def test_floor_and_free_diagonal():
+    q, k = make(512, 1, 1, batch=1)
+    for floor in (0, 3):
+        layout = routing.topk_blocks(q, k, 0.01, block_size=32, keep_diagonal=False, floor=floor)
+        assert layout.counts.unique().tolist() == [floor]
+    assert routing.topp_blocks(q, k, 1e-9, block_size=32, floor=5).counts.unique().tolist() == [5]
+    causal = routing.topk_blocks(q, k, 0.01, block_size=32, is_causal=True, floor=4)
+    assert causal.counts.flatten().tolist() == [1, 2, 3] + [4] * 13
+    k[:, 37:40] += 10 * q[:, 64:96].mean(1, keepdim=True)
+    row = routing.topk_blocks(q, k, 1 / 16, block_size=32, keep_diagonal=False).dense_blocks()[0, 0, 2]
+    assert row.nonzero().flatten().tolist() == [1]
+
+
+def test_lists_for_kv_heads():
+    q, k = make(512, 6, 2)
+    layout = routing.topk_blocks(q, k, 0.2, block_size=32, per_kv_head=True)
+    assert layout.num_heads == 2
+    layout.check(2, 512, 6, 2)
+    one_each = [q[:, :, [head, 3 + head]] for head in range(3)]
+    same = torch.cat([one_each[0]] * 3, dim=3).unflatten(3, (3, 8)).flatten(2, 3)  # three equal heads a group
+    assert routing.topk_blocks(same, k, 0.2, block_size=32, per_kv_head=True) == routing.topk_blocks(
+        one_each[0], k, 0.2, block_size=32
+    )
+
+
+# LSH
+
+
+@pytest.mark.parametrize(("seq_len", "block_size"), [(200, 16), (333, (16, 48))])
+def test_lsh_is_exact_inside_buckets(seq_len, block_size):
+    q, k = make(seq_len, 2, 1)
+    layout = routing.lsh_blocks(q, k, num_hashes=2, num_bits=11, block_size=block_size, keep_diagonal=False, floor=0)
+    generator = torch.Generator().manual_seed(0)
+    planes = torch.randn(8, 22, generator=generator, dtype=torch.float64).float()
+    signs = [((x - x.mean(1, keepdim=True)) @ planes > 0).unflatten(-1, (2, 11)) for x in (q, k.expand_as(q))]
+    shared = (signs[0][:, :, None] == signs[1][:, None]).all(-1).any(-1).permute(0, 3, 1, 2)  # (B, H, N, N)
+    token = torch.arange(seq_len)
+    pairs = torch.zeros(2, 2, layout.query_blocks, layout.key_blocks)
+    at = (token // layout.q_block * layout.key_blocks)[:, None] + token // layout.k_block
+    pairs.flatten(2).index_add_(2, at.flatten(), shared.flatten(2).float())
+    assert torch.equal(layout.dense_blocks(), pairs > 0)
+    assert 0 < layout.density < 1
+
+
+def test_lsh_seeds():
+    q, k = make(512)
+    assert routing.lsh_blocks(q, k, 0.2, block_size=32) == routing.lsh_blocks(q, k, 0.2, block_size=32)
+    assert routing.lsh_blocks(q, k, 0.2, block_size=32) != routing.lsh_blocks(q, k, 0.2, block_size=32, seed=1)
+
+
+# The causal guarantee
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(SHAPES[1:]), st.sampled_from(NAMES), st.data())
+def test_later_tokens_never_change_what_earlier_queries_see(seed, shape, name, data):
+    seq_len, block_size, heads, kv_heads = shape
+    route = routers(block_size, True)[name]
+    q, k = make(seq_len, heads, kv_heads, seed=seed, batch=1)
+    t = data.draw(st.integers(0, seq_len - 2))
+    later_q, later_k = make(seq_len, heads, kv_heads, seed=seed + 1, batch=1)
+    size = data.draw(st.sampled_from([0.0, 1.0, 30.0]))
+    changed_q, changed_k = (
+        torch.cat([a[:, : t + 1], size * b[:, t + 1 :]], dim=1) for a, b in ((q, later_q), (k, later_k))
+    )
+    before, after = (layout.dense_mask()[..., : t + 1, :] for layout in (route(q, k), route(changed_q, changed_k)))
+    assert torch.equal(before, after)
+
+
+def test_the_guarantee_would_catch_a_look_ahead():
+    q, k = make(256, 1, 1, batch=1)
+    ahead = routing.topk_blocks(q, k, 0.3, block_size=16).causal()
+    q[:, 101:] *= -3
+    k[:, 101:] *= -3
+    changed = routing.topk_blocks(q, k, 0.3, block_size=16).causal()
+    assert not torch.equal(ahead.dense_mask()[..., :101, :], changed.dense_mask()[..., :101, :])
+
+
+# The learned router
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_relaxed_objective_has_its_true_gradient(is_causal, kv_heads):
+    q, k = make(72, 2, kv_heads, head_dim=4, batch=1, dtype=torch.float64)
+    v = make(72, 2, kv_heads, head_dim=4, batch=1, seed=5, dtype=torch.float64)[1]
+    router = LearnedRouter(
+        2, 4, 0.5, num_kv_heads=kv_heads, rank=3, temperature=0.5, block_size=16, is_causal=is_causal
+    ).double()
+    target = make(72, 2, 2, head_dim=4, batch=1, seed=9, dtype=torch.float64)[0]
+
+    def objective(query_map, key_map, q, k, v):
+        parameters = {"query_map": query_map, "key_map": key_map}
+        out = torch.func.functional_call(_Relaxed(router), {f"router.{n}": p for n, p in parameters.items()}, (q, k, v))
+        return ((out - target) ** 2).mean()
+
+    inputs = [x.detach().clone().requires_grad_() for x in (router.query_map, router.key_map, q, k, v)]
+    assert torch.autograd.gradcheck(lambda *maps: objective(*maps, *inputs[2:]), inputs[:2], atol=1e-7, rtol=1e-5)
+    assert torch.autograd.gradcheck(objective, inputs, atol=1e-7, rtol=1e-5, fast_mode=True)
+    grads = torch.autograd.grad(objective(*inputs), inputs)
+    assert all(float(g.abs().max()) > 1e-6 for g in grads)
+
+
+class _Relaxed(torch.nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        self.router = router
+
+    def forward(self, q, k, v):
+        return self.router.relaxed_attention(q, k, v)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gates_sum_to_the_budget_and_harden_to_the_layout(is_causal):
+    q, k = make(400, 4, 2, dtype=torch.float64)
+    router = learned(4, 2, 8, torch.float64, block_size=32, is_causal=is_causal)
+    layout = router(q, k)
+    gates = router.log_gates(q, k).exp()
+    torch.testing.assert_close(gates.sum(-1), layout.counts.double(), rtol=1e-9, atol=1e-9)
+    router.temperature = 1e-6
+    hard = router.log_gates(q, k).exp()
+    torch.testing.assert_close(hard, layout.dense_blocks().double(), rtol=0, atol=1e-6)
+    v = make(400, 4, 2, seed=3, dtype=torch.float64)[1]
+    score = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+    probability = score.masked_fill(~layout.dense_mask(), -math.inf).softmax(-1)
+    expected = torch.einsum("bhij,bjhd->bihd", probability, v.repeat_interleave(2, 2))
+    torch.testing.assert_close(router.relaxed_attention(q, k, v), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_training_the_router_finds_the_blocks_that_matter():
+    """Blocks share one of four topics; only the topic's direction tells which keys a query wants."""
+    torch.manual_seed(0)
+    topics = 2 * torch.randn(4, 16)
+    topic = torch.randint(4, (8, 16)).repeat_interleave(16, dim=1)
+    k = topics[topic][:, :, None] + 0.5 * torch.randn(8, 256, 1, 16)
+    q = -topics[(topic + 1) % 4][:, :, None] + 0.5 * torch.randn(8, 256, 1, 16)
+    v = torch.randn(8, 256, 1, 16)
+    score = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    target = torch.einsum("bhij,bjhd->bihd", score.softmax(-1), v)
+    router = LearnedRouter(1, 16, 0.25, rank=8, temperature=0.3, block_size=16)
+    share = share_of(q, k, router(q, k), False)
+    before = captured(share, router(q, k))
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.03)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = (router.relaxed_attention(q, k, v) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+    after = captured(share, router(q, k))
+    assert after > 0.8, (before, after)
+    assert before < 0.65, (before, after)
+
+
+def test_router_is_a_module():
+    router = LearnedRouter(4, 8, 0.2, num_kv_heads=2)
+    again = LearnedRouter(4, 8, 0.2, num_kv_heads=2)
+    again.load_state_dict(router.state_dict())
+    q, k = make(300, 4, 2)
+    assert again(q, k) == router(q, k)
+    assert not router(q, k).indices.requires_grad
+    assert "density=0.2" in repr(router)
+
+
+# Schedule and bad input
+
+
+def test_density_schedule():
+    assert routing.density_schedule(1) == routing.density_schedule(4096) == 1.0
+    assert routing.density_schedule(16384) == 0.5
+    assert routing.density_schedule(1 << 20, exponent=1.0) == 4096 / (1 << 20)
+    densities = [routing.density_schedule(2**i) for i in range(10, 24)]
+    assert densities == sorted(densities, reverse=True)
+
+
+Q, K = make(64, 4, 2)
+BAD = [
+    (r"density must lie in \(0, 1\], got 0", lambda: routing.topk_blocks(Q, K, 0)),
+    (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
+    (r"mass must lie in \(0, 1\], got 0", lambda: routing.topp_blocks(Q, K, 0.0)),
+    ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),
+    ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q[0], K[0], 0.1)),
+    ("heads of k must divide the 3 heads of q, got 2", lambda: routing.topk_blocks(Q[:, :, :3], K, 0.1)),
+    ("block_size must be", lambda: routing.topk_blocks(Q, K, 0.1, block_size=8)),
+    ("keep_diagonal=False contradicts", lambda: routing.topk_blocks(Q, K, 0.1, is_causal=True, keep_diagonal=False)),
+    ("floor must be at least 0, got -1", lambda: routing.topk_blocks(Q, K, 0.1, floor=-1)),
+    ("region and breadth must be at least 1", lambda: routing.hierarchical_blocks(Q, K, 0.1, region=0)),
+    ("num_hashes must be at least 1 and num_bits", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
+    ("exponent in", lambda: routing.density_schedule(10, exponent=2.0)),
+    ("num_kv_heads must divide num_heads=4, got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
+    ("temperature must be positive, got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    (r"density must lie in \(0, 1\]", lambda: LearnedRouter(4, 8, 2.0)),
+    ("the router has 4 heads and 4 KV heads, got q with 4 and k with 2", lambda: LearnedRouter(4, 8, 0.1)(Q, K)),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), BAD)
+def test_bad_input(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
