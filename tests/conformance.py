@@ -47,8 +47,12 @@ def excesses(
     gradient_of: tuple[str, ...] = ("out", "lse"),
     seed: int = 0,
 ) -> dict[str, float]:
-    """The error of each result over its bar, judged on the float64 oracle of the same inputs."""
+    """The error of each result over its bar, judged on the float64 oracle of the same inputs.
+
+    `counts` has the heads of k, or those of q where the query heads of one key-value head see different keys.
+    """
     q, k, v = inputs
+    apart = max(1, counts.shape[-3] // k.shape[2])
     generator = torch.Generator().manual_seed(seed)
     shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
     dtypes = {"out": q.dtype, "lse": torch.promote_types(q.dtype, torch.float32)}
@@ -56,6 +60,7 @@ def excesses(
     cotangents = {name: x.to(dtypes[name]) for name, x in normal.items()}
 
     def oracle(q, k, v):
+        k, v = (x.repeat_interleave(apart, 2) for x in (k, v))
         out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
         return out, lse.transpose(1, 2)
 
@@ -65,7 +70,9 @@ def excesses(
     cotangents = {name: x.double() for name, x in cotangents.items()}
     expected = evaluate(oracle, doubles, cotangents)
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    sizes = magnitudes(*doubles, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms)
+    apart_keys = (x.repeat_interleave(apart, 2) for x in doubles[1:])
+    sizes = magnitudes(doubles[0], *apart_keys, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms)
+    sizes |= {name: sizes[name].unflatten(2, (-1, apart)).sum(3) for name in ("dk", "dv")}
     return {name: excess(actual[name], expected[name], sizes[name], q.dtype) for name in expected}
 
 

@@ -56,7 +56,7 @@ def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Ite
 
 
 def _layouts(
-    plan: Plan, sizes: Sequence[int], tables: Sequence[Tensor], batch: slice | None = None
+    plan: Plan, sizes: Sequence[int], tables: Sequence[Tensor], is_causal: bool, batch: slice | None = None
 ) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, from four sizes and two tables each.
 
@@ -67,8 +67,9 @@ def _layouts(
         return None
     made = {}
     for i in range(0, len(tables), 2):
-        seq_len, q_block, k_block, is_causal = sizes[2 * i : 2 * i + 4]
-        made[seq_len] = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(is_causal))
+        seq_len, q_block, k_block, cut = sizes[2 * i : 2 * i + 4]
+        layout = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(cut))
+        made[seq_len] = layout.causal() if is_causal else layout
     wanted = {group.queries.count for group in plan.groups}
     if batch is not None and len(made) == 1:
         (layout,) = made.values()
@@ -123,7 +124,7 @@ def _forward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(plan, layout_sizes, layouts)
+        tables = _layouts(plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
         )
@@ -134,7 +135,7 @@ def _forward(
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
             q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
-            layouts=_layouts(plan, layout_sizes, layouts, batch),
+            layouts=_layouts(plan, layout_sizes, layouts, is_causal, batch),
         )  # fmt: skip
     return out, lse
 
@@ -170,7 +171,7 @@ def _backward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(plan, layout_sizes, layouts)
+        tables = _layouts(plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
         )
@@ -181,7 +182,7 @@ def _backward(
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
         dq[batch, seq], dk[batch, seq], dv[batch, seq] = _BACKENDS[backend].backward(
             dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
-            layouts=_layouts(plan, layout_sizes, layouts, batch),
+            layouts=_layouts(plan, layout_sizes, layouts, is_causal, batch),
         )  # fmt: skip
     return dq, dk, dv
 

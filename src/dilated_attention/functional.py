@@ -15,7 +15,7 @@ from dilated_attention.backends import reference, table
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Offsets, Product
-from dilated_attention.plan import StridedGroup, plan_dilated
+from dilated_attention.plan import StridedGroup, plan_dilated, row_counts
 
 Pattern = Dilated | BlockLayout | Product
 
@@ -203,7 +203,7 @@ def _attend(
     choice = table.choose(backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale))
     dilated = _dilated(pattern, q.shape[1])
     offsets = _table(dilated, compat, k.shape[2], head_offset)
-    layouts = _layouts(pattern, q, offsets, is_causal, lengths, cu_seqlens)
+    layouts = _layouts(pattern, q, offsets, lengths, cu_seqlens)
     if choice.backend == "reference":
         for _ in autograd.samples(q, lengths, cu_seqlens):
             pass  # checks the lengths
@@ -251,7 +251,6 @@ def _layouts(
     pattern: Pattern,
     q: Tensor,
     offsets: tuple[tuple[int, ...], ...],
-    is_causal: bool,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> list[BlockLayout]:
@@ -259,29 +258,31 @@ def _layouts(
     if isinstance(pattern, Dilated):
         return []
     if isinstance(pattern, BlockLayout):
-        if cu_seqlens is None:
-            pattern.check(q.shape[0], q.shape[1], q.shape[2])
+        # Packed samples have the layout of their first tokens, whatever their common length.
+        pattern.check(q.shape[0], q.shape[1] if cu_seqlens is None else pattern.seq_len, q.shape[2])
         found = [pattern]
     else:
         dilated = pattern.dilated
         counts: set[int] = set()
         for _, seq in autograd.samples(q, lengths, cu_seqlens):
             start, stop, _ = seq.indices(q.shape[1])
-            plan = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
-            counts |= {group.queries.count for group in plan.groups}
+            counts |= row_counts(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
             layout.check(1, layout.seq_len, q.shape[2])
-    return [(layout.causal() if is_causal else layout).to(q.device) for layout in found]
+    return [layout.to(q.device) for layout in found]
 
 
 def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:
     """For the oracle: which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
+    longest = max(layouts, key=lambda layout: layout.seq_len)
 
     def visible(sample: int, length: int) -> Tensor:
-        mask = masks.get(length, masks[max(masks)])
-        return mask[sample if len(mask) > 1 else 0, :, :length, :length]
+        if length not in masks:
+            masks[length] = longest.prefix(length).dense_mask().cpu()
+        mask = masks[length]
+        return mask[sample if len(mask) > 1 else 0]
 
     return visible
 

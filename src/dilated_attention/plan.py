@@ -219,3 +219,16 @@ def plan_dilated(
     """
     key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
     return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
+
+
+def row_counts(
+    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int
+) -> set[int]:
+    """How many tokens take part in a segment, of all segments, branches and heads: without plan or cache, whose lock
+    `torch.compile` cannot trace."""
+    counts = set()
+    for segment, rate, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
+        segment = max(1, min(segment, seq_len))
+        lengths = {segment, seq_len % segment} if seq_len else set()
+        counts |= {-(-(length - offset) // rate) for length in lengths for offset in offsets if 0 <= offset < length}
+    return counts

@@ -1,0 +1,258 @@
+"""Block layouts, and their products with dilation, through the public functions against counts from the definition."""
+
+from __future__ import annotations
+
+import functools
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance import excesses
+from dilated_attention import BlockLayout, Dilated, attention
+from dilated_attention.backends import blocks
+
+BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
+LENGTHS = st.sampled_from(range(1, 161))
+SEGMENTS = st.sampled_from(range(1, 151))
+HEAD_DIM = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small calls are faster on one; and `torch.empty` is filled with NaN, so that what is read was written."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def build(name: str, seq_len: int, block_size: tuple[int, int], seed: int) -> BlockLayout:
+    """A layout of the builder `name`, whose arguments follow from the seed."""
+    draw = random.Random(seed)
+    window, tokens = draw.randint(1, 100), draw.randint(1, min(seq_len, 40))
+    match name:
+        case "local":
+            return BlockLayout.local(seq_len, window, block_size)
+        case "global":
+            return BlockLayout.global_(seq_len, tokens, block_size)
+        case "strided":
+            return BlockLayout.strided(seq_len, draw.choice([7, 40, 64]), block_size)
+        case "dilated":
+            return BlockLayout.dilated(seq_len, draw.choice([[1, 2, 4], [3], [2, 5]]), draw.randint(1, 2), block_size)
+        case "hierarchical":
+            return BlockLayout.hierarchical(seq_len, [(1, window), (64, window + 70), (90, None)], block_size)
+        case "random":
+            return BlockLayout.random(seq_len, draw.choice([0.1, 0.4, 0.8]), seed, block_size)
+        case "longformer":
+            return BlockLayout.longformer(seq_len, window, tokens, block_size)
+        case "bigbird":
+            return BlockLayout.bigbird(seq_len, window, tokens, 1, seed, block_size)
+    return some(seq_len, block_size, (1, 1), draw.choice([0.0, 0.1, 0.4, 0.9]), seed)
+
+
+def some(seq_len: int, block_size: tuple[int, int], lead: tuple[int, int], share: float, seed: int) -> BlockLayout:
+    """Each block with probability `share`, for each of lead's batch elements and heads on its own."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (-(-seq_len // size) for size in block_size)
+    return BlockLayout.from_mask(torch.rand(*lead, rows, columns, generator=generator) < share, seq_len, block_size)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, but for numbers that `seed` gives. `constants` are those of the backend, made small
+    so that small calls run through every path of it."""
+
+    builder: str
+    seq_len: int
+    batch: int
+    kv_heads: int
+    group: int
+    block_size: tuple[int, int]
+    own_lists: tuple[bool, bool]
+    branches: tuple[tuple[int, int], ...] = ()
+    is_causal: bool = False
+    causal_layout: bool = False
+    lengths: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    padding: float | None = None
+    constants: tuple[tuple[str, object], ...] = ()
+    gradient_of: tuple[str, ...] = ("out", "lse")
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def layout(self, length: int) -> BlockLayout:
+        layout = build(self.builder, length, self.block_size, self.seed)
+        own_batch, own_heads = self.own_lists
+        lead = (self.batch if own_batch and not self.branches else 1, self.heads if own_heads else 1)
+        if lead != (1, 1):
+            layout = layout & some(length, self.block_size, lead, 0.7, self.seed)
+        return layout.causal() if self.causal_layout else layout
+
+    def pattern(self):
+        if not self.branches:
+            return self.layout(self.seq_len)
+        return Dilated(*map(tuple, zip(*self.branches, strict=True))) * functools.cache(self.layout)
+
+    def options(self) -> dict[str, Tensor | None]:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        mask = (
+            None if self.padding is None else torch.rand(self.batch, self.seq_len, generator=generator) < self.padding
+        )
+        return {
+            "lengths": None if self.lengths is None else torch.tensor(self.lengths),
+            "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens),
+            "key_padding_mask": mask,
+        }
+
+    def counts(self) -> Tensor:
+        """How often each query of each query head sees each key, from the definition, segment by segment."""
+        n, heads = self.seq_len, self.heads
+        counts = torch.zeros(self.batch, heads, n, n, dtype=torch.int32)
+        samples = [(b, 0, n if self.lengths is None else self.lengths[b]) for b in range(self.batch)]
+        if self.cu_seqlens is not None:
+            samples = [(0, *bounds) for bounds in pairwise(self.cu_seqlens)]
+        for b, start, stop in samples:
+            for h in range(heads):
+                for w, r in self.branches or ((n, 1),):
+                    for first in range(start, stop, w):
+                        tokens = torch.arange(first + h // self.group % r, min(first + w, stop), r)
+                        if tokens.numel():
+                            counts[b, h, tokens[:, None], tokens] += self.seen(b, h, len(tokens))
+        if self.is_causal:
+            counts.tril_()
+        mask = self.options()["key_padding_mask"]
+        return counts if mask is None else counts * ~mask[:, None, None]
+
+    def seen(self, b: int, h: int, count: int) -> Tensor:
+        layout = self.layout(count if self.branches else self.seq_len)
+        active = layout.dense_blocks()[b % layout.batch_size, h % layout.num_heads]
+        position = torch.arange(count)
+        pairs = active[(position // layout.q_block)[:, None], position // layout.k_block]
+        return pairs.tril() if self.causal_layout else pairs
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return tuple(
+            torch.randn(self.batch, self.seq_len, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+
+
+@st.composite
+def calls(draw, products: bool, ragged: bool = False) -> Call:
+    seq_len, batch, group = draw(LENGTHS), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    branches: tuple[tuple[int, int], ...] = ()
+    if products:
+        branches = tuple(draw(st.lists(st.tuples(SEGMENTS, st.sampled_from([1, 2, 3])), min_size=1, max_size=3)))
+        branches = tuple((max(w, r), r) for w, r in branches)
+    lengths = cu_seqlens = padding = None
+    kind = draw(st.sampled_from(["lengths", "cu_seqlens", "mask", "lengths+mask", "cu_seqlens+mask"])) if ragged else ""
+    if "lengths" in kind:
+        lengths = tuple(draw(st.lists(st.sampled_from(range(seq_len, -1, -1)), min_size=batch, max_size=batch)))
+    if "cu_seqlens" in kind:
+        batch = 1
+        cu_seqlens = (0, *sorted(draw(st.lists(st.sampled_from(range(seq_len + 1)), max_size=4))), seq_len)
+    if "mask" in kind:
+        padding = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+    constants = {"_LONG_ROWS": [(96, 32), blocks._LONG_ROWS], "_VIEW_BLOCKS": [3, blocks._VIEW_BLOCKS]}
+    constants |= {"_CHUNK_BYTES": [20_000, blocks._CHUNK_BYTES], "_FOLD_TOKENS": [0, blocks._FOLD_TOKENS]}
+    return Call(
+        builder=draw(st.sampled_from(BUILDERS)),
+        seq_len=seq_len,
+        batch=batch,
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        group=group,
+        block_size=draw(st.sampled_from([(16, 16), (16, 16), (32, 32), (16, 32), (32, 16), (48, 32), (16, 256)])),
+        own_lists=draw(st.sampled_from([(False, False), (False, True), (True, False), (True, True)])),
+        branches=branches,
+        is_causal=draw(st.booleans()),
+        causal_layout=draw(st.sampled_from([False, False, True])),
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
+        padding=padding,
+        constants=tuple((name, draw(st.sampled_from(values))) for name, values in constants.items()),
+        gradient_of=draw(st.sampled_from([("out",), ("out", "lse"), ("lse",)])),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
+    def run(q, k, v):
+        return attention(q, k, v, pattern, is_causal=call.is_causal, return_lse=True, backend=backend, **call.options())
+
+    pattern = call.pattern()
+    with ExitStack() as patches:
+        for name, value in call.constants:
+            patches.enter_context(mock.patch.object(blocks, name, value))
+        errors = excesses(
+            run,
+            call.inputs(dtype),
+            call.counts(),
+            scale=HEAD_DIM**-0.5,
+            gradient_of=call.gradient_of,
+            seed=call.seed,
+        )
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+def random_calls(count: int):
+    """The same calls in every run, so that a failure is the change's and not the day's."""
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
+
+
+FULL_PRECISION = st.sampled_from([torch.float64, torch.float32])
+
+
+@random_calls(300)
+@given(call=calls(products=False))
+def test_layouts_in_float64(call):
+    check(call, torch.float64)
+
+
+@random_calls(200)
+@given(call=calls(products=False))
+def test_layouts_in_float32(call):
+    check(call, torch.float32)
+
+
+@random_calls(200)
+@given(call=calls(products=True), dtype=FULL_PRECISION)
+def test_products(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(200)
+@given(call=calls(products=False, ragged=True), dtype=FULL_PRECISION)
+def test_ragged_layouts(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(120)
+@given(call=calls(products=True, ragged=True), dtype=FULL_PRECISION)
+def test_ragged_products(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(60)
+@given(call=calls(products=False), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_half_precision(call, dtype):
+    check(call, dtype)
+
+
+@random_calls(40)
+@given(call=st.one_of(calls(products=False, ragged=True), calls(products=True, ragged=True)))
+def test_reference_backend(call):
+    check(call, torch.float64, "reference")
