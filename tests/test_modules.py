@@ -108,6 +108,18 @@ def test_branches_are_a_bias_of_log_counts(offsets, causal):
     same(out, theirs(x, x, x, attn_mask=counts.log().repeat(2, 1, 1), need_weights=False)[0])
 
 
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])
+def test_weights_equal_pytorch(layout, average):
+    ours, theirs = twins(24, 3, batch_first=layout != "seq_first")
+    x = torch.randn((9, 24) if layout == "unbatched" else (2, 9, 24), **F64)
+    if layout == "seq_first":
+        x = x.transpose(0, 1)
+    (out, weights), expected = (m(x, x, x, need_weights=True, average_attn_weights=average) for m in (ours, theirs))
+    same(out, expected[0])
+    same(weights.to_dense(), expected[1])
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"bias": False}, {"kdim": 10, "vdim": 6}])
 def test_initialised_draw_for_draw_as_pytorch(kwargs):
     torch.manual_seed(3)
@@ -145,8 +157,9 @@ def test_encoder_layer_calls_it_in_eval_mode_too():
 def test_refusals(unchecked):
     x = torch.randn(2, 8, 16)
     module = MultiheadDilatedAttention(16, 2, **COVER)
-    with pytest.raises(UnsupportedError, match="need_weights=True"):
-        module(x, x, x, need_weights=True)
+    compat = MultiheadDilatedAttention(16, 2, **COVER, compat="torchscale")
+    with pytest.raises(UnsupportedError, match="need_weights=True: with compat='torchscale'"):
+        compat(x, x, x, need_weights=True)
     with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(8, 8\)"):
         module(x, x, x, attn_mask=torch.zeros(8, 8))
     with pytest.raises(UnsupportedError, match="same positions"):
