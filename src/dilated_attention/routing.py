@@ -532,18 +532,22 @@ def _shares(
     key, multiplicity = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
-    key, multiplicity = key.transpose(2, 3).flatten(2, 3), multiplicity.T
-    per_row = batch * heads * max(held, key.shape[2] * query.shape[3])
+    key, multiplicity = key.transpose(2, 3), multiplicity.T
+    per_row = batch * heads * max(held, query.shape[3] * multiplicity.numel())
     step = max(1, CHUNK // per_row)
+    if grid.is_causal:  # shorter chunks score fewer keys that they may not choose
+        step = min(step, -(-grid.rows // 8))
     for start in range(0, grid.rows, step):
         at = slice(start, min(start + step, grid.rows))
-        rows = query[:, :, at]
-        logits = rows.reshape(batch, kv_heads, -1, q.shape[3]) @ key.mT
-        logits = logits.view(*rows.shape[:4], *multiplicity.shape).add_(multiplicity)
-        share = _share(logits, weight[at], grid.allowed[at])
+        rows, allowed = query[:, :, at], grid.allowed[at]
+        seen = max(1, (at.stop - 1) * grid.q_block // grid.k_block + 1) if grid.is_causal else grid.columns
+        seen = min(seen, grid.columns)
+        logits = rows.reshape(batch, kv_heads, -1, q.shape[3]) @ key[:, :, :, :seen].flatten(2, 3).mT
+        logits = logits.view(*rows.shape[:4], -1, seen).add_(multiplicity[:, :seen])
+        share = F.pad(_share(logits, weight[at], allowed[:, :seen]), (0, grid.columns - seen))
         if group:
             share = share.unflatten(1, (kv_heads, -1)).mean(2)
-        yield at, _ranked(share, grid.allowed[at], grid.always[at])
+        yield at, _ranked(share, allowed, grid.always[at])
 
 
 def _share(logits: Tensor, weight: Tensor, allowed: Tensor) -> Tensor:
