@@ -128,7 +128,9 @@ class Call:
             for h in range(heads):
                 for w, r in self.branches or ((n, 1),):
                     for first in range(start, stop, w):
-                        tokens = torch.arange(first + h // self.group % r, min(first + w, stop), r)
+                        tokens = torch.tensor(
+                            range(first + h // self.group % r, min(first + w, stop), r), dtype=torch.int64
+                        )
                         if tokens.numel():
                             counts[b, h, tokens[:, None], tokens] += self.seen(b, h, len(tokens))
         if self.is_causal:

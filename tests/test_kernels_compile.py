@@ -1,15 +1,13 @@
 """The kernels compiled for GPUs that are not there: what the machine code holds.
 
-A part of what ships is compiled here. The whole is what `python -m dilated_attention.kernels.compile_ahead --output
-results/aot` compiled, whose reports are checked for every variant.
+A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot` compiles and
+reports the whole.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +16,8 @@ pytest.importorskip("triton", reason="Triton runs on Linux only")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from dilated_attention.kernels.compile_ahead import CALLS, HEAD_DIMS, KERNELS, TARGETS, Report, Variant, build, variants
+from dilated_attention.kernels.compile_ahead import KERNELS, Report, Variant, build
 
-RESULTS = Path(__file__).parent.parent / "results/aot"
 EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
     for target, head_dim, calls in [
@@ -48,16 +45,6 @@ ONE_KERNEL = [
 )
 def test_machine_code(variant: Variant):
     assert build(variant).faults == []
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_reports_of_all_that_ships(target: str):
-    rows = [Report(**json.loads(line)) for line in (RESULTS / f"{target}.jsonl").read_text().splitlines()]
-    assert {(r.kernel, r.head_dim, r.dtype, r.call) for r in rows} == {
-        (v.kernel, v.head_dim, v.dtype, v.call) for v in variants([target])
-    }
-    assert len(rows) == len(KERNELS) * len(HEAD_DIMS) * 2 * len(CALLS)
-    assert [row for row in rows if row.faults] == []
 
 
 def test_faults_are_found():
