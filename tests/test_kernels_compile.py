@@ -1,7 +1,7 @@
 """The kernels compiled for GPUs that are not there: what the machine code holds.
 
-A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot` compiles and
-reports the whole.
+A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot`
+compiles and reports the whole.
 """
 
 from __future__ import annotations
