@@ -165,7 +165,7 @@ class PlanCache:
         value = make()
         with self._lock:
             self._misses += 1
-            if key not in self._entries:
+            if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
                 self._entries[key] = value
                 self._bytes += value.nbytes  # type: ignore[attr-defined]
                 self._evict()
