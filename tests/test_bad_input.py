@@ -209,3 +209,20 @@ def test_nan_and_inf_pass_through(name, number, backend):
         assert (seen if name != "v" else seen[:, 3]).isnan().all()
     for gradient in torch.autograd.grad(out.sum(), leaves):
         assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_lies_beyond_a_sample_reaches_nothing(is_causal, backend):
+    """NaN behind `lengths`, or in another sample of `cu_seqlens`, changes no row and no gradient before it."""
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(1, SEQ, HEADS, DIM, generator=generator) for _ in "qkv"]
+    dirty = [torch.cat([x[:, :5], torch.full_like(x[:, 5:], torch.nan)], 1) for x in clean]
+    for ragged in ({"lengths": ids(5)}, {"cu_seqlens": ids(0, 5, 8)}):
+        results = []
+        for tensors in (clean, dirty):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            out = dilated_attention(*leaves, [4, 8], [1, 2], is_causal=is_causal, backend=backend, **ragged)
+            results.append([out, *torch.autograd.grad(out[:, :5].sum(), leaves)])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a[:, :5], b[:, :5])

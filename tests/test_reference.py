@@ -233,14 +233,18 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(where, number):
     tensors = dict(zip("qkv", make((1, 8, 2, 3), 2), strict=True))
     tensors[where][0, 5, 1] = number
     # Causal segments of 4: token 5 is seen by 5, 6 and 7.
-    out, _ = reference_attention(*tensors.values(), [4], [1], [[0, 0]], is_causal=True)
-    rows = {"q": [5], "k": [5, 6, 7], "v": [5, 6, 7]}[where]
-    if (where, number) == ("k", math.inf):
-        rows = [i for i in rows if out[0, i, 1].isnan().any()]  # a score of -inf hides the key
-    assert out[0, rows, 1].isnan().all()
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    out, lse = reference_attention(*leaves, [4], [1], [[0, 0]], is_causal=True)
+    rows = [5] if where == "q" else [5, 6, 7]
     others = [i for i in range(8) if i not in rows]
+    assert out[0, rows, 1].isnan().all() if where != "v" else out[0, rows, 1, 0].isnan().all()
+    assert lse[0, rows, 1].isnan().all() or where == "v"
     assert out[0, others, 1].isfinite().all()
     assert out[0, :, 0].isfinite().all()
+    assert lse[0, others].isfinite().all()
+    for gradient in torch.autograd.grad((out.sum(), lse.sum()), leaves):
+        assert gradient[0, :4].isfinite().all()
+        assert gradient[0, :, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -9,10 +9,9 @@ exactly 0, and what is computed is the rounding of dP - dP. So an error passes i
 (`conformance.magnitudes`). The second bar is the higher one only where the result is a small part of these terms: below
 1 % of them in float32, 8 % in bfloat16, 7 % in float16.
 
-Measured over 6,000 random calls per dtype and more of `test_properties` (CPU, torch 2.13): where the result is over 3 %
-of its terms, the largest relative error is 1.1e-15 in float64, 6.1e-7 in float32, 2.3e-2 in bfloat16, 2.2e-3 in
-float16;
-where only the second bar is met, the largest error is 0.25, 0.13, 0.12 and 0.10 ε ‖magnitude‖.
+Measured on 6,000 random calls of `test_properties` per dtype (CPU, torch 2.13): where the result is over 3 % of its
+terms, the largest relative error is 1.1e-15 in float64, 6.1e-7 in float32, 2.3e-2 in bfloat16, 2.2e-3 in float16; where
+only the second bar is met, the largest error is 0.25, 0.13, 0.12 and 0.10 ε ‖magnitude‖.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def attend(
 
     Returns:
         out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
-        query that sees nothing gets out = 0, lse = -inf and passes no gradient. A non-finite number in q or k reaches
-        the queries that see it and no other; one in v makes their out NaN.
+        query that sees nothing gets out = 0, lse = -inf and passes no gradient. A non-finite number makes NaN of
+        what it reaches: one in q its row, one in k the rows that see it, one in v their out, and their gradients.
     """
     kv_heads = k.shape[2]
     query, key, value = (x.to(torch.float64) for x in (q, k, v))
@@ -133,7 +133,12 @@ def attend(
     counts = counts[:, :, None]
     visible = counts > 0
 
-    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", query.unflatten(2, (kv_heads, -1)), key)
+    # A product with a weight of 0 must not carry NaN where nothing is seen: only finite numbers are multiplied.
+    finite_query, finite_key, finite_value = (torch.where(x.isfinite(), x, 0.0) for x in (query, key, value))
+    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
+    nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
+    nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
+    score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
     score = torch.where(visible, score, -torch.inf)
     # A constant shift drops out of P and of lse, so it takes no gradient. The extra column serves rows of no keys.
     shift = torch.nn.functional.pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
@@ -144,11 +149,10 @@ def attend(
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, shift + total.log())
 
-    # P is 0 at an unseen key, but 0 · NaN is NaN.
-    finite = value.isfinite()
-    out = torch.einsum("bhgnm,bmhd->bnhgd", weight / total, torch.where(finite, value, 0.0))
-    tainted = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~finite).double()) > 0
-    out = torch.where(tainted, torch.nan, out)
+    weight = torch.where(visible, weight / total, 0.0)
+    out = torch.einsum("bhgnm,bmhd->bnhgd", weight, finite_value)
+    nan_seen = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~value.isfinite()).double()) > 0
+    out = torch.where(nan_seen, torch.nan, out)
 
     lse = lse.squeeze(-1).permute(0, 3, 1, 2).flatten(2)
     return out.flatten(2, 3).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
