@@ -18,6 +18,8 @@ from dilated_attention.merge import merge_into
 from dilated_attention.plan import Plan, StridedGroup, plan_dilated
 
 OURS = "dilated_attention"
+RESOLUTION = 0.02
+"""Differences below it are not seen: views are what `dilated_attention` runs on, and the same work twice differs by that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def _step(case: Case, device: torch.device, budget: float) -> Step:
             parameters=case.parameters,
             value=ratio.median,
             unit="x",
-            bar=1.0,
+            bar=1.0 + RESOLUTION,
             spread=ratio,
             times=seconds(rounds),
         )
