@@ -1,0 +1,128 @@
+"""Sequences cut into contiguous shards, one a rank: slices, labels across the edges, and the global mean of a loss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.distributed_c10d import GroupMember
+
+from dilated_attention.parallel.partition import balanced_bounds
+
+Mesh = DeviceMesh | ProcessGroup
+"""A 1-D device mesh, or a process group."""
+
+
+def context_group(mesh: Mesh) -> ProcessGroup:
+    """The process group of a 1-D mesh; ValueError where it is not one that this rank belongs to."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh must have one axis, the context axis; got {mesh.ndim} axes of sizes {tuple(mesh.shape)}. "
+                'Slice it: mesh["context"]'
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}; this rank, {dist.get_rank()}, is not among them")
+        return mesh.get_group()
+    if mesh is GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, ProcessGroup) and dist.get_rank(mesh) < 0):
+        raise ValueError(f"mesh is a process group that this rank, {dist.get_rank()}, is not in")
+    if not isinstance(mesh, ProcessGroup):
+        raise ValueError(f"mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got {type(mesh).__name__}")
+    return mesh
+
+
+def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
+    """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's start."""
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"seq_len must be a non-negative integer; got {seq_len!r}")
+    group = context_group(mesh)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return rank * seq_len // size, (rank + 1) * seq_len // size
+
+
+def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
+    """This rank's slice of a sequence that every rank holds, a view; `dim` is the sequence."""
+    start, stop = sequence_range(x.shape[dim], mesh)
+    return x.narrow(dim, start, stop - start)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, seq_len: int) -> Tensor:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        bounds = balanced_bounds(seq_len, size)
+        ctx.group, ctx.dim, ctx.bounds, ctx.rank = group, dim, bounds, rank
+        longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+        rows = x.movedim(dim, 0)
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(gathered, padded, group=group)
+        parts = [part[: bounds[j + 1] - bounds[j]] for j, part in enumerate(gathered)]
+        return torch.cat(parts).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        start, stop = ctx.bounds[ctx.rank], ctx.bounds[ctx.rank + 1]
+        return total.narrow(ctx.dim, start, stop - start), None, None, None
+
+
+def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
+    """The whole sequence on every rank, from each rank's shard.
+
+    Its gradient is that of the sum over ranks of what each does with its copy, as in `torch.distributed`'s own all_gather.
+
+    Args:
+        seq_len: the global length; default: the shard's length times the number of ranks (equal shards).
+    """
+    group = context_group(mesh)
+    length = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
+    start, stop = sequence_range(length, mesh)
+    if x.shape[dim] != stop - start:
+        raise ValueError(
+            f"x has {x.shape[dim]} rows in dim {dim}; rank {dist.get_rank(group)}'s shard of seq_len={length} has {stop - start}"
+        )
+    return _Unshard.apply(x, group, dim, length)
+
+
+def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor:
+    """This rank's next-token labels: the label of token p is token p + 1, which the next rank may hold.
+
+    Args:
+        labels: `(batch, seq)`, the tokens of the whole sequence, not shifted; the same on every rank.
+
+    Returns:
+        `(batch, shard)`; the last token of the sequence gets `ignore_index`.
+    """
+    start, stop = sequence_range(labels.shape[1], mesh)
+    shifted = labels[:, start + 1 : stop + 1]
+    if shifted.shape[1] == stop - start:
+        return shifted
+    return torch.cat([shifted, labels.new_full((labels.shape[0], 1), ignore_index)], 1)
+
+
+def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Literal["mean", "sum"] = "mean") -> Tensor:
+    """The mean of a loss over all ranks' valid tokens: sum_j loss_sum_j / sum_j n_valid_j, the same on every rank.
+
+    A mean of local means would weigh a shard with few valid labels as much as a full one.
+
+    Args:
+        loss_sum: the sum of this rank's token losses, a scalar.
+        n_valid: how many tokens it sums over.
+        mesh: the ranks to average over: where data and context axes both exist, the flattened one.
+        gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The gradient of
+            the result is scaled so that the reduced one is exactly that of the global mean.
+    """
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')
+    group = context_group(mesh)
+    total = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).double()])
+    dist.all_reduce(total, group=group)
+    size = dist.get_world_size(group) if gradients == "mean" else 1
+    mean = (total[0] / total[1]).to(loss_sum.dtype)
+    return mean + (loss_sum - loss_sum.detach()) * (size / total[1]).to(loss_sum.dtype)

@@ -1,0 +1,197 @@
+"""The partition of a sharded pattern against its definition, by brute force, at every world size up to 16."""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dilated_attention.parallel.partition import (
+    Sharding,
+    balanced_bounds,
+    count_union,
+    crossings,
+    local_plan,
+    owner_splits,
+    received_keys,
+    remote,
+    rows_from,
+    rows_to,
+    sent_keys,
+)
+from dilated_attention.plan import Plan, Rows
+
+
+def members(rows: Rows) -> torch.Tensor:
+    """`(segments, count)` token indices."""
+    return rows.start + torch.arange(rows.segments)[:, None] * rows.segment + torch.arange(rows.count) * rows.stride
+
+
+def definition(sharding: Sharding) -> torch.Tensor:
+    """How often each query sees each key: `(heads, N, N)`, from the definition alone."""
+    n = sharding.seq_len
+    token = torch.arange(n)
+    grid, position = torch.zeros(n, dtype=torch.int64), token.clone()
+    for i, (start, stop) in enumerate(sharding.grids()):
+        grid[start:stop], position[start:stop] = i, token[start:stop] - start
+    counts = torch.zeros(sharding.num_heads, n, n, dtype=torch.int64)
+    for segment, rate, offsets in zip(sharding.segment_lengths, sharding.dilation_rates, sharding.offsets, strict=True):
+        same = (grid[:, None] == grid) & (position[:, None] // segment == position // segment)
+        for head, offset in enumerate(offsets):
+            part = (position % segment) % rate == offset
+            counts[head] += same & part[:, None] & part
+    return counts.tril() if sharding.is_causal else counts
+
+
+def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: int, is_causal: bool) -> None:
+    """Add what a plan computes to counts; `key_tokens[row, head]` is the global token of a key row, -1 for none."""
+    written = torch.zeros(plan.num_heads, plan.seq_len, dtype=torch.bool)
+    for group in plan.groups:
+        queries, keys = members(group.queries), members(group.keys)
+        assert queries.min() >= 0 and queries.max() < plan.seq_len
+        for i in range(group.heads):
+            head = group.head + i * group.head_stride
+            if group.first:
+                assert not written[head][queries].any()
+            written[head][queries.flatten()] = True
+            for q, k in zip(queries, keys, strict=True):
+                tokens = key_tokens[k, head]
+                assert (tokens >= 0).all()
+                seen = torch.ones(len(q), len(k), dtype=torch.int64)
+                if is_causal and group.diagonal:
+                    seen = seen.tril()
+                counts[head].index_put_((q[:, None] + lower, tokens[None]), seen, accumulate=True)
+    if plan.covered:
+        assert written.all()
+
+
+def check(sharding: Sharding) -> None:
+    heads, expected = sharding.num_heads, definition(sharding)
+    everything = torch.arange(sharding.seq_len * heads)
+    sent = [sent_keys(sharding, rank) for rank in range(sharding.world_size)]
+    for rank in range(sharding.world_size):
+        lower, upper = sharding.shard(rank)
+        counts = torch.zeros_like(expected)
+        own = torch.arange(lower, upper)[:, None].expand(-1, heads)
+        plan = local_plan(sharding, rank)
+        assert plan.square and all(group.queries == group.keys for group in plan.groups)
+        add_plan(counts, plan, own, lower, sharding.is_causal)
+
+        part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
+        table = torch.full((part.rows * heads,), -1)
+        table[part.slots] = torch.from_numpy(part.keys // heads)
+        assert (part.keys % heads == part.slots % heads).all() and len(np.unique(part.slots)) == len(part.slots)
+        add_plan(counts, part.plan, table.view(part.rows, heads), lower, sharding.is_causal)
+        assert torch.equal(counts[:, lower:upper], expected[:, lower:upper])
+
+        needed = expected[:, lower:upper].sum(1) > 0
+        needed[:, lower:upper] = False
+        keys = received_keys(sharding, rank)
+        assert keys.tolist() == everything[needed.T.flatten()].tolist()
+        splits = owner_splits(sharding, keys)
+        assert splits == rows_from(sharding, rank).tolist()
+        for peer, message in enumerate(np.split(keys, np.cumsum(splits)[:-1])):
+            flat, counted = sent[peer]
+            assert message.tolist() == np.split(flat, np.cumsum(counted)[:-1])[rank].tolist()
+        assert sent[rank][1] == rows_to(sharding, rank).tolist()
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> Sharding:
+    world_size, seq_len = draw(st.integers(1, 16)), draw(st.integers(0, 70))
+    heads, branches = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rates = draw(st.lists(st.integers(1, 9), min_size=branches, max_size=branches))
+    segments = draw(st.lists(st.integers(1, 90), min_size=branches, max_size=branches))
+    kind = draw(st.sampled_from(["head", "head_block", "table"]))
+    if kind == "table":
+        table = [draw(st.lists(st.integers(-1, r - 1), min_size=heads, max_size=heads)) for r in rates]
+    else:
+        table = [[h % r if kind == "head" else h // -(-heads // r) for h in range(heads)] for r in rates]
+    edges = st.lists(st.integers(0, seq_len), min_size=world_size - 1, max_size=world_size - 1).map(sorted)
+    bounds = draw(st.one_of(st.just(balanced_bounds(seq_len, world_size)), edges.map(lambda e: (0, *e, seq_len))))
+    samples = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=4).map(lambda e: (0, *sorted(e), seq_len)))
+    return Sharding(tuple(segments), tuple(rates), tuple(map(tuple, table)), tuple(bounds), draw(st.booleans()), samples)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(shardings())
+def test_every_key_is_seen_as_often_as_the_definition_says(sharding: Sharding) -> None:
+    check(sharding)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("world_size", range(1, 17))
+def test_geometric_pattern(world_size: int, is_causal: bool) -> None:
+    rates = (1, 2, 4, 8, 16)
+    table = tuple([tuple([h % r for h in range(4)]) for r in rates])
+    check(Sharding((8, 16, 32, 64, 128), rates, table, balanced_bounds(128, world_size), is_causal))
+
+
+def test_phantoms_are_counted_once_a_query() -> None:
+    """compat="torchscale": each query's groups count ceil(min(w, N) / r) keys, real and zero, in every branch."""
+    segments, rates, table = (7, 50, 19), (2, 6, 5), ((0, 1, 1), (0, 3, 5), (4, 2, 0))
+    for world_size in (1, 3, 5):
+        sharding = Sharding(segments, rates, table, balanced_bounds(45, world_size), False, compat="torchscale")
+        for rank in range(world_size):
+            lower, upper = sharding.shard(rank)
+            keys = torch.zeros(3, upper - lower, dtype=torch.int64)
+            part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
+            for group in (*local_plan(sharding, rank).groups, *part.plan.groups):
+                for i in range(group.heads):
+                    rows = members(group.queries).flatten()
+                    keys[group.head + i * group.head_stride, rows] += group.keys.count + group.phantoms
+            position = torch.arange(lower, upper)
+            for head in range(3):
+                full = [-(-min(w, 45) // r) * ((position % w) % r == o[head]) for w, r, o in zip(segments, rates, table, strict=True)]
+                assert torch.equal(keys[head], torch.stack(full).sum(0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(1, 12)), max_size=6))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_union_of_progressions(parts: list[tuple[int, int, int]]) -> None:
+    ranges = [range(*part) for part in parts]
+    union = {x for part in ranges for x in part}
+    edges = np.array([0, 7, 7, 20, 45, 60])
+    expected = [sum(low <= x < high for x in union) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    assert count_union(ranges, edges).tolist() == expected
+
+
+def test_union_with_moduli_beyond_int64() -> None:
+    primes = (10_000_019, 10_000_079, 10_000_103, 10_000_121)
+    parts = [range(5, 1 << 40, prime) for prime in primes]
+    distinct = 1 + sum([len(part) - 1 for part in parts])  # they meet at 5, and two of them again only at 5 + p q > 2^40
+    assert count_union(parts, np.array([0, 1 << 40])).tolist() == [distinct]
+
+
+def geometric(seq_len: int, world_size: int, heads: int, is_causal: bool) -> Sharding:
+    rates = tuple([1 << i for i in range((seq_len // 2048).bit_length())])
+    table = tuple([tuple([h % r for h in range(heads)]) for r in rates])
+    return Sharding(tuple([2048 * r for r in rates]), rates, table, balanced_bounds(seq_len, world_size), is_causal)
+
+
+@pytest.mark.parametrize("rank", [0, 5000, 8191])
+def test_one_rank_of_8192_at_a_billion_tokens(rank: int) -> None:
+    begin = time.perf_counter()
+    sharding = geometric(1 << 30, 8192, 12, is_causal=True)
+    received, sent = rows_from(sharding, rank), rows_to(sharding, rank)
+    assert time.perf_counter() - begin < 10
+    assert received.tolist() == owner_splits(sharding, received_keys(sharding, rank))
+    assert sent.tolist() == sent_keys(sharding, rank)[1]
+    assert (received[rank:] == 0).all() and (sent[: rank + 1] == 0).all()
+
+
+def test_counts_need_no_tables() -> None:
+    """Dense attention over 2^30 tokens: a rank's rows could not be listed; their number is known in closed form."""
+    sharding = Sharding((1 << 30,), (1,), ((0, 0),), balanced_bounds(1 << 30, 8192), False)
+    assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17)) and rows_to(sharding, 17).sum() == 8191 * 2 << 17
+
+
+@pytest.mark.parametrize(("field", "edges"), [("bounds", (0, 5, 3, 10)), ("bounds", (1, 10)), ("samples", (0, 4, 9))])
+def test_edges_that_do_not_ascend_are_refused(field: str, edges: tuple[int, ...]) -> None:
+    arguments = {"bounds": (0, 5, 10), "samples": None} | {field: edges}
+    with pytest.raises(ValueError, match=f"{field} must ascend"):
+        Sharding((4,), (1,), ((0,),), arguments["bounds"], False, arguments["samples"])
