@@ -114,7 +114,9 @@ def shardings(draw: st.DrawFn) -> Sharding:
     edges = st.lists(st.integers(0, seq_len), min_size=world_size - 1, max_size=world_size - 1).map(sorted)
     bounds = draw(st.one_of(st.just(balanced_bounds(seq_len, world_size)), edges.map(lambda e: (0, *e, seq_len))))
     samples = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=4).map(lambda e: (0, *sorted(e), seq_len)))
-    return Sharding(tuple(segments), tuple(rates), tuple(map(tuple, table)), tuple(bounds), draw(st.booleans()), samples)
+    return Sharding(
+        tuple(segments), tuple(rates), tuple(map(tuple, table)), tuple(bounds), draw(st.booleans()), samples
+    )
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
@@ -146,7 +148,10 @@ def test_phantoms_are_counted_once_a_query() -> None:
                     keys[group.head + i * group.head_stride, rows] += group.keys.count + group.phantoms
             position = torch.arange(lower, upper)
             for head in range(3):
-                full = [-(-min(w, 45) // r) * ((position % w) % r == o[head]) for w, r, o in zip(segments, rates, table, strict=True)]
+                full = [
+                    -(-min(w, 45) // r) * ((position % w) % r == o[head])
+                    for w, r, o in zip(segments, rates, table, strict=True)
+                ]
                 assert torch.equal(keys[head], torch.stack(full).sum(0))
 
 
@@ -163,7 +168,9 @@ def test_union_of_progressions(parts: list[tuple[int, int, int]]) -> None:
 def test_union_with_moduli_beyond_int64() -> None:
     primes = (10_000_019, 10_000_079, 10_000_103, 10_000_121)
     parts = [range(5, 1 << 40, prime) for prime in primes]
-    distinct = 1 + sum([len(part) - 1 for part in parts])  # they meet at 5, and two of them again only at 5 + p q > 2^40
+    distinct = 1 + sum(
+        [len(part) - 1 for part in parts]
+    )  # they meet at 5, and two of them again only at 5 + p q > 2^40
     assert count_union(parts, np.array([0, 1 << 40])).tolist() == [distinct]
 
 
@@ -187,7 +194,9 @@ def test_one_rank_of_8192_at_a_billion_tokens(rank: int) -> None:
 def test_counts_need_no_tables() -> None:
     """Dense attention over 2^30 tokens: a rank's rows could not be listed; their number is known in closed form."""
     sharding = Sharding((1 << 30,), (1,), ((0, 0),), balanced_bounds(1 << 30, 8192), False)
-    assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17)) and rows_to(sharding, 17).sum() == 8191 * 2 << 17
+    assert (
+        rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17)) and rows_to(sharding, 17).sum() == 8191 * 2 << 17
+    )
 
 
 @pytest.mark.parametrize(("field", "edges"), [("bounds", (0, 5, 3, 10)), ("bounds", (1, 10)), ("samples", (0, 4, 9))])

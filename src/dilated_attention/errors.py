@@ -9,3 +9,7 @@ class UnsupportedError(ValueError):
 
 class BackendError(UnsupportedError):
     """No backend can serve the call; the message lists why each one refused."""
+
+
+class ContextParallelError(RuntimeError):
+    """An exchange between ranks failed. The group is not used again; the message names rank, place and plan."""

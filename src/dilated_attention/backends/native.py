@@ -277,9 +277,14 @@ def backward(
     scale: float,
     key_bias: KeyBias | None = None,
     layouts: Layouts | None = None,
+    state: tuple[Tokens, KeyTokens, KeyTokens] | None = None,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
     """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
-    None."""
+    None.
+
+    Args:
+        state: running (dq, dk, dv), single precision at least, contiguous, added to in place and returned.
+    """
     q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(dout)
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient
@@ -298,10 +303,12 @@ def backward(
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]
     inputs = tuple(x for x in (q, k, v, dout, key_bias) if x is not None)
-    assign = plan.square and ratio == 1  # then the group that writes a row of out may write that row of dq, dk and dv
+    assign = state is None and plan.square and ratio == 1  # then the group that writes a row of out may write that row of dq, dk and dv
     # Rows that several parts add to are summed in single precision at least.
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
-    if assign and groups and (tile := _whole(groups[0], q, k, inputs)):
+    if state is not None:
+        dq, dk, dv = state
+    elif assign and groups and (tile := _whole(groups[0], q, k, inputs)):
         parts = differentiate(groups[0], tile)
         dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
@@ -321,4 +328,4 @@ def backward(
                 target.copy_(part)
             else:
                 target.add_(part)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return state or (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype))

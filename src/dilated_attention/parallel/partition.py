@@ -1,15 +1,16 @@
 """Who needs which rows: a dilated pattern over a sequence cut into contiguous shards, as pure functions of integers.
 
-Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles bounds[j] or
-bounds[j + 1], so a rank has at most two in a branch. In a crossing segment [s, e) a rank's own rows are a contiguous run [a, b)
-of the segment's strided subsequence, and attention of that run splits into
+Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
+bounds[j] or bounds[j + 1], so a rank has at most two in a branch. In a crossing segment [s, e) a rank's own rows are a
+contiguous run [a, b) of the segment's strided subsequence, and attention of that run splits into
 
     its own rows      a square (causal: lower triangle) over k and v of the shard: a group of the *local* plan;
     rows before, after   all visible (after: only when not causal): a group of the *remote* plan, over received rows.
 
-Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one key-value head:
-token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that several
-branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and exclusion.
+Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one key-value
+head: token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row
+that several branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and
+exclusion.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from dilated_attention.patterns import OffsetTable
 from dilated_attention.plan import Plan, Rows, StridedGroup, progressions
 
 Integers = np.ndarray
-"""int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count rows."""
+"""int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
+rows."""
 
 
 def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
@@ -56,7 +58,9 @@ class Sharding:
     def __post_init__(self) -> None:
         for name, edges in (("bounds", self.bounds), ("samples", self.samples or (0, self.bounds[-1]))):
             if edges[0] != 0 or edges[-1] != self.bounds[-1] or any(x > y for x, y in pairwise(edges)):
-                raise ValueError(f"{name} must ascend from 0 to the sequence length {self.bounds[-1]}; got {edges[:20]}")
+                raise ValueError(
+                    f"{name} must ascend from 0 to the sequence length {self.bounds[-1]}; got {edges[:20]}"
+                )
 
     @property
     def seq_len(self) -> int:
@@ -144,7 +148,8 @@ def _order(sharding: Sharding) -> list[int]:
 
 
 def local_plan(sharding: Sharding, rank: int) -> Plan:
-    """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its start."""
+    """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its
+    start."""
     lower, upper = sharding.shard(rank)
     groups: list[StridedGroup] = []
     begun: set[int] = set()
@@ -184,7 +189,9 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
         if rate == 1:
             covered |= heads_here - begun
         begun |= heads_here
-    return Plan(upper - lower, sharding.num_heads, tuple(groups), covered=len(covered) == sharding.num_heads, square=True)
+    return Plan(
+        upper - lower, sharding.num_heads, tuple(groups), covered=len(covered) == sharding.num_heads, square=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +243,15 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """The keys that a rank receives: int64, sorted, without repeats; neighbours in the list have neighbouring owners."""
+    """The keys that a rank receives: int64, sorted, without repeats; neighbours in the list have neighbouring
+    owners."""
     return _union(
-        sharding, ((part, crossing.heads) for crossing in crossings(sharding, rank) for part in (crossing.before, crossing.after))
+        sharding,
+        (
+            (part, crossing.heads)
+            for crossing in crossings(sharding, rank)
+            for part in (crossing.before, crossing.after)
+        ),
     )
 
 
@@ -299,7 +312,8 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """How many numbers of a union of arithmetic progressions lie between neighbouring edges: int64, one fewer than `edges`."""
+    """How many numbers of a union of arithmetic progressions lie between neighbouring edges: int64, one fewer than
+    `edges`."""
     parts = [part for part in set(parts) if len(part)]
     total = np.zeros(len(edges) - 1, dtype=np.int64)
     for low, high in pairwise(sorted({x for part in parts for x in (part.start, part.stop)})):
@@ -328,7 +342,8 @@ def _by_head(sharding: Sharding) -> Iterator[tuple[int, int]]:
 
 
 def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank receives from each peer: int64, `(world_size,)`. Closed-form; equals the splits of `received_keys`."""
+    """How many rows a rank receives from each peer: int64, `(world_size,)`. Closed-form; equals the splits of
+    `received_keys`."""
     edges = np.array(sharding.bounds)
     rows = np.zeros(sharding.world_size, dtype=np.int64)
     for head, number in _by_head(sharding):
@@ -338,7 +353,8 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 
 
 def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank sends to each peer: int64, `(world_size,)`. Closed-form; equals the splits of `sent_keys`."""
+    """How many rows a rank sends to each peer: int64, `(world_size,)`. Closed-form; equals the splits of
+    `sent_keys`."""
     edges = np.array(sharding.shard(rank))
     rows = np.zeros(sharding.world_size, dtype=np.int64)
     found = crossings(sharding, rank)
@@ -348,7 +364,9 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
         if mine:
             # Peers that ask for the same segments are served alike.
             requests, kind = np.unique(np.stack([asked[c] for c in mine], 1), axis=0, return_inverse=True)
-            counts = [count_union([c.own for c, ask in zip(mine, r, strict=True) if ask], edges) for r in requests.tolist()]
+            counts = [
+                count_union([c.own for c, ask in zip(mine, r, strict=True) if ask], edges) for r in requests.tolist()
+            ]
             rows += number * np.concatenate(counts)[kind.ravel()]
     return rows
 
@@ -363,7 +381,8 @@ def crosses(sharding: Sharding) -> bool:
 
 
 def doubling_refusal(sharding: Sharding) -> str | None:
-    """Why recursive doubling does not serve a sharding, or None. It needs equal shards and aligned power-of-two segments."""
+    """Why recursive doubling does not serve a sharding, or None. It needs equal shards and aligned power-of-two
+    segments."""
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size
     if size & (size - 1):
@@ -381,7 +400,9 @@ def doubling_refusal(sharding: Sharding) -> str | None:
 
 def doubling_level(sharding: Sharding, branch: int) -> int:
     """Rounds of doubling after which a rank holds the branch's rows of its segment."""
-    return (min(sharding.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
+    return (
+        min(sharding.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
+    ).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
@@ -390,7 +411,8 @@ def doubling_rounds(sharding: Sharding) -> int:
 
 
 def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """What the 2^level ranks from `block` on pass on in round `level`: the rows of theirs that some later segment holds."""
+    """What the 2^level ranks from `block` on pass on in round `level`: the rows of theirs that some later segment
+    holds."""
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.offsets):
         if doubling_level(sharding, branch) > level:
@@ -409,7 +431,8 @@ def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
     parts = list(_doubling_parts(sharding, block, level))
     edges = np.array([0, sharding.seq_len])
     return sum(
-        number * int(count_union((part for part, heads in parts if head in heads), edges)[0]) for head, number in _by_head(sharding)
+        number * int(count_union((part for part, heads in parts if head in heads), edges)[0])
+        for head, number in _by_head(sharding)
     )
 
 

@@ -30,12 +30,15 @@ def context_group(mesh: Mesh) -> ProcessGroup:
     if mesh is GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, ProcessGroup) and dist.get_rank(mesh) < 0):
         raise ValueError(f"mesh is a process group that this rank, {dist.get_rank()}, is not in")
     if not isinstance(mesh, ProcessGroup):
-        raise ValueError(f"mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got {type(mesh).__name__}")
+        raise ValueError(
+            f"mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got {type(mesh).__name__}"
+        )
     return mesh
 
 
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
-    """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's start."""
+    """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's
+    start."""
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
         raise ValueError(f"seq_len must be a non-negative integer; got {seq_len!r}")
     group = context_group(mesh)
@@ -75,7 +78,8 @@ class _Unshard(torch.autograd.Function):
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
     """The whole sequence on every rank, from each rank's shard.
 
-    Its gradient is that of the sum over ranks of what each does with its copy, as in `torch.distributed`'s own all_gather.
+    Its gradient is that of the sum over ranks of what each does with its copy, as in `torch.distributed`'s own
+    all_gather.
 
     Args:
         seq_len: the global length; default: the shard's length times the number of ranks (equal shards).
@@ -115,8 +119,8 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
         loss_sum: the sum of this rank's token losses, a scalar.
         n_valid: how many tokens it sums over.
         mesh: the ranks to average over: where data and context axes both exist, the flattened one.
-        gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The gradient of
-            the result is scaled so that the reduced one is exactly that of the global mean.
+        gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The
+            gradient of the result is scaled so that the reduced one is exactly that of the global mean.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')

@@ -1,0 +1,358 @@
+"""Moving rows between the ranks of one process group: framed, sealed, counted, and refused once the group is broken.
+
+`torch.distributed` moves the bytes. What is added is what its users lack when something is wrong. Gloo hands over
+whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
+message ends in a *seal*, the fingerprint of its plan and the number of the transfer, which the receiver compares before
+it uses a row. And before the first transfer of a plan the ranks compare fingerprints, so that a differing call is named
+instead of exchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dilated_attention.errors import ContextParallelError
+from dilated_attention.parallel.partition import Integers
+
+_SEAL_BYTES = 16
+_ROLL_CALL_SECONDS = 1.0
+_ROLL_CALL_RANKS = 64
+
+
+def seal_rows(row_bytes: int) -> int:
+    """How many rows of a message its seal takes."""
+    return -(-_SEAL_BYTES // max(row_bytes, 1))
+
+
+@dataclass(frozen=True)
+class Framing:
+    """A buffer of messages, one for each of `peers`, ascending: its rows, then `seal` rows that hold its seal."""
+
+    peers: tuple[int, ...]
+    counts: tuple[int, ...]
+    seal: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int], seal: int) -> Framing:
+        """From the rows of every rank's message; a rank without rows gets none."""
+        peers = tuple([peer for peer, count in enumerate(counts) if count])
+        return cls(peers, tuple([counts[peer] for peer in peers]), seal)
+
+    @classmethod
+    def single(cls, peer: int, count: int, seal: int) -> Framing:
+        """One message, or none where it has no rows."""
+        return cls((peer,) * (count > 0), (count,) * (count > 0), seal)
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the buffer, seals included."""
+        return sum(self.counts) + self.seal * len(self.peers)
+
+    def splits(self, size: int) -> list[int]:
+        """Rows to or from each of `size` ranks, seals included."""
+        rows = [0] * size
+        for peer, count in zip(self.peers, self.counts, strict=True):
+            rows[peer] = count + self.seal
+        return rows
+
+    @cached_property
+    def positions(self) -> Integers:
+        """Where each data row lies in the buffer."""
+        counts = np.array(self.counts, dtype=np.int64)
+        return np.arange(counts.sum()) + self.seal * np.repeat(np.arange(len(counts)), counts)
+
+    @cached_property
+    def seals(self) -> Integers:
+        """Where each message's seal rows lie, `(messages, seal)`."""
+        ends = np.cumsum(np.array(self.counts, dtype=np.int64) + self.seal)
+        return (ends - self.seal)[:, None] + np.arange(self.seal)
+
+    def outside(self, rank: int) -> tuple[int, int]:
+        """(rows, messages) to or from other ranks than `rank`."""
+        if rank not in self.peers:
+            return self.rows, len(self.peers)
+        return self.rows - self.counts[self.peers.index(rank)] - self.seal, len(self.peers) - 1
+
+
+@dataclass
+class Traffic:
+    """What one rank has moved: counted where tensors are handed to `torch.distributed`.
+
+    Attributes:
+        rounds: transfers that depend on nothing in flight: collectives, or batches of sends and receives.
+        agreements: comparisons of fingerprints; their bytes are in none of the counters.
+        waited: seconds spent waiting for transfers.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    rounds: int = 0
+    agreements: int = 0
+    waited: float = 0.0
+
+
+@dataclass
+class Transfer:
+    """A transfer in flight."""
+
+    link: Link
+    works: list[dist.Work]
+    buffer: Tensor
+    framing: Framing
+    seal: tuple[int, int]
+    what: str
+
+    def wait(self) -> Tensor:
+        """The received buffer, its seals verified."""
+        begin = time.perf_counter()
+        with self.link.guard(self.what):
+            for work in self.works:
+                work.wait()
+        self.link.traffic.waited += time.perf_counter() - begin
+        self.link.received(self)
+        return self.buffer
+
+
+@dataclass(eq=False)
+class Link:
+    """One rank's end of a process group."""
+
+    group: ProcessGroup
+    traffic: Traffic = field(default_factory=Traffic)
+    fingerprint: int = 0
+    place: str = ""
+    _agreed: set[str] = field(default_factory=set)
+    _collectives: int = 0
+    _messages_to: Counter[int] = field(default_factory=Counter)
+    _messages_from: Counter[int] = field(default_factory=Counter)
+    _death: str | None = None
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def require_alive(self) -> None:
+        """Raise if the group has failed before: its connections may hold rows of an older call."""
+        if self._death is not None:
+            raise ContextParallelError(
+                f"this process group has failed and is not used again: {self._death}\n"
+                "Destroy it, start the lost ranks again (torchrun does) and resume from a checkpoint"
+            )
+
+    def agree(self, description: str, problem: str | None, device: torch.device) -> None:
+        """Compare a call's description over the ranks, once for each description, before any row moves.
+
+        Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
+
+        Args:
+            description: one `name=value` a line: all that must be equal for the ranks' messages to fit.
+            problem: why this rank refuses its own call, if it does.
+        """
+        self.require_alive()
+        text = description if problem is None else f"refused={problem}"
+        self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        if text in self._agreed:
+            return
+        words = torch.tensor([self.fingerprint, -self.fingerprint], device=device)
+        self.traffic.agreements += 1
+        with self.guard("while comparing the plan's fingerprint"):
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+            largest, smallest = words.tolist()
+            if largest == -smallest and problem is None:
+                self._agreed.add(text)
+                return
+            texts: list[str] = [text] * self.size
+            if largest != -smallest:
+                dist.all_gather_object(texts, text, group=self.group)
+        raise ValueError(_difference(texts))
+
+    def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
+        """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
+        seal = self._next_collective()
+        self._write_seals(send, sent, seal)
+        buffer = self._blank(received, send)
+        with self.guard(what):
+            work = dist.all_to_all_single(
+                buffer, send, received.splits(self.size), sent.splits(self.size), group=self.group, async_op=True
+            )
+        return self._started([work], buffer, sent, received, seal, what)
+
+    def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
+        """Start handing one message of rows, of the same size on every rank, to every rank."""
+        seal = self._next_collective()
+        self._write_seals(send, sent, seal)
+        received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
+        buffer = self._blank(received, send)
+        with self.guard(what):
+            work = dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)
+        return self._started([work], buffer, received, received, seal, what)
+
+    def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
+        """Start point-to-point messages, to at most one rank and from at most one rank."""
+        self.require_alive()
+        buffer = self._blank(received, send, buffer)
+        seal, operations = (0, 0), []
+        for peer in sent.peers:
+            self._messages_to[peer] += 1
+            self._write_seals(send, sent, (self.fingerprint, 2 * self._messages_to[peer] + 1))
+            operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=peer))
+        for peer in received.peers:
+            self._messages_from[peer] += 1
+            seal = self.fingerprint, 2 * self._messages_from[peer] + 1
+            operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
+        with self.guard(what):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return self._started(works, buffer, sent, received, seal, what)
+
+    def received(self, transfer: Transfer) -> None:
+        """Compare the seals of what has arrived, before a row of it is used."""
+        expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
+        seals = self._seals(transfer.buffer, transfer.framing)
+        right = (seals == expected).all(1)
+        if transfer.buffer.device.type == "cuda":
+            # Reading the answer would stall the stream; the device traps instead, and no wrong result leaves it.
+            torch._assert_async(right.all())
+            return
+        wrong = [peer for peer, good in zip(transfer.framing.peers, right.tolist(), strict=True) if not good]
+        if wrong:
+            found = [tuple(seal) for seal, good in zip(seals.tolist(), right.tolist(), strict=True) if not good]
+            reason = (
+                f"the rows received from rank {', '.join(map(str, wrong))} are not those of this call "
+                f"(shorter than expected, or of another plan: seal {found[0]}, expected {transfer.seal})"
+            )
+            raise self._fail(transfer.what, reason)
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Turn a failure of the group into an error that names rank, place and plan, and refuse the group from then
+        on."""
+        self.require_alive()
+        try:
+            yield
+        except RuntimeError as error:
+            silent = self._roll_call()
+            raise self._fail(what, f"{str(error).splitlines()[0]}{silent}") from error
+
+    def _fail(self, what: str, reason: str) -> ContextParallelError:
+        place = f" in {self.place}" if self.place else ""
+        self._death = f"rank {self.rank} of {self.size}{place}, {what}: {reason}"
+        return ContextParallelError(f"context parallel exchange failed on {self._death}")
+
+    def _roll_call(self) -> str:
+        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits."""
+        if self.size > _ROLL_CALL_RANKS:
+            return ""
+        answered: set[int] = set()
+
+        def call() -> None:
+            store = dist.PrefixStore(
+                f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+            )
+            store.set(str(self.rank), "failed")
+            while len(answered) < self.size:
+                answered.update([j for j in range(self.size) if j not in answered and store.check([str(j)])])
+                time.sleep(0.02)
+
+        # The store may itself be gone or frozen with its host: ask from a thread that may be left behind.
+        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+        thread.start()
+        thread.join(_ROLL_CALL_SECONDS)
+        if not answered:
+            return "; the rendezvous store does not answer: its host is likely lost"
+        missing = sorted(set(range(self.size)) - answered)
+        return (
+            f"; no word within {_ROLL_CALL_SECONDS:.0f} s from rank {', '.join(map(str, missing))}" if missing else ""
+        )
+
+    def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
+        """The seals in a buffer, int64 `(messages, 2)`."""
+        where = torch.from_numpy(framing.seals).to(buffer.device)
+        found = buffer.flatten(1).view(torch.uint8)[where].flatten(1)
+        return found[:, :_SEAL_BYTES].flatten().view(torch.int64).view(-1, 2)
+
+    def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
+        if framing.rows:
+            row = buffer.flatten(1).view(torch.uint8)
+            padded = torch.zeros(framing.seal * row.shape[1], dtype=torch.uint8, device=buffer.device)
+            padded[:_SEAL_BYTES] = torch.tensor(seal, device=buffer.device).view(torch.uint8)
+            row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
+
+    def _next_collective(self) -> tuple[int, int]:
+        self.require_alive()
+        self._collectives += 1
+        return self.fingerprint, 2 * self._collectives
+
+    def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """A receive buffer whose seals are void: fresh memory may hold those of an older call."""
+        buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
+        self._write_seals(buffer, received, (0, 0))
+        return buffer
+
+    def _started(
+        self,
+        works: list[dist.Work],
+        buffer: Tensor,
+        sent: Framing,
+        received: Framing,
+        seal: tuple[int, int],
+        what: str,
+    ) -> Transfer:
+        row_bytes = buffer.shape[1:].numel() * buffer.element_size()
+        (rows_out, messages_out), (rows_in, messages_in) = sent.outside(self.rank), received.outside(self.rank)
+        self.traffic.bytes_sent += row_bytes * rows_out
+        self.traffic.bytes_received += row_bytes * rows_in
+        self.traffic.messages_sent += messages_out
+        self.traffic.messages_received += messages_in
+        self.traffic.rounds += 1
+        return Transfer(self, works, buffer, received, seal, what)
+
+
+def _quietly(call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except RuntimeError:
+        return  # the store is gone; the roll call stays unanswered and says so
+
+
+def _difference(texts: Sequence[str]) -> str:
+    """Which ranks' descriptions differ from the most frequent one, and in what."""
+    refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
+    if refusals:
+        ranks = ", ".join(map(str, refusals))
+        return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
+    usual = Counter(texts).most_common(1)[0][0]
+    lines = []
+    for rank, text in enumerate(texts):
+        if text != usual:
+            pairs = zip(text.splitlines(), usual.splitlines(), strict=True)
+            differing = [f"{mine}, elsewhere {theirs}" for mine, theirs in pairs if mine != theirs]
+            lines.append(f"rank {rank} has {'; '.join(differing)}")
+    return (
+        f"the ranks of the context parallel group call with different arguments: {' | '.join(lines)} "
+        f"(elsewhere: rank {texts.index(usual)}). Every rank must pass the same pattern, lengths, dtype and options"
+    )
+
+
+_links: WeakKeyDictionary[ProcessGroup, Link] = WeakKeyDictionary()
+
+
+def link_of(group: ProcessGroup) -> Link:
+    """This rank's end of a group; one for each group as long as the group lives."""
+    if group not in _links:
+        _links[group] = Link(group)
+    return _links[group]

@@ -1,0 +1,249 @@
+"""What each transport moves on one rank, counted without a process, and the choice that rests on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dilated_attention.parallel import partition
+from dilated_attention.parallel.comm import seal_rows
+from dilated_attention.parallel.partition import Sharding
+from dilated_attention.patterns import Dilated
+
+NAMES = ("exchange", "doubling", "ring", "all_gather", "ulysses")
+"""The transports, in the order in which `auto` prefers equals."""
+
+_LATENCY = 5e-6  # seconds a message, and
+_BANDWIDTH = 50e9  # bytes a second: the model by which `auto` weighs messages against bytes
+_BUFFER_SHARDS = 4  # `auto` keeps received rows under this many times the shard's own keys and values
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What one rank moves in one attention call. A row is the key and the value of one token of one key-value head.
+
+    Rows do not count seals; bytes do. Bytes to and from the rank itself do not count.
+
+    Attributes:
+        peers_sent, peers_received: messages of the forward, over all its rounds.
+        rounds: of the forward: steps of communication that follow one another.
+        bytes_sent, bytes_received: of the forward, in the tensors' dtype.
+        backward_bytes_sent, backward_bytes_received: of the backward, which returns partial gradients in float32 at
+            least.
+        saved_bytes: kept from forward to backward.
+    """
+
+    transport: str
+    world_size: int
+    rank: int
+    shard: tuple[int, int]
+    rows_sent: int
+    rows_received: int
+    peers_sent: int
+    peers_received: int
+    rounds: int
+    bytes_sent: int
+    bytes_received: int
+    backward_bytes_sent: int
+    backward_bytes_received: int
+    saved_bytes: int
+
+    @property
+    def modelled_seconds(self) -> float:
+        """Forward's communication by the model of 5 microseconds a message and 50 GB/s."""
+        messages, moved = max(self.peers_sent, self.peers_received), max(self.bytes_sent, self.bytes_received)
+        return _LATENCY * messages + moved / _BANDWIDTH
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a call's tensors that messages depend on."""
+
+    batch: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.batch * self.head_dim * self.dtype.itemsize
+
+
+def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
+    """Why a transport does not serve a call, or None."""
+    if transport == "doubling":
+        return partition.doubling_refusal(sharding)
+    if transport == "ulysses" and (sharding.num_heads % sharding.world_size or num_heads % sharding.world_size):
+        return (
+            f"ulysses gives each rank the same number of heads; {num_heads} query and {sharding.num_heads} key-value heads "
+            f"do not divide by {sharding.world_size} ranks"
+        )
+    return None
+
+
+def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
+    """The counts of one rank, in closed form."""
+    row, wide = (
+        shape.row_bytes,
+        2 * shape.batch * shape.head_dim * torch.promote_types(shape.dtype, torch.float32).itemsize,
+    )
+    seal = seal_rows(row)
+    if transport == "ulysses":
+        return _count_ulysses(sharding, rank, shape)
+    if transport == "doubling":
+        rounds = partition.doubling_rounds(sharding)
+        blocks = [rank >> level << level for level in range(rounds)]
+        out = [partition.doubling_rows(sharding, block, level) for level, block in enumerate(blocks)]
+        into = [partition.doubling_rows(sharding, block ^ (1 << level), level) for level, block in enumerate(blocks)]
+        kept = (out[0] if rounds else 0) + sum(into) + seal * sum([x > 0 for x in into])
+    elif transport == "all_gather":
+        longest = max([partition.contributed_rows(sharding, j) for j in range(sharding.world_size)])
+        out = into = [longest] * (sharding.world_size - 1)
+        rounds, kept = int(longest > 0), sharding.world_size * (longest + seal) if longest else 0
+    else:
+        to, from_ = partition.rows_to(sharding, rank), partition.rows_from(sharding, rank)
+        out, into = to.tolist(), from_.tolist()
+        steps = np.arange(1, sharding.world_size)
+        busy = (to[(rank + steps) % sharding.world_size] + from_[(rank - steps) % sharding.world_size]) > 0
+        rounds = int(busy.sum()) if transport == "ring" else int(partition.crosses(sharding))
+        kept = 0 if transport == "ring" else sum(into) + seal * sum([x > 0 for x in into])
+    sent, received = sum(out), sum(into)
+    messages_sent, messages_received = sum([x > 0 for x in out]), sum([x > 0 for x in into])
+    framed_out, framed_in = sent + seal * messages_sent, received + seal * messages_received
+    again = transport == "ring"  # its backward fetches the rows a second time
+    return ExchangePlan(
+        transport=transport,
+        world_size=sharding.world_size,
+        rank=rank,
+        shard=sharding.shard(rank),
+        rows_sent=sent,
+        rows_received=received,
+        peers_sent=messages_sent,
+        peers_received=messages_received,
+        rounds=rounds,
+        bytes_sent=framed_out * row,
+        bytes_received=framed_in * row,
+        backward_bytes_sent=framed_in * wide + again * framed_out * row,
+        backward_bytes_received=framed_out * wide + again * framed_in * row,
+        saved_bytes=kept * row,
+    )
+
+
+def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
+    size, (start, stop) = sharding.world_size, sharding.shard(rank)
+    item, wide = shape.dtype.itemsize, torch.promote_types(shape.dtype, torch.float32).itemsize
+    heads, kv_heads = shape.num_heads // size, sharding.num_heads // size
+    own, others = stop - start, [sharding.shard(j)[1] - sharding.shard(j)[0] for j in range(size) if j != rank]
+    fetch = shape.batch * (heads + 2 * kv_heads) * shape.head_dim * item  # q, k, v; and dq, dk, dv
+    result = shape.batch * heads * (shape.head_dim * item + wide)  # out, lse; and dout, dlse
+
+    def bytes_(row: int, rows: list[int]) -> int:
+        return sum([(count + seal_rows(row)) * row for count in rows if count])
+
+    mine = [own] * (size - 1)
+    to_heads, to_tokens = bytes_(fetch, mine) + bytes_(result, others), bytes_(fetch, others) + bytes_(result, mine)
+    messages = (size - 1) * (own > 0) + sum([count > 0 for count in others])
+    kept = shape.batch * sharding.seq_len * (2 * (heads + kv_heads) * shape.head_dim * item + heads * wide)
+    return ExchangePlan(
+        transport="ulysses",
+        world_size=size,
+        rank=rank,
+        shard=(start, stop),
+        rows_sent=own * (size - 1),
+        rows_received=sum(others),
+        peers_sent=messages,
+        peers_received=messages,
+        rounds=2,
+        bytes_sent=to_heads,
+        bytes_received=to_tokens,
+        backward_bytes_sent=bytes_(result, mine) + bytes_(fetch, others),
+        backward_bytes_received=bytes_(result, others) + bytes_(fetch, mine),
+        saved_bytes=kept,
+    )
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The transport that serves a call, why, and why the others do not."""
+
+    transport: str
+    reason: str
+    refusals: dict[str, str]
+
+
+def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
+    """The transport of a call; the same on every rank, since it looks at one fixed rank: the last when causal, else the
+    middle.
+
+    `auto` takes the transport with the least modelled time among those whose received rows fit in a few times the
+    shard's keys and values, else `ring`.
+    """
+    if transport not in ("auto", *NAMES):
+        raise ValueError(f"transport must be one of {('auto', *NAMES)}; got {transport!r}")
+    refusals = {name: why for name in NAMES if (why := refusal(name, sharding, shape.num_heads))}
+    if transport != "auto":
+        if transport in refusals:
+            raise ValueError(
+                f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
+            )
+        return TransportChoice(transport, "asked for by name", refusals)
+    rank = sharding.world_size - 1 if sharding.is_causal else sharding.world_size // 2
+    shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
+    refusals["all_gather"] = "moves rows that no rank asked for; only on request"
+    plans = {name: count(name, sharding, rank, shape) for name in NAMES if name not in refusals}
+    exchange = plans["exchange"]
+    for name in ("exchange", "doubling"):
+        if name in plans and plans[name].saved_bytes > _BUFFER_SHARDS * shard:
+            refusals[name] = (
+                f"would receive {plans[name].saved_bytes / 1e6:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
+            )
+    open_ = [name for name in ("exchange", "doubling", "ulysses") if name not in refusals]
+    best = min(open_, key=lambda name: plans[name].modelled_seconds, default="ring")
+    chosen = plans[best]
+    reason = (
+        f"rank {rank} receives {chosen.bytes_received / 1e6:.2f} MB in {chosen.peers_received} messages and {chosen.rounds} rounds, "
+        f"modelled {chosen.modelled_seconds * 1e6:.0f} us (exchange: {exchange.bytes_received / 1e6:.2f} MB, {exchange.peers_received} messages)"
+    )
+    return TransportChoice(best, reason, refusals)
+
+
+def exchange_plan(
+    pattern: Dilated,
+    seq_len: int,
+    num_heads: int,
+    world_size: int,
+    rank: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    is_causal: bool = False,
+    transport: str = "exchange",
+    bounds: tuple[int, ...] | None = None,
+) -> ExchangePlan:
+    """What one rank of a context parallel call would move: bytes, peers, rounds, rows. No process, no tensor.
+
+    Args:
+        num_heads: of q; `num_kv_heads` of k and v, default the same.
+        bounds: shard edges; default the balanced ones that `sequence_range` gives.
+    """
+    for name, value, least in (("seq_len", seq_len, 0), ("num_heads", num_heads, 1), ("world_size", world_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, {world_size}), the world size; got {rank!r}")
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads!r}")
+    edges = partition.balanced_bounds(seq_len, world_size) if bounds is None else tuple(bounds)
+    if len(edges) != world_size + 1 or edges[-1] != seq_len:
+        raise ValueError(
+            f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
+        )
+    table = pattern.offset_table(kv_heads)
+    sharding = Sharding(pattern.segment_lengths, pattern.dilation_rates, table, edges, is_causal)
+    shape = Shape(batch, num_heads, head_dim, dtype)
+    return count(choose(transport, sharding, shape).transport, sharding, rank, shape)

@@ -1,0 +1,88 @@
+"""Worlds of real processes for tests: forked from a server that has imported PyTorch once, so that a world starts
+fast."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "dilated_attention.parallel.attention"])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _enter(rank: int, size: int, port: int, timeout: float, function: Callable, arguments: tuple, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        pipe.send(("result", function(*arguments)))
+    except Exception:
+        pipe.send(("error", traceback.format_exc()))
+    pipe.close()
+    # Without the collective goodbye of destroy_process_group: peers may be dead.
+    os._exit(0)
+
+
+class World:
+    """`size` gloo processes that each run `function(*arguments)`."""
+
+    def __init__(self, size: int, function: Callable, *arguments: Any, timeout: float = 60.0) -> None:
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_enter, args=(rank, size, port, timeout, function, arguments, sender), daemon=True
+            )
+            process.start()
+            sender.close()
+            self.pipes.append(receiver)
+            self.processes.append(process)
+
+    def outcomes(self, within: float) -> list[tuple[str, Any]]:
+        """Each rank's ("result", value), ("error", traceback), ("died", exit code) or ("silent", None); then all are
+        killed."""
+        answers: list[tuple[str, Any]] = [("silent", None)] * len(self.pipes)
+        open_ = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        deadline = time.monotonic() + within
+        while open_ and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(open_), timeout=left):
+                rank = open_.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    answers[rank] = ("died", self.processes[rank].exitcode)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return answers
+
+
+def run(size: int, function: Callable, *arguments: Any, within: float = 120.0) -> list[Any]:
+    """What `function(*arguments)` returns in each of `size` processes; AssertionError with the tracebacks otherwise."""
+    answers = World(size, function, *arguments).outcomes(within)
+    failed = [f"rank {rank} {kind}: {value}" for rank, (kind, value) in enumerate(answers) if kind != "result"]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in answers]
