@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
@@ -52,7 +53,7 @@ def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: 
     written = torch.zeros(plan.num_heads, plan.seq_len, dtype=torch.bool)
     for group in plan.groups:
         queries, keys = members(group.queries), members(group.keys)
-        assert queries.min() >= 0 and queries.max() < plan.seq_len
+        assert 0 <= queries.min() <= queries.max() < plan.seq_len
         for i in range(group.heads):
             head = group.head + i * group.head_stride
             if group.first:
@@ -78,13 +79,15 @@ def check(sharding: Sharding) -> None:
         counts = torch.zeros_like(expected)
         own = torch.arange(lower, upper)[:, None].expand(-1, heads)
         plan = local_plan(sharding, rank)
-        assert plan.square and all(group.queries == group.keys for group in plan.groups)
+        assert plan.square
+        assert all(group.queries == group.keys for group in plan.groups)
         add_plan(counts, plan, own, lower, sharding.is_causal)
 
         part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
         table = torch.full((part.rows * heads,), -1)
         table[part.slots] = torch.from_numpy(part.keys // heads)
-        assert (part.keys % heads == part.slots % heads).all() and len(np.unique(part.slots)) == len(part.slots)
+        assert (part.keys % heads == part.slots % heads).all()
+        assert len(np.unique(part.slots)) == len(part.slots)
         add_plan(counts, part.plan, table.view(part.rows, heads), lower, sharding.is_causal)
         assert torch.equal(counts[:, lower:upper], expected[:, lower:upper])
 
@@ -161,7 +164,7 @@ def test_union_of_progressions(parts: list[tuple[int, int, int]]) -> None:
     ranges = [range(*part) for part in parts]
     union = {x for part in ranges for x in part}
     edges = np.array([0, 7, 7, 20, 45, 60])
-    expected = [sum(low <= x < high for x in union) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    expected = [sum(low <= x < high for x in union) for low, high in pairwise(edges)]
     assert count_union(ranges, edges).tolist() == expected
 
 
@@ -188,15 +191,15 @@ def test_one_rank_of_8192_at_a_billion_tokens(rank: int) -> None:
     assert time.perf_counter() - begin < 10
     assert received.tolist() == owner_splits(sharding, received_keys(sharding, rank))
     assert sent.tolist() == sent_keys(sharding, rank)[1]
-    assert (received[rank:] == 0).all() and (sent[: rank + 1] == 0).all()
+    assert (received[rank:] == 0).all()
+    assert (sent[: rank + 1] == 0).all()
 
 
 def test_counts_need_no_tables() -> None:
     """Dense attention over 2^30 tokens: a rank's rows could not be listed; their number is known in closed form."""
     sharding = Sharding((1 << 30,), (1,), ((0, 0),), balanced_bounds(1 << 30, 8192), False)
-    assert (
-        rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17)) and rows_to(sharding, 17).sum() == 8191 * 2 << 17
-    )
+    assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17))
+    assert rows_to(sharding, 17).sum() == 8191 * 2 << 17
 
 
 @pytest.mark.parametrize(("field", "edges"), [("bounds", (0, 5, 3, 10)), ("bounds", (1, 10)), ("samples", (0, 4, 9))])

@@ -303,7 +303,8 @@ def backward(
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]
     inputs = tuple(x for x in (q, k, v, dout, key_bias) if x is not None)
-    assign = state is None and plan.square and ratio == 1  # then the group that writes a row of out may write that row of dq, dk and dv
+    # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
+    assign = state is None and plan.square and ratio == 1
     # Rows that several parts add to are summed in single precision at least.
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
     if state is not None:

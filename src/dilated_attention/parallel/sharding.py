@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ class _Unshard(torch.autograd.Function):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         bounds = balanced_bounds(seq_len, size)
         ctx.group, ctx.dim, ctx.bounds, ctx.rank = group, dim, bounds, rank
-        longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+        longest = max([stop - start for start, stop in pairwise(bounds)])
         rows = x.movedim(dim, 0)
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
@@ -89,7 +90,8 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
     start, stop = sequence_range(length, mesh)
     if x.shape[dim] != stop - start:
         raise ValueError(
-            f"x has {x.shape[dim]} rows in dim {dim}; rank {dist.get_rank(group)}'s shard of seq_len={length} has {stop - start}"
+            f"x has {x.shape[dim]} rows in dim {dim}; the shard of rank {dist.get_rank(group)} "
+            f"of seq_len={length} has {stop - start}"
         )
     return _Unshard.apply(x, group, dim, length)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -77,8 +78,8 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
         return partition.doubling_refusal(sharding)
     if transport == "ulysses" and (sharding.num_heads % sharding.world_size or num_heads % sharding.world_size):
         return (
-            f"ulysses gives each rank the same number of heads; {num_heads} query and {sharding.num_heads} key-value heads "
-            f"do not divide by {sharding.world_size} ranks"
+            f"ulysses gives each rank the same number of heads; {num_heads} query and {sharding.num_heads} "
+            f"key-value heads do not divide by {sharding.world_size} ranks"
         )
     return None
 
@@ -173,6 +174,7 @@ class TransportChoice:
     refusals: dict[str, str]
 
 
+@lru_cache(maxsize=256)
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """The transport of a call; the same on every rank, since it looks at one fixed rank: the last when causal, else the
     middle.
@@ -193,19 +195,19 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in NAMES if name not in refusals}
-    exchange = plans["exchange"]
     for name in ("exchange", "doubling"):
-        if name in plans and plans[name].saved_bytes > _BUFFER_SHARDS * shard:
-            refusals[name] = (
-                f"would receive {plans[name].saved_bytes / 1e6:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
-            )
-    open_ = [name for name in ("exchange", "doubling", "ulysses") if name not in refusals]
-    best = min(open_, key=lambda name: plans[name].modelled_seconds, default="ring")
-    chosen = plans[best]
-    reason = (
-        f"rank {rank} receives {chosen.bytes_received / 1e6:.2f} MB in {chosen.peers_received} messages and {chosen.rounds} rounds, "
-        f"modelled {chosen.modelled_seconds * 1e6:.0f} us (exchange: {exchange.bytes_received / 1e6:.2f} MB, {exchange.peers_received} messages)"
+        if name in plans and (kept := plans[name].saved_bytes) > _BUFFER_SHARDS * shard:
+            refusals[name] = f"would hold {kept / 1e6:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
+    served = [name for name in ("exchange", "doubling", "ulysses") if name not in refusals]
+    best = min(served, key=lambda name: plans[name].modelled_seconds, default="ring")
+    compared = "; ".join(
+        [
+            f"{name} {plan.bytes_received / 1e6:.2f} MB in {plan.peers_received} messages and {plan.rounds} rounds, "
+            f"modelled {plan.modelled_seconds * 1e6:.0f} us"
+            for name, plan in plans.items()
+        ]
     )
+    reason = f"least modelled time among those whose rows fit in memory; rank {rank} receives: {compared}"
     return TransportChoice(best, reason, refusals)
 
 

@@ -474,8 +474,9 @@ class Ulysses:
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
         self.link, self.bounds = link, sharding.bounds
-        self.kv_heads, self.heads = sharding.num_heads // link.size, num_heads // link.size
-        columns = slice(link.rank * self.kv_heads, (link.rank + 1) * self.kv_heads)
+        heads, kv_heads = num_heads // link.size, sharding.num_heads // link.size
+        self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
+        columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
         offsets = tuple([row[columns] for row in sharding.offsets])
         whole = replace(sharding, offsets=offsets, bounds=(0, sharding.seq_len))
         self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
@@ -497,7 +498,7 @@ class Ulysses:
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
         """Rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
-        packed = torch.cat([x.contiguous().flatten(1).view(torch.uint8) for x in rows], 1)
+        packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         seal = seal_rows(packed.shape[1])
         sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
         message = packed.new_empty(sent.rows, packed.shape[1])
@@ -510,3 +511,8 @@ class Ulysses:
             y.clone(memory_format=torch.contiguous_format).view(x.dtype).unflatten(1, x.shape[1:])
             for x, y in zip(rows, parts, strict=True)
         ]
+
+
+def _packed(x: Tensor) -> Tensor:
+    """A copy whose strides are those of its shape, also in dimensions of size 1, as a view of bytes requires."""
+    return x.clone(memory_format=torch.contiguous_format)
