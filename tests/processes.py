@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -60,11 +60,13 @@ class World:
             self.pipes.append(receiver)
             self.processes.append(process)
 
-    def outcomes(self, within: float) -> list[tuple[str, Any]]:
-        """Each rank's ("result", value), ("error", traceback), ("died", exit code) or ("silent", None); then all are
-        killed."""
+    def outcomes(self, within: float, ranks: Sequence[int] | None = None) -> list[tuple[str, Any]]:
+        """Each rank's ("result", value), ("error", traceback), ("died", exit code) or ("silent", None).
+
+        Waits for `ranks`, by default all, then kills every process.
+        """
         answers: list[tuple[str, Any]] = [("silent", None)] * len(self.pipes)
-        open_ = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        open_ = {pipe: rank for rank, pipe in enumerate(self.pipes) if ranks is None or rank in ranks}
         deadline = time.monotonic() + within
         while open_ and (left := deadline - time.monotonic()) > 0:
             for pipe in wait(list(open_), timeout=left):

@@ -3,6 +3,7 @@ byte."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
 
 import processes
 from dilated_attention.backends.reference import reference_attention
@@ -17,6 +20,13 @@ from dilated_attention.parallel import traffic
 from dilated_attention.parallel.attention import context_parallel_attention
 from dilated_attention.parallel.comm import Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
+from dilated_attention.parallel.sharding import (
+    cp_mean,
+    sequence_range,
+    shard_labels,
+    shard_sequence,
+    unshard_sequence,
+)
 from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
 
@@ -178,3 +188,164 @@ def check_traffic(case: Case, size: int, is_causal: bool, transport: str, dtype:
         assert (backward.bytes_sent, backward.bytes_received) == returned
         assert (forward.messages_sent, forward.messages_received) == (plan.peers_sent, plan.peers_received)
         assert forward.rounds == plan.rounds
+
+
+def compose():
+    """torch.compile in one graph, activation checkpointing, a mesh, and the helpers around a sharded sequence."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    case = CASES["straddling"]
+    tensors, (d_out, _) = inputs(case, torch.float64)
+    table = Dilated(case.segments, case.rates).offset_table(case.kv_heads)
+
+    def attend(q, k, v, transport="exchange"):
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            case.segments,
+            case.rates,
+            table,
+            mesh=mesh,
+            seq_len=case.seq_len,
+            is_causal=True,
+            transport=transport,
+        )[0]
+
+    def gradients(function):
+        leaves = [shard_sequence(x, mesh).clone().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        return out, *torch.autograd.grad(out, leaves, shard_sequence(d_out, mesh))
+
+    plain = gradients(attend)
+    answers = {}
+    for transport in ("exchange", "ring", "all_gather", "ulysses"):
+        compiled = torch.compile(lambda *x, t=transport: attend(*x, t).sin(), fullgraph=True, backend="aot_eager")
+        eager = gradients(lambda *x, t=transport: attend(*x, t).sin())
+        answers["compile", transport] = all(map(torch.equal, gradients(compiled), eager))
+    checkpointed = gradients(lambda *x: torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False))
+    answers["checkpoint"] = all(map(torch.equal, checkpointed, plain))
+
+    x = torch.arange(50.0).view(2, 25)
+    shard = shard_sequence(x, mesh).clone().requires_grad_()
+    whole = unshard_sequence(shard, mesh, seq_len=25)
+    whole.mul(x * (rank + 1)).sum().backward()
+    start, stop = sequence_range(25, mesh)
+    weight = sum(range(1, size + 1))
+    answers["unshard"] = torch.equal(whole, x) and torch.equal(shard.grad, x[:, start:stop] * weight)
+
+    # A model of one weight: the mean of (w x)^2 over the valid labels, against the same on the whole sequence.
+    labels = torch.where(x % 3 == 0, -100, x.long())
+    mine = shard_labels(labels, mesh)
+    wanted = torch.cat([labels[:, 1:], labels.new_full((2, 1), -100)], 1)
+    answers["labels"] = torch.equal(mine, wanted[:, start:stop])
+    for how in ("mean", "sum"):
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        valid = mine != -100
+        loss = cp_mean(((weight * x[:, start:stop]) ** 2)[valid].sum(), valid.sum(), mesh, gradients=how)
+        loss.backward()
+        dist.all_reduce(weight.grad)
+        right = (x**2)[wanted != -100].double().mean()
+        scale = size if how == "mean" else 1
+        answers["mean", how] = bool(
+            (loss - right).abs() < 1e-12 * right and (weight.grad / scale - 2 * right).abs() < 1e-12 * right
+        )
+    return answers
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_composes(size: int) -> None:
+    for answers in processes.run(size, compose):
+        assert all(answers.values()), answers
+
+
+def refuse():
+    """What each kind of bad call raises on this rank; and that the group still serves a good one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    case, good = CASES["dense"], dist.group.WORLD
+    whole = inputs(case, torch.float32)[0]
+    own = [shard_sequence(x, good) for x in whole]
+    table = Dilated(case.segments, case.rates).offset_table(case.kv_heads)
+    outsider = dist.new_group([0])
+    grid = init_device_mesh("cpu", (size, 1))
+
+    def attend(tensors=own, segments=case.segments, rates=case.rates, offsets=table, mesh=good, **options):
+        options = {"seq_len": case.seq_len} | options
+        return context_parallel_attention(*tensors, segments, rates, offsets, mesh=mesh, **options)
+
+    def odd_rank(x, y):
+        return x if rank == 1 else y
+
+    attempts = {
+        "shard size": lambda: attend(odd_rank([x[:, :5] for x in own], own)),
+        "segments": lambda: attend(segments=odd_rank((64,), (131,))),
+        "rates": lambda: attend(rates=odd_rank((2,), (1,))),
+        "branches": lambda: attend(
+            segments=odd_rank((131, 20), (131,)), rates=odd_rank((1, 1), (1,)), offsets=odd_rank(table * 2, table)
+        ),
+        "seq_len": lambda: attend(odd_rank([x[:, :2] for x in own], own), seq_len=odd_rank(6, 131)),
+        "dtype": lambda: attend(odd_rank([x.double() for x in own], own)),
+        "is_causal": lambda: attend(is_causal=rank == 1),
+        "scale": lambda: attend(scale=odd_rank(0.5, 0.25)),
+        "batch": lambda: attend(odd_rank([x.repeat(2, 1, 1, 1) for x in own], own)),
+        "transport name": lambda: attend(transport="carrier"),
+        "transport refused": lambda: attend(transport="doubling"),
+        "heads": lambda: attend([x[:, :, :1] for x in own], offsets=((0,),), transport="ulysses"),
+        "two axes": lambda: attend(mesh=grid),
+        "no mesh": lambda: attend(mesh="context"),
+        "mask": lambda: attend(key_padding_mask=torch.zeros(1, 5, dtype=torch.bool)),
+        "samples": lambda: attend(cu_seqlens=torch.tensor([0, 7, 5, 131])),
+        "outsider": lambda: attend(mesh=odd_rank(outsider, "context")),
+    }
+    answers = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            answers[name] = "no error"
+        except ValueError as error:
+            answers[name] = str(error)
+    attend()
+    return answers
+
+
+def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
+    answers = processes.run(3, refuse)
+    expected = {
+        "shard size": "rank 1 refused its context parallel call, before any data moved: q has 5 tokens",
+        "segments": r"rank 1 has segment_lengths=\[64\], elsewhere segment_lengths=\[131\]",
+        "rates": r"rank 1 has dilation_rates=\[2\]",
+        "branches": r"rank 1 has segment_lengths=\[131, 20\]",
+        "seq_len": "rank 1 has seq_len=6, elsewhere seq_len=131",
+        "dtype": "rank 1 has dtype=torch.float64, elsewhere dtype=torch.float32",
+        "is_causal": "rank 1 has is_causal=True, elsewhere is_causal=False",
+        "scale": "rank 1 has scale=0.5",
+        "batch": "rank 1 has batch=2",
+        "transport name": "transport must be one of",
+        "transport refused": "transport='doubling' does not serve this call: doubling needs a power of two of ranks",
+        "heads": "1 query and 1 key-value heads do not divide by 3 ranks",
+        "two axes": r"mesh must have one axis, the context axis; got 2 axes of sizes \(3, 1\)",
+        "no mesh": "mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got str",
+        "mask": "key_padding_mask with a mesh",
+        "samples": "cu_seqlens must ascend",
+        "outsider": "mesh",
+    }
+    for answer in answers:
+        assert answer.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.search(pattern, answer[name]), (name, answer[name])
+    assert "that this rank, 1, is not in" in answers[1]["outsider"]
+
+
+def alone():
+    link = link_of(dist.group.WORLD)
+    case = CASES["grouped queries"]
+    tensors, _ = inputs(case, torch.float64)
+    out, lse = call(case, tensors, 1, True, "auto")
+    right_out, right_lse = expected(case, True, torch.float64)[:2]
+    return (out - right_out).abs().max().item(), (lse - right_lse).abs().max().item(), link.traffic
+
+
+def test_a_mesh_of_one_rank_communicates_nothing() -> None:
+    out, lse, moved = processes.run(1, alone)[0]
+    assert max(out, lse) < 1e-12
+    assert moved == Traffic()

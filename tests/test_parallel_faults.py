@@ -1,0 +1,156 @@
+"""Ranks that die, freeze, stay away or send the wrong thing: survivors get an error in time, and no wrong result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import processes
+from dilated_attention.errors import ContextParallelError
+from dilated_attention.parallel.attention import context_parallel_attention
+from dilated_attention.parallel.comm import Framing, Link
+from dilated_attention.patterns import Dilated
+
+SIZE, CULPRIT, TIMEOUT = 4, 1, 3.0
+TRANSPORTS = ("exchange", "doubling", "ring")
+PHASES = ("agreement", "forward", "backward")
+SURVIVORS = [rank for rank in range(SIZE) if rank != CULPRIT]
+
+
+def attend(transport: str, seq_len: int = 64, dtype: torch.dtype = torch.float32, rates=(1, 2)):
+    """Forward and backward of this rank's shard of a pattern in which every rank sees rows of every other."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v = (
+        torch.randn(1, seq_len // SIZE, 2, 4, generator=generator, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    segments = (32, 128)[: len(rates)]
+    table = Dilated(segments, rates).offset_table(2)
+    out, _ = context_parallel_attention(
+        q, k, v, segments, rates, table, mesh=dist.group.WORLD, seq_len=seq_len, transport=transport, layer="layer 7"
+    )
+    out.sum().backward()
+
+
+def at(phase: str, act) -> None:
+    """Let this process call `act(original, arguments)` in place of the phase's first use of the group."""
+    if phase == "agreement":
+        dist_all_reduce = dist.all_reduce
+        dist.all_reduce = lambda *a, **o: act(dist_all_reduce, a, o)
+        return
+    for name in ("all_to_all", "swap", "all_gather"):
+        original = getattr(Link, name)
+
+        def wrapped(*arguments: Any, original=original, **options: Any):
+            what = next(x for x in arguments if isinstance(x, str))
+            return act(original, arguments, options) if phase in what else original(*arguments, **options)
+
+        setattr(Link, name, wrapped)
+
+
+def _sleep(original, arguments, options) -> None:
+    time.sleep(3 * TIMEOUT + 10)
+
+
+def _kill(original, arguments, options) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(original, arguments, options) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _shorten(original, arguments, options):
+    """Send the first message without its last data row."""
+    link, send, sent, *rest = arguments
+    counts = (sent.counts[0] - 1, *sent.counts[1:])
+    shorter = Framing(sent.peers, counts, sent.seal)
+    return original(link, send[: shorter.rows], shorter, *rest, **options)
+
+
+FAULTS = {"killed": _kill, "frozen": _stop, "absent": _sleep, "shorter payload": _shorten}
+
+
+def report(fault, *arguments, **options):
+    """What a call under a fault raised on this rank and after how long; then what the next call says, and how fast."""
+    begin = time.monotonic()
+    try:
+        attend(*arguments, **options)
+    except (ContextParallelError, ValueError) as error:
+        first = str(error), time.monotonic() - begin
+    else:
+        return None
+    begin = time.monotonic()
+    with pytest.raises(ContextParallelError, match="failed and is not used again"):
+        attend(*arguments)
+    return *first, time.monotonic() - begin
+
+
+def suffer(transport: str, phase: str, fault: str):
+    if phase != "agreement":
+        attend(transport)  # a good call first: only then are later ones without an agreement
+    dist.barrier()
+    if dist.get_rank() == CULPRIT:
+        at(phase, FAULTS[fault])
+    return report(fault, transport)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", ["killed", "frozen", "absent"])
+def test_survivors_of_a_lost_rank_say_so_in_time(fault: str, phase: str) -> None:
+    worlds = {t: processes.World(SIZE, suffer, t, phase, fault, timeout=TIMEOUT) for t in TRANSPORTS}
+    for transport, world in worlds.items():
+        outcomes = world.outcomes(6 * TIMEOUT + 20, SURVIVORS)
+        for rank in SURVIVORS:
+            kind, answer = outcomes[rank]
+            assert kind == "result", (transport, rank, kind, answer)
+            assert answer is not None, (transport, rank, "finished as if nothing had happened")
+            message, seconds, refused = answer
+            assert seconds < TIMEOUT + 2, (transport, rank, seconds, message)
+            assert refused < 0.5
+            assert f"on rank {rank} of {SIZE} in layer 7" in message
+            named = message.partition("no word within")[2]
+            assert str(CULPRIT) in named or "does not answer" in message, (transport, rank, message)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_shorter_payload_is_caught_before_use(phase: str) -> None:
+    worlds = {t: processes.World(SIZE, suffer, t, phase, "shorter payload", timeout=TIMEOUT) for t in TRANSPORTS}
+    for transport, world in worlds.items():
+        outcomes = world.outcomes(6 * TIMEOUT + 20)
+        assert all(kind == "result" for kind, _ in outcomes), (transport, outcomes)
+        # Ranks whose own messages arrived whole may finish, and are right.
+        messages = [answer[0] for _, answer in outcomes if answer is not None]
+        assert any(f"the rows received from rank {CULPRIT} are not" in message for message in messages), transport
+
+
+DIFFERENCES = {"seq_len": {"seq_len": 128}, "dtype": {"dtype": torch.float64}, "branches": {"rates": (1,)}}
+
+
+def differ(transport: str, difference: str):
+    """Every rank has agreed on two calls; then one rank makes the other one."""
+    attend(transport)
+    attend(transport, **DIFFERENCES[difference])
+    dist.barrier()
+    return report("differing", transport, **(DIFFERENCES[difference] if dist.get_rank() == CULPRIT else {}))
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
+    """Messages shorter than expected fail their seal; where one is longer, gloo itself ends the receiving process."""
+    worlds = {t: processes.World(SIZE, differ, t, difference, timeout=TIMEOUT) for t in TRANSPORTS}
+    for transport, world in worlds.items():
+        outcomes = world.outcomes(6 * TIMEOUT + 20)
+        for rank, (kind, answer) in enumerate(outcomes):
+            if kind == "died":
+                assert answer == -signal.SIGABRT
+                continue
+            assert kind == "result", (transport, rank, kind, answer)
+            assert answer is not None, (transport, rank, "finished as if nothing had happened")
+            assert answer[1] < TIMEOUT + 2, (transport, rank, answer)
