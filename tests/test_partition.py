@@ -104,7 +104,8 @@ def check(sharding: Sharding) -> None:
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> Sharding:
+def shardings(draw: st.DrawFn) -> tuple:
+    """The arguments of a `Sharding`: it is made outside, where beartype's sampling of them is not hypothesis's."""
     world_size, seq_len = draw(st.integers(1, 16)), draw(st.integers(0, 70))
     heads, branches = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     rates = draw(st.lists(st.integers(1, 9), min_size=branches, max_size=branches))
@@ -115,17 +116,16 @@ def shardings(draw: st.DrawFn) -> Sharding:
     else:
         table = [[h % r if kind == "head" else h // -(-heads // r) for h in range(heads)] for r in rates]
     edges = st.lists(st.integers(0, seq_len), min_size=world_size - 1, max_size=world_size - 1).map(sorted)
-    bounds = draw(st.one_of(st.just(balanced_bounds(seq_len, world_size)), edges.map(lambda e: (0, *e, seq_len))))
+    balanced = tuple([j * seq_len // world_size for j in range(world_size + 1)])
+    bounds = draw(st.one_of(st.just(balanced), edges.map(lambda e: (0, *e, seq_len))))
     samples = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=4).map(lambda e: (0, *sorted(e), seq_len)))
-    return Sharding(
-        tuple(segments), tuple(rates), tuple(map(tuple, table)), tuple(bounds), draw(st.booleans()), samples
-    )
+    return tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(shardings())
-def test_every_key_is_seen_as_often_as_the_definition_says(sharding: Sharding) -> None:
-    check(sharding)
+def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> None:
+    check(Sharding(*arguments))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
