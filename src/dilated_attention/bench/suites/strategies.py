@@ -19,7 +19,7 @@ from dilated_attention.plan import Plan, StridedGroup, plan_dilated
 
 OURS = "dilated_attention"
 RESOLUTION = 0.02
-"""Differences below it are not seen: views are what `dilated_attention` runs on, and the same work twice differs by that."""
+"""Smaller differences are not seen: `dilated_attention` runs on views itself, and the same work twice differs by it."""
 
 
 @dataclass(frozen=True, slots=True)
