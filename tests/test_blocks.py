@@ -20,8 +20,8 @@ from dilated_attention import BlockLayout, Dilated, attention
 from dilated_attention.backends import blocks
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
-LENGTHS = st.sampled_from(range(1, 161))
-SEGMENTS = st.sampled_from(range(1, 151))
+LENGTHS = st.sampled_from(range(1, 121))
+SEGMENTS = st.sampled_from([*range(1, 131), *range(17, 131)])
 HEAD_DIM = 8
 
 
@@ -93,6 +93,7 @@ class Call:
     def heads(self) -> int:
         return self.kv_heads * self.group
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019
     def layout(self, length: int) -> BlockLayout:
         layout = build(self.builder, length, self.block_size, self.seed)
         own_batch, own_heads = self.own_lists
@@ -104,7 +105,7 @@ class Call:
     def pattern(self):
         if not self.branches:
             return self.layout(self.seq_len)
-        return Dilated(*map(tuple, zip(*self.branches, strict=True))) * functools.cache(self.layout)
+        return Dilated(*map(tuple, zip(*self.branches, strict=True))) * self.layout
 
     def options(self) -> dict[str, Tensor | None]:
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -138,6 +139,7 @@ class Call:
         mask = self.options()["key_padding_mask"]
         return counts if mask is None else counts * ~mask[:, None, None]
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019
     def seen(self, b: int, h: int, count: int) -> Tensor:
         layout = self.layout(count if self.branches else self.seq_len)
         active = layout.dense_blocks()[b % layout.batch_size, h % layout.num_heads]

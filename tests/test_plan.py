@@ -1,0 +1,172 @@
+"""The plan cache, closed-form plans, and what is derived from them: coverage, flops, explanations."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dilated_attention import BackendError, Dilated, explain, plan_cache
+from dilated_attention.backends.reference import count_matrix
+from dilated_attention.plan import PlanCache, plan_dilated, row_counts
+
+PATTERNS = [
+    Dilated((8,), (1,)),
+    Dilated((8, 16, 64), (1, 2, 4)),
+    Dilated((7, 11), (3, 5)),
+    Dilated((8, 16), (2, 3), ((0, 1, -1, 0), (2, 2, 0, -1))),
+    Dilated((8, 16), (1, 2), head_groups=True),
+    Dilated((12, 24), (3, 6), "head_block"),
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    nbytes: int
+
+
+class TestCache:
+    def test_counters_and_order_of_eviction(self):
+        cache = PlanCache(max_bytes=30)
+        for key in "abc":
+            assert cache.get(key, lambda: Entry(10)) == Entry(10)
+        assert cache.info() == (0, 3, 0, 3, 30, 30)
+        first = cache.get("a", lambda: pytest.fail("made again"))
+        cache.get("d", lambda: Entry(10))  # "b" is the one used longest ago
+        assert cache.get("a", lambda: pytest.fail("evicted")) is first
+        cache.get("c", lambda: pytest.fail("evicted"))
+        assert cache.info() == (3, 4, 1, 3, 30, 30)
+        cache.get("b", lambda: Entry(10))
+        assert cache.info().misses == 5
+
+    def test_an_entry_larger_than_the_cache_is_returned_and_not_kept(self):
+        cache = PlanCache(max_bytes=30)
+        assert cache.get("large", lambda: Entry(31)) == Entry(31)
+        assert cache.info()[3:5] == (0, 0)
+
+    def test_an_entry_larger_than_the_cache_evicts_no_other(self):
+        cache = PlanCache(max_bytes=30)
+        cache.get("small", lambda: Entry(10))
+        cache.get("large", lambda: Entry(31))
+        cache.get("small", lambda: pytest.fail("evicted"))
+
+    def test_resize_and_clear(self):
+        cache = PlanCache(max_bytes=100)
+        for key in range(10):
+            cache.get(key, lambda: Entry(10))
+        cache.resize(35)
+        assert cache.info() == (0, 10, 7, 3, 30, 35)
+        cache.get(9, lambda: pytest.fail("evicted"))
+        cache.clear()
+        assert cache.info() == (0, 0, 0, 0, 0, 35)
+        cache.resize(0)
+        cache.get(1, lambda: Entry(1))
+        assert cache.info().entries == 0
+
+    @pytest.mark.parametrize("size", [-1, 1.5, True, "64"])
+    def test_resize_refuses(self, size):
+        with pytest.raises(ValueError, match="max_bytes must be a non-negative integer"):
+            PlanCache(1).resize(size)
+
+    def test_a_failing_make_leaves_nothing(self):
+        cache = PlanCache(max_bytes=30)
+        with pytest.raises(ZeroDivisionError):
+            cache.get("a", lambda: Entry(1 // 0))
+        assert cache.info() == (0, 0, 0, 0, 0, 30)
+
+    def test_sixteen_threads_ask_resize_and_clear(self):
+        cache, wrong, start = PlanCache(max_bytes=500), [], threading.Barrier(16)
+
+        def work(seed: int) -> None:
+            draw = random.Random(seed)
+            start.wait()
+            for _ in range(1500):
+                action = draw.random()
+                if action < 0.02:
+                    cache.clear()
+                elif action < 0.05:
+                    cache.resize(draw.choice([0, 200, 500]))
+                size = draw.randint(1, 60)
+                if cache.get(size, lambda size=size: Entry(size)).nbytes != size:
+                    wrong.append(size)
+                info = cache.info()
+                if info.bytes > info.max_bytes or info.bytes < info.entries:
+                    wrong.append(info)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert cache.info().bytes == sum(entry.nbytes for entry in cache._entries.values())
+
+    def test_plans_are_kept(self):
+        plan_cache.clear()
+        arguments = (8, 16), (1, 2), ((0, 0), (0, 1)), 100
+        assert plan_dilated(*arguments) is plan_dilated(*arguments)
+        assert plan_cache.info()[:2] == (1, 1)
+
+
+def test_a_plan_for_a_billion_tokens_has_few_groups():
+    pattern = Dilated((2**11, 2**15, 2**20, 2**30), (1, 16, 512, 2**19))
+    plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(8), 2**30 + 12345)
+    assert len(plan.groups) <= 2 * 8 * 4
+    assert plan.covered
+    assert plan.nbytes < 2**16
+    assert pattern.flops(2**30 + 12345, 8, 64) > 4 * 64 * 8 * 2**30 * 2**11
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seq_len", [1, 7, 16, 61])
+def test_coverage_flops_and_rows_are_those_of_the_definition(pattern, seq_len):
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(4)
+    counts = count_matrix(*branches, seq_len, is_causal=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        coverage = pattern.coverage(seq_len, 4)
+    assert torch.equal(coverage, counts.sum(-1))
+    blind = int((counts.sum(-1) == 0).sum())
+    assert [str(w.message).split(" ")[0] for w in caught] == ([str(blind)] if blind else [])
+    for is_causal in (False, True):
+        entries = int(count_matrix(*branches, seq_len, is_causal=is_causal).sum())
+        assert pattern.flops(seq_len, 4, 16, is_causal) == 4 * 16 * entries
+    assert row_counts(*branches, seq_len) == {g.queries.count for g in plan_dilated(*branches, seq_len).groups}
+
+
+class TestExplain:
+    def test_counts_query_heads_and_batch(self):
+        pattern = Dilated((8, 32), (1, 2))
+        q, k = torch.empty(3, 61, 4, 16), torch.empty(3, 61, 2, 16)
+        for is_causal in (False, True):
+            found = explain(q, k, k, pattern, is_causal=is_causal)
+            assert found.flops == 3 * 2 * pattern.flops(61, 2, 16, is_causal)
+            plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(2), 61)
+            assert found.groups == plan.groups
+
+    def test_bytes_of_one_dense_segment(self):
+        q, k = torch.empty(2, 10, 4, 8), torch.empty(2, 10, 2, 8)
+        tensors = 4 * (2 * q.numel() + 2 * k.numel())  # q and out, k and v
+        assert explain(q, k, k, Dilated((10,), (1,))).bytes == tensors + 4 * 2 * 10 * 4
+
+    def test_prints_backend_reason_and_a_line_a_group(self):
+        q = torch.empty(1, 64, 2, 8)
+        found = explain(q, q, q, Dilated((16, 64), (1, 4)))
+        text = str(found)
+        assert found.backend in text
+        assert found.reason in text
+        assert all(name in text for name in found.refusals)
+        assert text.count("directly") + text.count("merged") == len(found.groups)
+
+    def test_refuses_what_the_call_would(self):
+        q = torch.empty(1, 8, 2, 8)
+        with pytest.raises(BackendError, match="float8"):
+            explain(*(q.to(torch.float8_e5m2),) * 3, Dilated((8,), (1,)))
+        with pytest.raises(ValueError, match="same shape"):
+            explain(q, q, q[:, :4], Dilated((8,), (1,)))
+        with pytest.raises(ValueError, match="compat"):
+            explain(q, q, q, Dilated((8,), (1,)), compat="longnet")
