@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
+import timeit
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from unittest import mock
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance import excesses
-from dilated_attention import BlockLayout, Dilated, attention
+from dilated_attention import BlockLayout, Dilated, attention, autograd, block_sparse_attention, plan_cache
 from dilated_attention.backends import blocks
+from dilated_attention.plan import plan_dilated
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
 LENGTHS = st.sampled_from(range(1, 121))
@@ -26,12 +30,15 @@ HEAD_DIM = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small calls are faster on one; and `torch.empty` is filled with NaN, so that what is read was written."""
+def many_small_calls():
+    """Small calls are faster on one thread, and where annotations are checked in `test_half_precision` only;
+    `torch.empty` is filled with NaN, so that what is read was written."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    jaxtyping.config.update("jaxtyping_disable", True)
     yield
+    jaxtyping.config.update("jaxtyping_disable", False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
 
@@ -253,10 +260,97 @@ def test_ragged_products(call, dtype):
 @random_calls(60)
 @given(call=calls(products=False), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_half_precision(call, dtype):
+    jaxtyping.config.update("jaxtyping_disable", False)
     check(call, dtype)
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @random_calls(40)
 @given(call=st.one_of(calls(products=False, ragged=True), calls(products=True, ragged=True)))
 def test_reference_backend(call):
     check(call, torch.float64, "reference")
+
+
+KEPT = {
+    "shared": lambda n: (BlockLayout.local(n, 40, 16), {}),
+    "causal": lambda n: (BlockLayout.random(n, 0.5, 0, 16), {"is_causal": True}),
+    "per head": lambda n: (some(n, (16, 32), (1, 4), 0.5, 0), {}),
+    "per sample": lambda n: (some(n, (16, 32), (2, 4), 0.5, 0), {"is_causal": True}),
+    "ragged": lambda n: (some(n, (16, 32), (2, 1), 0.5, 0), {"lengths": torch.tensor([n, n // 2])}),
+    "product": lambda n: (Dilated((64, 150), (1, 2)) * functools.cache(lambda m: BlockLayout.local(m, 20, 16)), {}),
+}
+
+
+class TestCache:
+    """What a call derives from a layout is kept under the layout's identity: no call reads the content twice."""
+
+    @pytest.fixture(autouse=True)
+    def empty_cache(self):
+        before = plan_cache.info().max_bytes
+        plan_cache.clear()
+        yield
+        plan_cache.resize(before)
+
+    @pytest.mark.parametrize("name", KEPT)
+    def test_forward_backward_and_later_calls_find_it(self, name):
+        pattern, options = KEPT[name](150)
+        q = torch.randn(2, 150, 4, 8, requires_grad=True)
+        first = torch.autograd.grad(attention(q, q, q, pattern, **options).square().sum(), q)[0]
+        before = plan_cache.info()
+        again = torch.autograd.grad(attention(q, q, q, pattern, **options).square().sum(), q)[0]
+        after = plan_cache.info()
+        assert torch.equal(first, again)
+        assert after.misses == before.misses == before.entries
+        assert after.hits >= before.hits + 4
+
+    def test_a_hit_takes_less_than_20_microseconds(self):
+        layout = BlockLayout.random(1 << 17, 0.1, 0).causal()
+        q, plan = torch.empty(1, 1 << 17, 1, 1), plan_dilated((1 << 17,), (1,), ((0,),), 1 << 17)
+        sizes = [layout.seq_len, *layout.block_size, 1]
+
+        def find():
+            (found,) = autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True).values()
+            return blocks._plan(found, 0)
+
+        assert find() is find()
+        assert min(timeit.repeat(find, number=20, repeat=200)) / 20 < 20e-6
+
+    def test_the_limit_holds_whatever_is_asked(self):
+        q = torch.randn(1, 512, 2, 8)
+        for size in (20_000, 0):
+            plan_cache.resize(size)
+            for seed in range(10):
+                layout = BlockLayout.random(512, 0.3, seed, 16)
+                assert torch.equal(*(block_sparse_attention(q, q, q, layout) for _ in range(2)))
+                assert plan_cache.info().bytes <= size
+        assert plan_cache.info().entries == 0
+
+    def test_sixteen_threads_ask_resize_and_clear(self):
+        q = torch.randn(1, 128, 2, 8)
+        layouts = [BlockLayout.random(128, 0.4, seed, 16) for seed in range(6)]
+        expected = [[block_sparse_attention(q, q, q, x, is_causal=cut) for cut in (False, True)] for x in layouts]
+        wrong, start = [], threading.Barrier(16)
+
+        def work(seed: int) -> None:
+            draw = random.Random(seed)
+            start.wait()
+            for _ in range(12):
+                if draw.random() < 0.2:
+                    plan_cache.clear()
+                elif draw.random() < 0.4:
+                    plan_cache.resize(draw.choice([0, 30_000, 1 << 20]))
+                which, cut = draw.randrange(6), draw.random() < 0.5
+                if not torch.equal(
+                    block_sparse_attention(q, q, q, layouts[which], is_causal=cut), expected[which][cut]
+                ):
+                    wrong.append((which, cut))
+                info = plan_cache.info()
+                if info.bytes > info.max_bytes:
+                    wrong.append(info)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong

@@ -317,12 +317,30 @@ def test_value_semantics():
         a | 3
 
 
-def test_tables_move_to_a_device_once():
+def test_tables_move_to_a_device():
     layout = BlockLayout.local(1000, 200, 64)
     assert layout.to("cpu") is layout
     moved = layout.to("meta")
-    assert moved.device.type == "meta"
-    assert layout.to("meta") is moved
+    assert moved.device.type == moved.indptr.device.type == "meta"
+    assert layout.device.type == "cpu"
+
+
+def test_tables_from_elsewhere_are_copied():
+    indptr, indices = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2])
+    layout = BlockLayout.from_indices(indptr, indices, 48, 16)
+    indices[0] = 2
+    assert layout == BlockLayout.local(48, 1, 16)
+
+
+def test_a_key_stands_for_one_layout():
+    a, b = (BlockLayout.local(1000, 200, 64) for _ in range(2))
+    assert a == b
+    assert a.key != b.key  # no look at the content
+    assert len({layout.key for layout in (a, a.causal(), a.prefix(999), a.select(), a.to("meta"))}) == 4
+    seen = set()
+    for _ in range(50):  # a tensor may live where one that is gone did
+        seen.add(BlockLayout.local(1000, 200, 64).key)
+    assert len(seen) == 50
 
 
 def test_empty_rows_are_defined():

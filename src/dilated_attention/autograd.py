@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native, triton
-from dilated_attention.layout import BlockLayout
-from dilated_attention.plan import Plan, plan_dilated
+from dilated_attention.layout import BlockLayout, table_name
+from dilated_attention.plan import Plan, plan_dilated, plan_layout
 
 
 def _plan(
@@ -56,27 +56,46 @@ def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Ite
 
 
 def _layouts(
-    plan: Plan, sizes: Sequence[int], tables: Sequence[Tensor], is_causal: bool, batch: slice | None = None
+    q: Tensor,
+    plan: Plan,
+    sizes: Sequence[int],
+    tables: Sequence[Tensor],
+    is_causal: bool,
+    batch: slice | None = None,
 ) -> dict[int, BlockLayout] | None:
-    """The block layout of each segment length of a plan, from four sizes and two tables each.
+    """The block layout of each segment length of a plan, on q's device, from four sizes and two tables each.
 
     The sizes are seq_len, q_block, k_block and is_causal, the tables indptr and indices. A ragged sample, shorter than
     the layout, has the layout of its first tokens.
     """
     if not tables:
         return None
-    made = {}
-    for i in range(0, len(tables), 2):
-        seq_len, q_block, k_block, cut = sizes[2 * i : 2 * i + 4]
-        layout = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(cut))
-        made[seq_len] = layout.causal() if is_causal else layout
-    wanted = {group.queries.count for group in plan.groups}
-    if batch is not None and len(made) == 1:
-        (layout,) = made.values()
-        if layout.batch_size > 1:
-            layout = layout.select(batch=range(batch.start, batch.stop))
-        made = {length: layout.prefix(length) for length in wanted}
-    return {length: made[length] for length in wanted}
+    found = {}
+    for length in {group.queries.count for group in plan.groups}:
+        at = 0 if batch is not None and len(tables) == 2 else sizes[::4].index(length)
+        indptr, indices, size = tables[2 * at], tables[2 * at + 1], tuple(sizes[4 * at : 4 * at + 4])
+        rows = range(batch.start, batch.stop) if batch is not None and indptr.shape[0] > 1 else None
+        found[length] = _layout(indptr, indices, size, rows, length, is_causal, q.device)
+    return found
+
+
+def _layout(
+    indptr: Tensor,
+    indices: Tensor,
+    size: tuple[int, ...],
+    batch: range | None,
+    length: int,
+    is_causal: bool,
+    device: torch.device,
+) -> BlockLayout:
+    """A layout's first `length` tokens, from the cache."""
+
+    def make() -> BlockLayout:
+        seq_len, q_block, k_block, cut = size
+        layout = BlockLayout(indptr, indices, seq_len, q_block, k_block, bool(cut)).select(batch=batch).prefix(length)
+        return (layout.causal() if is_causal else layout).to(device)
+
+    return plan_layout((table_name(indptr), table_name(indices), size, batch, length, is_causal, device), make)
 
 
 def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -124,7 +143,7 @@ def _forward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(plan, layout_sizes, layouts, is_causal)
+        tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
         )
@@ -135,7 +154,7 @@ def _forward(
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
             q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
-            layouts=_layouts(plan, layout_sizes, layouts, is_causal, batch),
+            layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
         )  # fmt: skip
     return out, lse
 
@@ -171,7 +190,7 @@ def _backward(
     bias = _key_bias(q, key_padding_mask)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(plan, layout_sizes, layouts, is_causal)
+        tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
         )
@@ -182,7 +201,7 @@ def _backward(
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
         dq[batch, seq], dk[batch, seq], dv[batch, seq] = _BACKENDS[backend].backward(
             dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
-            layouts=_layouts(plan, layout_sizes, layouts, is_causal, batch),
+            layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
         )  # fmt: skip
     return dq, dk, dv
 

@@ -270,7 +270,7 @@ def _layouts(
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
             layout.check(1, layout.seq_len, q.shape[2])
-    return [layout.to(q.device) for layout in found]
+    return found
 
 
 def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:

@@ -13,15 +13,16 @@ work on intervals of keys per query block: time and memory are O(active blocks),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,17 @@ MIN_BLOCK, MAX_BLOCK = 16, 256
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
 
 Spans = Sequence[tuple[Tensor, Tensor]]
+
+_names, _numbers = WeakTensorKeyDictionary(), count()
+
+
+def table_name(table: Tensor) -> int:
+    """A number that stands for a tensor which never changes, while it lives: a key that reads no content.
+
+    A tensor is the same on both sides of the dispatcher, whose operators take no layouts.
+    """
+    name: int = _names.setdefault(table, next(_numbers))
+    return name
 
 
 class Runs(NamedTuple):
@@ -64,7 +76,6 @@ class BlockLayout:
     q_block: int = 128
     k_block: int = 128
     is_causal: bool = False
-    _on: dict[torch.device, BlockLayout] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         rows = block_grid(self.seq_len, (self.q_block, self.k_block))[2]
@@ -426,6 +437,11 @@ class BlockLayout:
         return self.indices.device
 
     @cached_property
+    def key(self) -> Hashable:
+        """Stands for this layout in caches. Equal layouts that were made apart have different keys."""
+        return (table_name(self.indptr), table_name(self.indices), self.seq_len, *self.block_size, self.is_causal)
+
+    @cached_property
     def density(self) -> float:
         """Active blocks over those that dense attention (causal: dense causal attention) computes."""
         per_list = int(visible_blocks(self.seq_len, self.block_size, self.is_causal).sum())
@@ -490,16 +506,16 @@ class BlockLayout:
             )
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        """This layout with its tables on `device`. Each device's copy is made once and kept with the layout."""
+        """This layout with its tables on `device`. Calls need no copy made ahead: they keep one in `plan_cache`."""
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        if device not in self._on:
-            self._on[device] = replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
-        return self._on[device]
+        return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
 
     def select(self, *, batch: range | None = None, heads: range | None = None) -> BlockLayout:
         """The lists of these batch elements and heads alone."""
+        if batch is heads is None:
+            return self
         indptr = self.indptr[slice(None) if batch is None else list(batch)]
         indptr = indptr[:, slice(None) if heads is None else list(heads)]
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
@@ -861,7 +877,8 @@ def _few(x: Tensor) -> str:
 
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    tensor = torch.as_tensor(values)
+    """int64, and never the caller's own tensor, which may change."""
+    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values)
     if tensor.numel() == 0:
         return tensor.to(torch.int64)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:

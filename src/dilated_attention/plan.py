@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import OffsetTable
 
 Value = TypeVar("Value")
@@ -219,6 +220,22 @@ def plan_dilated(
     """
     key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
     return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A layout in the cache. It keeps the tables that it derives, each of its own size at most."""
+
+    layout: BlockLayout
+
+    @property
+    def nbytes(self) -> int:
+        return 256 + 4 * self.layout.nbytes
+
+
+def plan_layout(key: Hashable, make: Callable[[], BlockLayout]) -> BlockLayout:
+    """The layout that `make` derives from another one, from the cache; `key` names what it depends on."""
+    return plan_cache.get(("layout", key), lambda: _Kept(make())).layout
 
 
 def row_counts(

@@ -59,19 +59,20 @@ class _Group:
 
     def part(self, start: int, stop: int) -> _Group:
         """The rows start to stop."""
-
-        def moved(view: tuple[int, int] | None) -> tuple[int, int] | None:
-            return None if view is None else (view[0] + start * view[1], view[1])
-
-        heads = None if self.heads is None else self.heads[start:stop]
+        if stop - start == len(self.rows):
+            return self
         return replace(
             self,
             rows=self.rows[start:stop],
-            heads=heads,
+            heads=None if self.heads is None else self.heads[start:stop],
             keys=self.keys[start:stop],
-            row_view=moved(self.row_view),
-            key_view=moved(self.key_view),
+            row_view=_moved(self.row_view, start),
+            key_view=_moved(self.key_view, start),
         )
+
+
+def _moved(view: tuple[int, int] | None, by: int) -> tuple[int, int] | None:
+    return None if view is None else (view[0] + by * view[1], view[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class _BlockPlan:
 
 def _plan(layout: BlockLayout, batch: int) -> _BlockPlan:
     batch = batch if layout.batch_size > 1 else 0
-    key = ("blocks", layout, batch)
+    key = ("blocks", layout.key, batch)
     return plan_cache.get(key, lambda: _compile(layout, batch))
 
 
@@ -99,37 +100,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
     q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
     last_row = (lanes % rows == rows - 1) & (q_tail > 0)
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
-    begun = torch.zeros(heads, rows, dtype=torch.bool, device=lanes.device)
-    groups: list[_Group] = []
-
-    def add(
-        lane: Tensor, key: Tensor, merged: int, q_tokens: int, k_tokens: int, cut: bool, view: tuple[int, int] | None
-    ) -> None:
-        head, block = lane // -(-rows // merged), lane % -(-rows // merged)
-        step = 1 if len(block) < 2 else int(block[1] - block[0])
-        regular = heads == 1 and step > 0 and bool((block.diff() == step).all())
-        row_view = (int(block[0]), step) if regular else None
-        members = block[:, None] * merged + torch.arange(merged, device=lane.device)
-        first = not bool(begun[head[:, None], members].any())
-        begun[head[:, None], members] = True
-        shared = None if heads == 1 else head
-        q_block = merged * layout.q_block
-        groups.append(_Group(block, shared, key, q_block, q_tokens, k_tokens, first, cut, row_view, view))
-
-    def add_lists(lane: Tensor, key: Tensor, merged: int, q_tokens: int) -> None:
-        """Groups of sorted lists of whole, unmasked key blocks; `merged` query blocks make one row."""
-        if heads == 1:
-            viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
-            for entry, length, step in _views(lane, key, merged * layout.q_block / layout.k_block):
-                at = entry[:, None] + torch.arange(length, device=lane.device)
-                viewed[at.flatten()] = True
-                view = (int(key[entry[0]]), step)
-                add(lane[entry], key[at], merged, q_tokens, layout.k_block, False, view)
-            lane, key = lane[~viewed], key[~viewed]
-        for count, members, first in _by_count(lane):
-            at = first[:, None] + torch.arange(count, device=lane.device)
-            add(members, key[at], merged, q_tokens, layout.k_block, False, None)
-
+    made = _Groups(layout)
     for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
         for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
             for cut in (False, True):
@@ -137,19 +108,66 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
                 lane, key = lanes[chosen], keys[chosen]
                 if is_last_key and len(lane):  # one key block, the same for every row
                     view = (int(key[0]), 0) if heads == 1 else None
-                    add(lane, key[:, None], 1, q_tokens, k_tokens, cut, view)
+                    made.add(lane, key[:, None], 1, q_tokens, k_tokens, cut, view)
                 elif cut:
                     for count, members, first in _by_count(lane):
                         at = first[:, None] + torch.arange(count, device=lane.device)
-                        add(members, key[at], 1, q_tokens, k_tokens, cut, None)
+                        made.add(members, key[at], 1, q_tokens, k_tokens, cut, None)
                 elif is_last_row:
-                    add_lists(lane, key, 1, q_tokens)
+                    made.add_lists(lane, key, 1, q_tokens)
                 else:
                     for merged in (*(-(-tokens // layout.q_block) for tokens in _LONG_ROWS), 1):
                         common, lane_, key_ = _common(lane, key, merged, rows, layout.key_blocks)
-                        add_lists(lane_, key_, merged, merged * layout.q_block)
+                        made.add_lists(lane_, key_, merged, merged * layout.q_block)
                         lane, key = lane[~common], key[~common]
-    return _BlockPlan(tuple(groups))
+    return _BlockPlan(tuple(made.groups))
+
+
+class _Groups:
+    """The groups of a layout's lists, as they are made."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self.groups: list[_Group] = []
+        self._begun = torch.zeros(layout.num_heads, layout.query_blocks, dtype=torch.bool, device=layout.device)
+
+    def add(
+        self,
+        lane: Tensor,
+        key: Tensor,
+        merged: int,
+        q_tokens: int,
+        k_tokens: int,
+        cut: bool,
+        view: tuple[int, int] | None,
+    ) -> None:
+        """A group of lanes (head * rows + row, a row being `merged` query blocks), which see the key blocks `key`."""
+        shared = self.layout.num_heads == 1
+        rows = -(-self.layout.query_blocks // merged)
+        head, block = lane // rows, lane % rows
+        step = 1 if len(block) < 2 else int(block[1] - block[0])
+        regular = shared and step > 0 and bool((block.diff() == step).all())
+        row_view = (int(block[0]), step) if regular else None
+        members = block[:, None] * merged + torch.arange(merged, device=lane.device)
+        first = not bool(self._begun[head[:, None], members].any())
+        self._begun[head[:, None], members] = True
+        heads, q_block = None if shared else head, merged * self.layout.q_block
+        self.groups.append(_Group(block, heads, key, q_block, q_tokens, k_tokens, first, cut, row_view, view))
+
+    def add_lists(self, lane: Tensor, key: Tensor, merged: int, q_tokens: int) -> None:
+        """Groups of sorted lists of whole, unmasked key blocks; `merged` query blocks make one row."""
+        k_tokens = self.layout.k_block
+        if self.layout.num_heads == 1:
+            viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
+            for entry, length, step in _views(lane, key, merged * self.layout.q_block / k_tokens):
+                at = entry[:, None] + torch.arange(length, device=lane.device)
+                viewed[at.flatten()] = True
+                view = (int(key[entry[0]]), step)
+                self.add(lane[entry], key[at], merged, q_tokens, k_tokens, False, view)
+            lane, key = lane[~viewed], key[~viewed]
+        for count, members, first in _by_count(lane):
+            at = first[:, None] + torch.arange(count, device=lane.device)
+            self.add(members, key[at], merged, q_tokens, k_tokens, False, None)
 
 
 def _common(lane: Tensor, key: Tensor, merged: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
-from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_layout
 
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
@@ -99,11 +99,13 @@ class _Tile:
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """The layout inside the group's segments, of this tile's batch elements and query heads."""
         layout = layouts[group.queries.count]
-        if layout.batch_size > 1:
-            layout = layout.select(batch=range(self.batch, self.batch + self.batches))
-        if layout.num_heads > 1:
-            layout = layout.select(heads=range(self.q_head, self.q_head + self.heads * self.q_step, self.q_step))
-        return layout
+        batch = range(self.batch, self.batch + self.batches) if layout.batch_size > 1 else None
+        heads = (
+            range(self.q_head, self.q_head + self.heads * self.q_step, self.q_step) if layout.num_heads > 1 else None
+        )
+        if batch is heads is None:
+            return layout
+        return plan_layout((layout.key, batch, heads), lambda: layout.select(batch=batch, heads=heads))
 
     def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
         batch, token, per_head, *rest = x.stride()
