@@ -94,7 +94,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
-@pytest.mark.parametrize("name", ["TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestRefusals"])
+@pytest.mark.parametrize("name", ["TestDilated", "TestGroups", "TestBlocks", "TestDropout"])
 def test_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", f"{__file__}::{name}"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -263,6 +263,14 @@ class TestGroups:
             *(x[:0] for x in (q, k, v)), dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0
         )
         assert out.shape == (0, 8, 2, 16)
+
+    def test_refusals(self):
+        q = torch.randn(1, 4, 2, 16)
+        assert why(q, 1.0) is None
+        assert "float64" in why(q.double(), 1.0)
+        assert "scale" in why(q, 0.0)
+        wide = torch.randn(1, 4, 2, 257)
+        assert "head_dim" in why(wide, 1.0)
 
 
 def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
@@ -445,14 +453,3 @@ def test_refusals():
     assert "GPU" in why(q, 1.0)
     meta = q.to("meta")
     assert "not meta" in why(meta, 1.0)
-
-
-@interpreted
-class TestRefusals:
-    def test_reasons(self):
-        q = torch.randn(1, 4, 2, 16)
-        assert why(q, 1.0) is None
-        assert "float64" in why(q.double(), 1.0)
-        assert "scale" in why(q, 0.0)
-        wide = torch.randn(1, 4, 2, 257)
-        assert "head_dim" in why(wide, 1.0)
