@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import test_dropout
 from conformance import excesses
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -331,58 +332,15 @@ class TestBlocks:
         check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, key_bias=bias)
 
 
-def philox(seed, c0, c1, c2, c3, rounds=7):
-    """Word 0 of Philox4x32 (Salmon et al., 2011) for int64 tensors of 32-bit counters and a 64-bit seed."""
-    low = 0xFFFFFFFF
-    k0, k1 = seed & low, seed >> 32 & low
-    for _ in range(rounds):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wrap around at 64 bits, all of which are right
-        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
-        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return c0
-
-
-def dropout_mask(seed, batch, heads, queries, keys, p):
-    """Which pairs (batch, heads, queries, keys) survive: the definition that kernels/online.py states."""
-    query, key = torch.arange(queries)[:, None], torch.arange(keys)
-    bh = torch.arange(batch * heads).view(batch, heads, 1, 1)
-    zero = torch.zeros_like(bh + query + key)
-    return philox(seed, zero + query, zero + key, zero + bh, zero) >= round(p * 2**32)
-
-
 @interpreted
 class TestDropout:
-    def test_philox(self):
-        # Known answers of Random123 for Philox4x32-10 and Philox4x32-7.
-        ones = torch.tensor(0xFFFFFFFF)
-        zero = torch.tensor(0)
-        assert philox(0, zero, zero, zero, zero, 10) == 0x6627E8D5
-        assert philox(-1, ones, ones, ones, ones, 10) == 0x408F276D
-        assert philox(0, zero, zero, zero, zero) == 0x5F6FB709
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-    def test_survivors(self, is_causal):
-        batch, tokens, heads, kv_heads, p, seed = 2, 70, 4, 2, 0.3, -(2**40) + 12345
-        w, r = (32, 70), (1, 2)
-        plan, table = dilated(tokens, kv_heads, w, r)
-        q, k, v = (x.requires_grad_() for x in tensors(batch, tokens, heads, kv_heads, 16))
-        options = {"is_causal": is_causal, "scale": 0.25, "dropout_p": p, "seed": torch.tensor(seed)}
-        out, lse = _Attention.apply(q, k, v, [plan], options)
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        actual = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-
-        keep = dropout_mask(seed, batch, heads, tokens, tokens, p)
-        assert abs(keep.double().mean() - (1 - p)) < 0.01
-        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in doubles)
-        counts = count_matrix(w, r, table, tokens, is_causal=is_causal).repeat_interleave(2, 0)
-        score = 0.25 * query @ key.mT + counts.double().log()
-        expected_lse = score.logsumexp(-1)
-        dropped = torch.where(keep, (score - expected_lse[..., None]).exp() / (1 - p), 0.0)
-        expected_out = (dropped @ value).transpose(1, 2)
-        expected = torch.autograd.grad((expected_out, expected_lse), doubles, (dout.double(), dlse.double()))
-        for x, y in zip((out, lse, *actual), (expected_out, expected_lse, *expected), strict=True):
-            assert (x - y).norm() <= 3e-6 * y.norm()
+    @pytest.mark.parametrize("name", ["dilated", "causal", "packed", "blocks inside dilation"])
+    def test_the_choice_is_every_backend_s(self, name):
+        inputs = test_dropout.tensors(torch.float32)
+        call = test_dropout.CALLS[name]
+        expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
+        for actual, wanted in zip(test_dropout.results(call, inputs, backend="triton"), expected, strict=True):
+            assert relative_error(actual, wanted) <= TOLERANCE[torch.float32]
 
 
 # ---- tables

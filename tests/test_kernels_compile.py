@@ -22,6 +22,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dilated_attention.backends import triton as backend
+from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.kernels.compile_ahead import KERNELS, Report, Variant, build
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
@@ -99,9 +100,11 @@ CALLS_OF_THE_BACKEND = {
     "branches one after another": {"is_causal": True},
     "blocks": {"is_causal": True, "layouts": {1024: BlockLayout.local(1024, 256, 64).causal()}},
     "dropout and hidden keys": {
-        "is_causal": False, "dropout_p": 0.7, "seed": torch.tensor(2**40), "key_bias": torch.zeros(2, 1024)
+        "is_causal": False,
+        "dropout": dropout_of(0.7, torch.tensor(2**40), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
+        "key_bias": torch.zeros(2, 1024),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", CALLS_OF_THE_BACKEND)
