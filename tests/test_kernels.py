@@ -15,22 +15,24 @@ from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import test_dropout
 from conformance import excesses
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
-from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
+from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.kernels.configurations import Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
 
-pytest.importorskip("triton", reason="Triton runs on Linux only")
+tl = pytest.importorskip("triton.language", reason="Triton runs on Linux only")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a child process with TRITON_INTERPRET=1")
@@ -94,7 +96,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
-@pytest.mark.parametrize("name", ["TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestRefusals"])
+@pytest.mark.parametrize("name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout"])
 def test_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", f"{__file__}::{name}"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -113,9 +115,55 @@ class Case(NamedTuple):
     batch: int = 1
 
 
+both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch):
+    """The interpreter multiplies the bits of bfloat16 numbers: give it the numbers."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def number(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, number(a), number(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def check_case(case, is_causal):
+    plan, table = dilated(case.seq_len, case.kv_heads, case.w, case.r)
+    counts = count_matrix(case.w, case.r, table, case.seq_len, is_causal=is_causal)
+    inputs = tensors(case.batch, case.seq_len, case.heads, case.kv_heads, case.head_dim, case.dtype)
+    check(inputs, [plan], counts, is_causal=is_causal)
+
+
+@interpreted
+class TestTypes:
+    """Every head_dim that has code of its own, between two powers of two and on them, and every type."""
+
+    @both
+    @pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256])
+    def test_head_dims(self, head_dim, is_causal):
+        check_case(Case(90, 2, 1, head_dim, (50, 90), (1, 2)), is_causal)
+
+    @both
+    @pytest.mark.parametrize("head_dim", [16, 48, 64, 128])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision(self, dtype, head_dim, is_causal):
+        check_case(Case(130, 2, 2, head_dim, (64, 130), (1, 2), dtype), is_causal)
+
+
 @interpreted
 class TestDilated:
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @both
     @pytest.mark.parametrize(
         "case",
         [
@@ -123,18 +171,16 @@ class TestDilated:
             Case(100, 4, 2, 48, (32, 70, 100), (1, 2, 4)),
             Case(75, 3, 3, 24, (50, 100), (3, 2), batch=2),
             Case(100, 2, 1, 96, (100,), (2,)),
+            Case(70, 6, 2, 16, (24, 70), (2, 5), batch=2),
+            Case(129, 2, 2, 32, (64, 128), (1, 64)),
             Case(90, 2, 2, 128, (64, 256), (1, 3), torch.float16),
-            Case(130, 2, 2, 64, (64, 130), (1, 2), torch.float16),
             Case(1, 2, 1, 16, (50, 100), (1, 2)),
-            Case(40, 1, 1, 200, (16, 40), (1, 2)),
+            Case(2, 4, 1, 16, (1, 2), (1, 2)),
         ],
         ids=str,
     )
     def test_patterns(self, case, is_causal):
-        plan, table = dilated(case.seq_len, case.kv_heads, case.w, case.r)
-        counts = count_matrix(case.w, case.r, table, case.seq_len, is_causal=is_causal)
-        inputs = tensors(case.batch, case.seq_len, case.heads, case.kv_heads, case.head_dim, case.dtype)
-        check(inputs, [plan], counts, is_causal=is_causal)
+        check_case(case, is_causal)
 
     def test_nested_branches_share_a_launch(self):
         plan, table = dilated(256, 2, (64, 128, 256), (1, 2, 4))
@@ -156,7 +202,7 @@ class TestDilated:
         counts = count_matrix(w, r, table, 70, is_causal=False)
         check(tensors(1, 70, 2, 2, 16), [plan], counts, phantoms=phantom_counts(w, r, table, 70, is_causal=False))
 
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @both
     def test_hidden_keys(self, is_causal):
         w, r = (32, 80), (1, 2)
         plan, table = dilated(80, 2, w, r)
@@ -191,19 +237,36 @@ class TestDilated:
         counts = count_matrix((32, 50), (1, 2), table, 50, is_causal=False)
         check(tensors(1, 50, 2, 2, 16), [plan], counts, gradient_of=("lse",))
 
-    def test_rows_beyond_two_to_the_31_elements(self):
+    @both
+    def test_rows_beyond_two_to_the_31_elements(self, is_causal, monkeypatch):
+        # The last rows of tensors whose other rows are never touched, and so take no memory.
         tokens, head_dim, rows = 2**27 + 64, 16, 64
         group = StridedGroup(*(Rows(tokens - rows, rows, 1, 1, rows),) * 2, 0, 1, 1, first=True)
         plan = Plan(tokens, 1, (group,), covered=True, square=True)  # says so, to leave the rest untouched
-        q, k, v = (torch.empty(1, tokens, 1, head_dim, dtype=torch.float16) for _ in range(3))
+
+        def last_rows_of(x):
+            far = torch.empty(1, tokens, *x.shape[2:], dtype=x.dtype)
+            far[:, -rows:] = x
+            return far
+
         few = tensors(1, rows, 1, 1, head_dim, torch.float16)
-        for x, y in zip((q, k, v), few, strict=True):
-            x[:, -rows:] = y
-        options = {"is_causal": True, "scale": 0.25}
-        out, lse = backend.forward(q, k, v, plan, **options)
-        expected = backend.forward(*few, dilated(rows, 1, (rows,), (1,))[0], **options)
-        assert torch.equal(out[:, -rows:], expected[0])
-        assert torch.equal(lse[:, -rows:], expected[1])
+        many = [last_rows_of(x) for x in few]
+        options = {"is_causal": is_causal, "scale": 0.25}
+        near = dilated(rows, 1, (rows,), (1,))[0]
+        expected = backend.forward(*few, near, **options)
+        found = backend.forward(*many, plan, **options)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x[:, -rows:], y)
+        dout = torch.randn(few[0].shape).half()
+        expected = backend.backward(dout, None, *few, *expected, near, **options)
+        stats = backend._stats
+        monkeypatch.setattr(
+            backend, "_stats", lambda *x: last_rows_of(stats(*(y if y is None else y[:, -rows:] for y in x)))
+        )
+        for x, y in zip(
+            backend.backward(last_rows_of(dout), None, *many, *found, plan, **options), expected, strict=True
+        ):
+            assert torch.equal(x[:, -rows:], y)
 
 
 @interpreted
@@ -225,7 +288,7 @@ class TestGroups:
                     counts[head, rows[:, None], columns[None, :]] += seen
         return counts
 
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @both
     def test_keys_from_elsewhere(self, is_causal):
         # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
         local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
@@ -264,6 +327,14 @@ class TestGroups:
         )
         assert out.shape == (0, 8, 2, 16)
 
+    def test_refusals(self):
+        q = torch.randn(1, 4, 2, 16)
+        assert why(q, 1.0) is None
+        assert "float64" in why(q.double(), 1.0)
+        assert "scale" in why(q, 0.0)
+        wide = torch.randn(1, 4, 2, 257)
+        assert "head_dim" in why(wide, 1.0)
+
 
 def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
     """A random layout with rows that see nothing."""
@@ -276,7 +347,7 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
 
 @interpreted
 class TestBlocks:
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @both
     @pytest.mark.parametrize(
         ("seq_len", "q_block", "k_block", "samples", "heads"),
         [(128, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (130, 128, 128, 1, 2)],
@@ -288,19 +359,13 @@ class TestBlocks:
         inputs = tensors(samples, seq_len, 2, 2, 16)
         check(inputs, [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
-    def test_lists_per_query_head(self):
-        # The oracle counts per key-value head: two query heads of one, each with its own list, are two heads to it.
-        lists = layout(64, 32, 32, False, heads=2)
+    @both
+    def test_lists_per_query_head(self, is_causal):
+        lists = layout(64, 32, 32, is_causal, heads=2)
         plan, _ = dilated(64, 1, (64,), (1,))
-        q, k, v = tensors(1, 64, 2, 1, 16)
-        out, lse = backend.forward(q, k, v, plan, is_causal=False, scale=0.25, layouts={64: lists})
-        expected, expected_lse = attend(
-            q, *(x.expand(-1, -1, 2, -1) for x in (k, v)), lists.dense_mask()[0].int(), scale=0.25
-        )
-        assert relative_error(out, expected) <= TOLERANCE[torch.float32]
-        assert relative_error(lse, expected_lse) <= TOLERANCE[torch.float32]
+        check(tensors(1, 64, 2, 1, 16), [plan], lists.dense_mask()[0].int(), is_causal=is_causal, layouts={64: lists})
 
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+    @both
     @pytest.mark.parametrize("seq_len", [96, 110], ids=["even", "tail"])
     def test_inside_strided_rows(self, seq_len, is_causal):
         w, r = (48, 96), (1, 2)
@@ -323,58 +388,15 @@ class TestBlocks:
         check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, key_bias=bias)
 
 
-def philox(seed, c0, c1, c2, c3, rounds=7):
-    """Word 0 of Philox4x32 (Salmon et al., 2011) for int64 tensors of 32-bit counters and a 64-bit seed."""
-    low = 0xFFFFFFFF
-    k0, k1 = seed & low, seed >> 32 & low
-    for _ in range(rounds):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wrap around at 64 bits, all of which are right
-        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
-        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return c0
-
-
-def dropout_mask(seed, batch, heads, queries, keys, p):
-    """Which pairs (batch, heads, queries, keys) survive: the definition that kernels/online.py states."""
-    query, key = torch.arange(queries)[:, None], torch.arange(keys)
-    bh = torch.arange(batch * heads).view(batch, heads, 1, 1)
-    zero = torch.zeros_like(bh + query + key)
-    return philox(seed, zero + query, zero + key, zero + bh, zero) >= round(p * 2**32)
-
-
 @interpreted
 class TestDropout:
-    def test_philox(self):
-        # Known answers of Random123 for Philox4x32-10 and Philox4x32-7.
-        ones = torch.tensor(0xFFFFFFFF)
-        zero = torch.tensor(0)
-        assert philox(0, zero, zero, zero, zero, 10) == 0x6627E8D5
-        assert philox(-1, ones, ones, ones, ones, 10) == 0x408F276D
-        assert philox(0, zero, zero, zero, zero) == 0x5F6FB709
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-    def test_survivors(self, is_causal):
-        batch, tokens, heads, kv_heads, p, seed = 2, 70, 4, 2, 0.3, -(2**40) + 12345
-        w, r = (32, 70), (1, 2)
-        plan, table = dilated(tokens, kv_heads, w, r)
-        q, k, v = (x.requires_grad_() for x in tensors(batch, tokens, heads, kv_heads, 16))
-        options = {"is_causal": is_causal, "scale": 0.25, "dropout_p": p, "seed": torch.tensor(seed)}
-        out, lse = _Attention.apply(q, k, v, [plan], options)
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        actual = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-
-        keep = dropout_mask(seed, batch, heads, tokens, tokens, p)
-        assert abs(keep.double().mean() - (1 - p)) < 0.01
-        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in doubles)
-        counts = count_matrix(w, r, table, tokens, is_causal=is_causal).repeat_interleave(2, 0)
-        score = 0.25 * query @ key.mT + counts.double().log()
-        expected_lse = score.logsumexp(-1)
-        dropped = torch.where(keep, (score - expected_lse[..., None]).exp() / (1 - p), 0.0)
-        expected_out = (dropped @ value).transpose(1, 2)
-        expected = torch.autograd.grad((expected_out, expected_lse), doubles, (dout.double(), dlse.double()))
-        for x, y in zip((out, lse, *actual), (expected_out, expected_lse, *expected), strict=True):
-            assert (x - y).norm() <= 3e-6 * y.norm()
+    @pytest.mark.parametrize("name", ["dilated", "causal", "packed", "blocks inside dilation"])
+    def test_the_choice_is_every_backend_s(self, name):
+        inputs = test_dropout.tensors(torch.float32)
+        call = test_dropout.CALLS[name]
+        expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
+        for actual, wanted in zip(test_dropout.results(call, inputs, backend="triton"), expected, strict=True):
+            assert relative_error(actual, wanted) <= TOLERANCE[torch.float32]
 
 
 # ---- tables
@@ -445,14 +467,3 @@ def test_refusals():
     assert "GPU" in why(q, 1.0)
     meta = q.to("meta")
     assert "not meta" in why(meta, 1.0)
-
-
-@interpreted
-class TestRefusals:
-    def test_reasons(self):
-        q = torch.randn(1, 4, 2, 16)
-        assert why(q, 1.0) is None
-        assert "float64" in why(q.double(), 1.0)
-        assert "scale" in why(q, 0.0)
-        wide = torch.randn(1, 4, 2, 257)
-        assert "head_dim" in why(wide, 1.0)

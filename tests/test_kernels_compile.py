@@ -10,13 +10,22 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton runs on Linux only")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from dilated_attention.backends import triton as backend
+from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.kernels.compile_ahead import KERNELS, Report, Variant, build
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import plan_dilated
 
 EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
@@ -55,3 +64,57 @@ def test_faults_are_found():
     assert good.faults == []
     for fault in ({"spilled": 8}, {"shared": 2**18}, {"wgmma": 0, "mma": 9}):
         assert len(replace(good, **fault).faults) == 1, fault
+
+
+class AbsentGPU:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of the kernels that a call would launch: they are compiled for the tensors given, and not launched."""
+    names = []
+    run = JITFunction.run
+
+    def warm_up(self, *arguments, grid, warmup, **options):
+        names.append(self.__name__)
+        return run(self, *arguments, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", warm_up)
+    monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(driver, "_active", AbsentGPU())
+    return names
+
+
+CALLS_OF_THE_BACKEND = {
+    "branches in one launch": {"is_causal": False},
+    "branches one after another": {"is_causal": True},
+    "blocks": {"is_causal": True, "layouts": {1024: BlockLayout.local(1024, 256, 64).causal()}},
+    "dropout and hidden keys": {
+        "is_causal": False,
+        "dropout": dropout_of(0.7, torch.tensor(2**40), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
+        "key_bias": torch.zeros(2, 1024),
+    },
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_THE_BACKEND)
+def test_calls_bind_their_arguments(compiled, call):
+    options = {"scale": 0.1} | CALLS_OF_THE_BACKEND[call]
+    w, r = ((1024,), (1,)) if "layouts" in options else ((256, 1024), (1, 2))
+    plan = plan_dilated(w, r, ((0, 0), (0, 1))[: len(w)], 1024)
+    q, k, v = (torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    out, lse = backend.forward(q, k, v, plan, **options)
+    backend.backward(out, lse, q, k, v, out, lse, plan, **options)
+    turns = 2 if call == "branches one after another" else 1
+    expected = ["forward"] * turns + ["backward_stats"] + ["backward_dkdv"] * turns + ["backward_dq"] * turns
+    assert compiled == expected

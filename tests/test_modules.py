@@ -168,9 +168,6 @@ def test_refusals(unchecked):
         module(x, x, x, key_padding_mask=torch.ones(2, 8))
     with pytest.raises(ValueError, match="query has shape"):
         module(x[None], x[None], x[None])
-    with pytest.raises(UnsupportedError, match="dropout"):
-        MultiheadDilatedAttention(16, 2, dropout=0.1, **COVER)(x, x, x)
-    MultiheadDilatedAttention(16, 2, dropout=0.1, **COVER).eval()(x, x, x)
     for name in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(UnsupportedError, match=name):
             MultiheadDilatedAttention(16, 2, **{name: True}, **COVER)

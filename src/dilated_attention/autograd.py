@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native, triton
+from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.layout import BlockLayout, table_name
 from dilated_attention.plan import Plan, plan_dilated, plan_layout
 
@@ -106,11 +107,20 @@ def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     )
 
 
+def dropout(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: Tensor | None) -> Dropout | None:
+    """The dropout of a call whose rows are all the tokens there are, from the first on."""
+    if seed is None:
+        return None
+    queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+    return dropout_of(dropout_p, seed, q.shape[0], q.shape[2], queries, keys[:, None], head_offset)
+
+
 _BACKENDS: dict[str, Any] = {"native": native, "triton": triton}
 
 _OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "
-    "str backend, int[] layout_sizes, Tensor[] layouts, Tensor? lengths, Tensor? cu_seqlens, Tensor? key_padding_mask"
+    "str backend, float dropout_p, SymInt head_offset, int[] layout_sizes, Tensor[] layouts, Tensor? lengths, "
+    "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? seed"
 )
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -132,20 +142,24 @@ def _forward(
     scale: float,
     compat: str,
     backend: str,
+    dropout_p: float,
+    head_offset: int,
     layout_sizes: Sequence[int],
     layouts: Sequence[Tensor],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """out, contiguous as q, and lse, `(batch, seq, heads)`. `offsets` is the table, row after row; `compat` "" for
     none."""
     bias = _key_bias(q, key_padding_mask)
+    dropped = dropout(q, k, dropout_p, head_offset, seed)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
         tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].forward(
-            q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
+            q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables, dropout=dropped
         )
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -155,6 +169,7 @@ def _forward(
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
             q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
             layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
+            dropout=None if dropped is None else dropped.sample(batch, seq),
         )  # fmt: skip
     return out, lse
 
@@ -180,20 +195,25 @@ def _backward(
     scale: float,
     compat: str,
     backend: str,
+    dropout_p: float,
+    head_offset: int,
     layout_sizes: Sequence[int],
     layouts: Sequence[Tensor],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     bias = _key_bias(q, key_padding_mask)
+    dropped = dropout(q, k, dropout_p, head_offset, seed)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
         tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].backward(
-            dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables
-        )
+            dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables,
+            dropout=dropped,
+        )  # fmt: skip
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for batch, seq in samples(q, lengths, cu_seqlens):
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
@@ -202,6 +222,7 @@ def _backward(
         dq[batch, seq], dk[batch, seq], dv[batch, seq] = _BACKENDS[backend].backward(
             dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
             layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
+            dropout=None if dropped is None else dropped.sample(batch, seq),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -228,21 +249,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask = inputs
-        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, *layouts)
+        q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask, seed = inputs
+        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, seed, *layouts)
         ctx.options = options
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, lengths, cu_seqlens, key_padding_mask, *layouts = ctx.saved_tensors
+        q, k, v, out, lse, lengths, cu_seqlens, key_padding_mask, seed, *layouts = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         backward = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
         gradients = backward(
-            dout, dlse, q, k, v, out, lse, *ctx.options, layouts, lengths, cu_seqlens, key_padding_mask
+            dout, dlse, q, k, v, out, lse, *ctx.options, layouts, lengths, cu_seqlens, key_padding_mask, seed
         )
-        return (*gradients, *(None,) * 12)
+        return (*gradients, *(None,) * 15)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -281,8 +302,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tens
 
     Args:
         options: those of the operator: segment_lengths, dilation_rates and the table of offsets, row after row, as
-            lists; is_causal, scale, compat ("" for none), backend; the sizes and tables of block layouts, as in
-            `_layouts`; lengths, cu_seqlens, key_padding_mask or None.
+            lists; is_causal, scale, compat ("" for none), backend; dropout_p and the global index of the first query
+            head, which dropout needs; the sizes and tables of block layouts, as in `_layouts`; lengths, cu_seqlens,
+            key_padding_mask or None; the seed of dropout, None without.
     """
     if _in_torch_func():
         return _Attention.apply(q, k, v, *options)

@@ -64,7 +64,11 @@ def dilated_attention(
             Its gradient is the true one of that forward.
         is_causal: a query sees no key after itself.
         scale: of the scores; default 1 / sqrt(head_dim).
-        dropout_p: not supported yet: only 0.
+        dropout_p: probability that a weight of the softmax is dropped, the others being divided by 1 - dropout_p; lse
+            is that of all. Drawn by torch's generator of q's device, so that `torch.manual_seed` reproduces it: one
+            number a call, from which every backend derives the same choice for (sample, query head, query, key). The
+            native backend then computes by plain products in single precision, in chunks of bounded memory, since the
+            fused operators have no dropout that others could repeat: slower than without dropout.
         lengths: `(batch,)` integers: each sample ends there; rows after it give out 0, lse -inf and influence nothing.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: samples packed one after another, batch 1, each with a
             segment grid that starts at its own first token.
@@ -190,8 +194,6 @@ def _attend(
         raise ValueError(f"scale must be a finite number; got {scale!r}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
-    if dropout_p > 0:
-        raise UnsupportedError(f"dropout_p={dropout_p}: attention dropout is not supported yet; use dropout_p=0.0")
     if mesh is not None:
         raise UnsupportedError("mesh: context parallelism is not supported yet; use mesh=None")
     if transport != "auto":
@@ -204,6 +206,8 @@ def _attend(
     dilated = _dilated(pattern, q.shape[1])
     offsets = _table(dilated, compat, k.shape[2], head_offset)
     layouts = _layouts(pattern, q, offsets, lengths, cu_seqlens)
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None
+    first_head = head_offset * (q.shape[2] // k.shape[2])
     if choice.backend == "reference":
         for _ in autograd.samples(q, lengths, cu_seqlens):
             pass  # checks the lengths
@@ -216,15 +220,16 @@ def _attend(
         out, lse = reference.reference_attention(
             q, k, v, dilated.segment_lengths, dilated.dilation_rates, offsets, is_causal=is_causal, scale=scale,
             compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible,
+            dropout=autograd.dropout(q, k, dropout_p, first_head, seed),
         )  # fmt: skip
     else:
         flat = [offset for row in offsets for offset in row]
         out, lse = autograd.attend(
             q, k, v, list(dilated.segment_lengths), list(dilated.dilation_rates), flat, is_causal, float(scale),
-            compat or "", choice.backend,
+            compat or "", choice.backend, float(dropout_p), first_head,
             [size for x in layouts for size in (x.seq_len, x.q_block, x.k_block, int(x.is_causal))],
             [table for x in layouts for table in (x.indptr, x.indices)],
-            lengths, cu_seqlens, key_padding_mask,
+            lengths, cu_seqlens, key_padding_mask, seed,
         )  # fmt: skip
     return (out, lse.transpose(1, 2)) if return_lse else out
 

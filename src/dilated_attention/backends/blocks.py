@@ -8,7 +8,7 @@ groups of their own. The groups' results merge, so the softmax runs over whole r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
+from dilated_attention.backends.dropout import Pairs
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.plan import plan_cache
@@ -336,8 +337,25 @@ def _problems(
         yield _Problem(layout, i, scale, bias), tuple(x[i].transpose(0, 1) for x in tensors)
 
 
+def _words(pairs: Pairs | None, k: Tensor) -> Sequence[Tensor]:
+    return () if pairs is None else (pairs.queries, pairs.keys.expand(k.shape[:3]))
+
+
+def _pairs(pairs: Pairs | None, problem: _Problem, group: _Group, words: Sequence[Tensor]) -> Pairs | None:
+    """The dropout of a group, from the words of one sequence, (seq, heads, ...)."""
+    if pairs is None:
+        return None
+    return replace(pairs, queries=problem.queries(words[0], group), keys=problem.keys(words[1], group))
+
+
 def forward(
-    q: fused.Queries, k: fused.Keys, v: fused.Keys, layout: BlockLayout, scale: float, key_bias: Tensor | None
+    q: fused.Queries,
+    k: fused.Keys,
+    v: fused.Keys,
+    layout: BlockLayout,
+    scale: float,
+    key_bias: Tensor | None,
+    pairs: Pairs | None = None,
 ) -> tuple[fused.Queries, fused.Statistic]:
     """(out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
@@ -345,15 +363,18 @@ def forward(
         key_bias: `(batch, seq)`, 0 or -inf a key, in q's dtype.
     """
     shape = q.shape
+    words = _words(pairs, k)
     if _foldable(layout, key_bias, q):
-        q, k, v = (_fold(x) for x in (q, k, v))
+        q, k, v, *words = (_fold(x) for x in (q, k, v, *words))
     statistic = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=statistic).transpose(1, 2)
-    for problem, (q_, k_, v_, out_, lse_) in _problems(layout, scale, key_bias, (q, k, v, out, lse)):
+    tensors = q, k, v, out, lse, *words
+    for problem, (q_, k_, v_, out_, lse_, *words_) in _problems(layout, scale, key_bias, tensors):
         for group in problem.parts(q.shape[1] * q.shape[3] * q.element_size()):
             views = problem.queries(q_, group), problem.keys(k_, group), problem.keys(v_, group)
-            part, part_lse = fused.forward(*views, problem.causal(group), scale, problem.bias(group, q.dtype))
+            dropped = _pairs(pairs, problem, group, words_)
+            part, part_lse = fused.forward(*views, problem.causal(group), scale, problem.bias(group, q.dtype), dropped)
             if not group.first:
                 rows, rows_lse = problem.queries(out_, group), problem.queries(lse_, group)
                 merge_into(rows, rows_lse, part, part_lse)
@@ -387,16 +408,19 @@ def backward(
     layout: BlockLayout,
     scale: float,
     key_bias: Tensor | None,
+    pairs: Pairs | None = None,
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
     """(dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
     shape = q.shape
+    words = _words(pairs, k)
     if _foldable(layout, key_bias, q):
-        dout, q, k, v, out, lse = (_fold(x) for x in (dout, q, k, v, out, lse))
+        dout, q, k, v, out, lse, *words = (_fold(x) for x in (dout, q, k, v, out, lse, *words))
         dlse = None if dlse is None else _fold(dlse)
     sums = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (q, k, v))
-    tensors = (dout, q, k, v, out, lse, dq, dk, dv) if dlse is None else (dout, q, k, v, out, lse, dq, dk, dv, dlse)
-    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *dlse_) in _problems(layout, scale, key_bias, tensors):
+    tensors = dout, q, k, v, out, lse, dq, dk, dv, *words, *(() if dlse is None else (dlse,))
+    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest) in _problems(layout, scale, key_bias, tensors):
+        words_, dlse_ = rest[: len(words)], rest[len(words) :]
         for group in problem.parts(2 * q.shape[1] * q.shape[3] * q.element_size()):
             part_q, part_k, part_v = fused.backward(
                 problem.queries(dout_, group),
@@ -409,6 +433,7 @@ def backward(
                 problem.causal(group),
                 scale,
                 problem.bias(group, q.dtype),
+                _pairs(pairs, problem, group, words_),
             )
             if group.first:
                 problem.store(dq_, group, part_q.to(sums))

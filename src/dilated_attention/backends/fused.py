@@ -6,14 +6,21 @@ lse) is just what the merged backward needs; so the `aten` operators under it ar
 heads, seq, head_dim)` views with any strides whose last dimension is dense; k and v have as many heads as q. Outputs
 lie in memory as `(batch, seq, heads, head_dim)`.
 
+With dropout plain products serve, in chunks of bounded memory and in single precision at least: the CPU operator has no
+dropout, and those of CUDA have masks of their own, which no other backend and no other rank could repeat.
+
 Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from dilated_attention.backends.dropout import Pairs
 
 _aten = torch.ops.aten
 
@@ -21,6 +28,9 @@ Queries = Float[Tensor, "batch heads queries dim"]
 Keys = Float[Tensor, "batch heads keys dim"]
 Statistic = Float[Tensor, "batch heads queries"]
 Bias = Float[Tensor, "batch #heads #queries keys"]
+
+_CHUNK = 1 << 18
+"""Scores of a chunk with dropout: its temporaries, 4 bytes a score each, stay in a cache."""
 
 
 def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
@@ -35,14 +45,17 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
 
 
 def forward(
-    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None
+    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None, pairs: Pairs | None = None
 ) -> tuple[Queries, Statistic]:
     """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head).
 
     Args:
         is_causal: query i sees keys up to i; then `bias` has one row for all queries.
         bias: 0 or -inf a score. A row whose every key is masked gives out 0 and lse -inf.
+        pairs: dropout of these queries and keys.
     """
+    if pairs is not None:
+        return _dropped_forward(q, k, v, is_causal, scale, bias, pairs)
     out, lse = _forward(q, k, v, is_causal, scale, bias)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
@@ -64,12 +77,15 @@ def backward(
     is_causal: bool,
     scale: float,
     bias: Bias | None,
+    pairs: Pairs | None = None,
 ) -> tuple[Queries, Keys, Keys]:
     """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse); lse is finite.
 
     A gradient on lse enters as one more column: with q, k, v = 0, out = 1 and dout = -dlse there, sum(dout out) becomes
     sum(dout out) - dlse, and no product changes.
     """
+    if pairs is not None:
+        return _dropped_backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
     if dlse is None:
         return _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
     column = dlse.unsqueeze(-1).to(q.dtype)
@@ -153,13 +169,83 @@ def _backward(
     return dscores @ k, dscores.transpose(-1, -2) @ q, dv
 
 
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None) -> Tensor:
-    """Scores in single precision (double for double), for devices without a fused operator that returns lse."""
+def _dropped_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None, pairs: Pairs
+) -> tuple[Tensor, Tensor]:
+    statistic = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=statistic)
+    for problems, heads, rows, keys in _chunks(q, k, is_causal):
+        here, there = (problems, heads, rows), (problems, heads, keys)
+        q_, k_, v_ = q[here].to(statistic), k[there].to(statistic), v[there].to(statistic)
+        scores = _scores(q_, k_, is_causal, scale, _part(bias, *here, keys), rows.start)
+        total = scores.logsumexp(-1)
+        p = scores.sub_(total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+        out[here] = pairs.part(*here, keys).drop(p) @ v_
+        lse[here] = total
+    return out, lse
+
+
+def _dropped_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    bias: Tensor | None,
+    pairs: Pairs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistic = lse.dtype
+    delta = (dout.to(statistic) * out).sum(-1)
+    if dlse is not None:
+        delta -= dlse
+    dq, dk, dv = (torch.zeros(x.shape, dtype=statistic, device=x.device) for x in (q, k, v))
+    for problems, heads, rows, keys in _chunks(q, k, is_causal):
+        here, there = (problems, heads, rows), (problems, heads, keys)
+        q_, dout_, k_, v_ = (x.to(statistic) for x in (q[here], dout[here], k[there], v[there]))
+        dropped = pairs.part(*here, keys)
+        scores = _scores(q_, k_, is_causal, scale, _part(bias, *here, keys), rows.start)
+        p = scores.sub_(lse[here].unsqueeze(-1)).exp_()
+        ds = dropped.drop(dout_ @ v_.mT).sub_(delta[here].unsqueeze(-1)).mul_(p).mul_(scale)
+        dq[here] = ds @ k_
+        dk[there] += ds.mT @ q_
+        dv[there] += dropped.drop(p).mT @ dout_
+    return dq, dk, dv
+
+
+def _chunks(q: Tensor, k: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Problems, heads, rows and the keys that they see, with at most `_CHUNK` scores as far as can be."""
+    number, heads, rows, keys = *q.shape[:3], k.shape[2]
+    sizes, left = [], _CHUNK // max(1, keys)
+    for length in (rows, heads, number):  # whole rows of a head first: long matrix products
+        sizes.append(max(1, min(length, left)))
+        left //= max(1, length)
+    for problem in range(0, number, sizes[2]):
+        for head in range(0, heads, sizes[1]):
+            for row in range(0, rows, sizes[0]):
+                stop = min(row + sizes[0], rows)
+                seen = slice(0, min(stop, keys) if is_causal else keys)
+                yield slice(problem, problem + sizes[2]), slice(head, head + sizes[1]), slice(row, stop), seen
+
+
+def _part(bias: Tensor | None, problems: slice, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+    if bias is None:
+        return None
+    every = slice(None)
+    return bias[problems, heads if bias.shape[1] > 1 else every, rows if bias.shape[2] > 1 else every, keys]
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None, first: int = 0) -> Tensor:
+    """Scores in single precision (double for double); row i is query `first` + i."""
     statistic = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(statistic) * scale
     if bias is not None:
         scores = scores + bias
     if is_causal:
-        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1 + first)
         scores = scores.masked_fill(future, -torch.inf)
     return scores

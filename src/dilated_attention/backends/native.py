@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention.backends import blocks, fused
+from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_layout
@@ -95,6 +96,13 @@ class _Tile:
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
         """(problems, 1, 1, keys) of a bias (batch, seq)."""
         return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0).unsqueeze(-2)
+
+    def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
+        """The dropout of the group's queries and keys; k has the keys' batch and heads."""
+        if dropout is None:
+            return None
+        words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
+        return Pairs(dropout.threshold, 1 / (1 - dropout.probability), *words)
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """The layout inside the group's segments, of this tile's batch elements and query heads."""
@@ -216,6 +224,7 @@ def forward(
     scale: float,
     key_bias: KeyBias | None = None,
     layouts: Layouts | None = None,
+    dropout: Dropout | None = None,
     state: tuple[Tokens, TokenStatistic] | None = None,
 ) -> tuple[Tokens, TokenStatistic]:
     """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
@@ -231,15 +240,18 @@ def forward(
     def attend(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         bias = tile.bias(key_bias, group.keys)
         views = tile.queries(q, group.queries), tile.keys(k, group.keys), tile.keys(v, group.keys)
+        pairs = tile.pairs(dropout, group, k)
         if layouts is not None:
-            return blocks.forward(*views, tile.layout(layouts, group), scale, None if bias is None else bias[:, 0, 0])
-        out, lse = fused.forward(*views, is_causal and group.diagonal, scale, bias)
+            bias = None if bias is None else bias[:, 0, 0]
+            return blocks.forward(*views, tile.layout(layouts, group), scale, bias, pairs)
+        out, lse = fused.forward(*views, is_causal and group.diagonal, scale, bias, pairs)
         if group.phantoms and not is_causal:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
 
     groups = plan.groups if q.numel() else ()
-    inputs = tuple(x for x in (q, k, v, key_bias) if x is not None)
+    words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
+    inputs = tuple(x for x in (q, k, v, key_bias, *words) if x is not None)
     if state is not None:
         out, lse = state
     elif groups and (tile := _whole(groups[0], q, k, inputs)):
@@ -280,6 +292,7 @@ def backward(
     key_bias: KeyBias | None = None,
     layouts: Layouts | None = None,
     state: tuple[Tokens, KeyTokens, KeyTokens] | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
     """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
     None.
@@ -298,13 +311,16 @@ def backward(
         dlse_ = None if dlse is None else tile.queries(dlse, group.queries)
         k_, v_ = tile.keys(k, group.keys), tile.keys(v, group.keys)
         views, bias = (dout_, dlse_, q_, k_, v_, out_, lse_), tile.bias(key_bias, group.keys)
+        pairs = tile.pairs(dropout, group, k)
         if layouts is not None:
-            return blocks.backward(*views, tile.layout(layouts, group), scale, None if bias is None else bias[:, 0, 0])
-        return fused.backward(*views, is_causal and group.diagonal, scale, bias)
+            bias = None if bias is None else bias[:, 0, 0]
+            return blocks.backward(*views, tile.layout(layouts, group), scale, bias, pairs)
+        return fused.backward(*views, is_causal and group.diagonal, scale, bias, pairs)
 
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]
-    inputs = tuple(x for x in (q, k, v, dout, key_bias) if x is not None)
+    words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
+    inputs = tuple(x for x in (q, k, v, dout, key_bias, *words) if x is not None)
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
     assign = state is None and plan.square and ratio == 1
     # Rows that several parts add to are summed in single precision at least.

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dilated_attention.backends.dropout import Dropout, survives
+
 MAX_BYTES = 2 * 1024**3  # of a count matrix
 
 
@@ -109,6 +111,8 @@ def attend(
     *,
     scale: float,
     phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
+    keep: Bool[Tensor, "batch heads queries keys"] | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch queries heads"]]:
     """Softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
 
@@ -117,6 +121,7 @@ def attend(
         counts: c, of any pattern; the batch may be left out.
         scale: s = scale · q·k.
         phantoms: further keys per query with score 0 and value 0.
+        keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
     Returns:
         out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
@@ -150,6 +155,9 @@ def attend(
     lse = torch.where(empty, -torch.inf, shift + total.log())
 
     weight = torch.where(visible, weight / total, 0.0)
+    if keep is not None:  # phantoms have no value to drop
+        kept = torch.nn.functional.pad(keep, (0, weight.shape[-1] - keep.shape[-1]), value=True)
+        weight = torch.where(kept.unflatten(1, (kv_heads, -1)), weight / (1 - dropout_p), 0.0)
     out = torch.einsum("bhgnm,bmhd->bnhgd", weight, finite_value)
     nan_seen = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~value.isfinite()).double()) > 0
     out = torch.where(nan_seen, torch.nan, out)
@@ -212,6 +220,7 @@ def reference_attention(
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
     key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
     visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Dilated attention from the definition.
 
@@ -224,6 +233,7 @@ def reference_attention(
             has its own segments from its own first token.
         key_padding_mask: True at keys that nobody sees.
         visible: `visible(b, n)`: which of the n tokens that take part in a segment of sample b sees which.
+        dropout: which pairs survive, and the probability that one does not.
 
     Returns:
         out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
@@ -245,7 +255,14 @@ def reference_attention(
         key_padding_mask=key_padding_mask,
         visible=visible,
     )
-    return attend(q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms)
+    keep = None
+    if dropout is not None:
+        keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
+        keep = survives(dropout.queries.transpose(1, 2), keys.T[None], dropout.threshold)
+    return attend(
+        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms, keep=keep,
+        dropout_p=dropout.probability if dropout is not None else 0.0,
+    )  # fmt: skip
 
 
 def _check_size(batch: int, num_heads: int, seq_len: int) -> None:

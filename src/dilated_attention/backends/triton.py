@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles
+from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.tiles import Layouts
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.plan import Plan, plan_cache
@@ -75,8 +76,7 @@ def forward(
     scale: float,
     key_bias: Tensor | None = None,
     layouts: Layouts | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    dropout: Dropout | None = None,
     state: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a plan.
@@ -86,7 +86,6 @@ def forward(
         key_bias: (B, M); what is not 0 hides a key.
         layouts: for each number of rows that a group's segments have, the block layout inside such a segment, on q's
             device; causal if the call is.
-        dropout_p, seed: as kernels/online.py says; seed is an int64 scalar on q's device, needed if dropout_p > 0.
         state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
 
     Returns:
@@ -96,8 +95,8 @@ def forward(
     from dilated_attention.kernels import strided
 
     out, lse = state or _outputs(q, plan)
-    arguments = _arguments(q, k, v, None, key_bias, scale, dropout_p, seed)
-    for launch in _launches("forward", q, plan, is_causal, layouts, dropout_p > 0):
+    arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
+    for launch in _launches("forward", q, plan, is_causal, layouts, dropout is not None):
         with _on(q.device):
             strided.forward[launch.grid(q, k)](
                 OUT=out,
@@ -123,8 +122,7 @@ def backward(
     scale: float,
     key_bias: Tensor | None = None,
     layouts: Layouts | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    dropout: Dropout | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a plan from the merged out and lse; deterministic. Other arguments as for `forward`.
@@ -135,10 +133,10 @@ def backward(
     """
     from dilated_attention.kernels import strided
 
-    keys = _launches("dkdv", q, plan, is_causal, layouts, dropout_p > 0)
-    queries = _launches("dq", q, plan, is_causal, layouts, dropout_p > 0)
+    keys = _launches("dkdv", q, plan, is_causal, layouts, dropout is not None)
+    queries = _launches("dq", q, plan, is_causal, layouts, dropout is not None)
     dout = _dense_rows(dout)
-    arguments = _arguments(q, k, v, dout, key_bias, scale, dropout_p, seed)
+    arguments = _arguments(q, k, v, dout, key_bias, scale, dropout)
     arguments["STATS"] = _stats(out, lse, dout, dlse)
     add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
     dq, dk, dv = state or (
@@ -269,8 +267,7 @@ def _arguments(
     dout: Tensor | None,
     key_bias: Tensor | None,
     scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
+    dropout: Dropout | None,
 ) -> dict[str, Any]:
     """The kernels' arguments that the call settles."""
     batch, tokens, heads, head_dim = q.shape
@@ -283,10 +280,20 @@ def _arguments(
     for x, three in zip(named, strides, strict=True):
         arguments |= {f"{x}sb": three[0], f"{x}sn": three[1], f"{x}sh": three[2]}
     return arguments | {
-        "BIAS": None if key_bias is None else key_bias.contiguous(), "SEED": seed if dropout_p else None,
-        "threshold": round(dropout_p * 2**32), "keep_scale": 1 / (1 - dropout_p), "scale": scale,
+        "BIAS": None if key_bias is None else key_bias.contiguous(), "scale": scale, **_words(dropout),
         "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
         "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
+    }  # fmt: skip
+
+
+def _words(dropout: Dropout | None) -> dict[str, Any]:
+    if dropout is None:
+        return {"WQ": None, "WK": None, "threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
+    keys = dropout.keys
+    return {
+        "WQ": dropout.queries.contiguous(), "WK": keys, "threshold": dropout.threshold,
+        "keep_scale": 1 / (1 - dropout.probability),
+        "wsn": keys.stride(0), "wsh": keys.stride(1) if keys.shape[1] > 1 else 0,
     }  # fmt: skip
 
 

@@ -45,10 +45,10 @@ _POINTERS = {
     **dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "BIAS"), "*{dtype}"),
     **dict.fromkeys(("DQ", "DK", "DV"), "*fp32"),
     **dict.fromkeys(("LSE", "STATS"), "*fp32"),
-    **dict.fromkeys(("INDPTR", "INDICES", "SEED"), "*i64"),
-    "TILES": "*i32",
+    **dict.fromkeys(("INDPTR", "INDICES"), "*i64"),
+    **dict.fromkeys(("TILES", "WQ", "WK"), "*i32"),
 }
-_SCALARS = {"scale": "fp32", "keep_scale": "fp32", "threshold": "i64"}
+_SCALARS = {"scale": "fp32", "keep_scale": "fp32"}
 
 CALLS: dict[str, dict[str, Any]] = {
     "even": {},
@@ -56,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True},
     "blocks": {"lists": True},
     "causal blocks": {"lists": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
-    "dropout": {"SEED": True, "EDGE": 1, "EVEN": False},
+    "dropout": {"words": True, "EDGE": 1, "EVEN": False},
     "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
 }
@@ -117,20 +117,21 @@ def variants(
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
     shape = ARCHITECTURES[variant.target].shape(
-        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "SEED" in CALLS[variant.call]
+        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in CALLS[variant.call]
     )
     queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
     constants = {
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
-        "PRECISION": "ieee", "QB": 128, "KB": 128, "LH": 1, "BIAS": None, "SEED": None, "INDPTR": None, "INDICES": None,
+        "PRECISION": "ieee", "QB": 128, "KB": 128, "LH": 1, "BIAS": None, "WQ": None, "WK": None,
+        "INDPTR": None, "INDICES": None,
     }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
         if name == "EDGE" and variant.kernel == "dkdv":
             value = int(bool(constants["CAUSAL"]))
-        for given in ("INDPTR", "INDICES") if name == "lists" else (name,):
+        for given in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
             if given in _POINTERS:
                 del constants[given]
             else:

@@ -45,7 +45,7 @@ class Architecture:
 _SM_80 = Architecture({
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
-    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
     ("forward", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 8, 1)),
     ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 4, 1)),

@@ -9,9 +9,7 @@ Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are
   b, h, g          sample, KV head, query head within the KV head (query head h · G + g)
 Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves: `scale` comes times log2 e.
 
-Dropout keeps the pair (query, key) of query head n, of H, in sample b iff word 0 of Philox4x32-7 with the counter
-(query, key, b · H + n, 0) and the key (low word, high word of the seed) is at least p · 2³². Query and key are rows of
-q and k. The choice depends on nothing else: not on tiles, branches or devices.
+Dropout keeps a pair by a hash of two words of its query and one of its key, as backends/dropout.py says.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-PHILOX_ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
@@ -67,25 +64,31 @@ def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
 
 
 @triton.jit
-def keep_mask(SEED, query, key, bh, threshold):
-    """Which pairs survive dropout; `query` and `key` broadcast to the tile of scores."""
-    zero = tl.zeros_like(query + key).to(tl.uint32)
-    query, key = query.to(tl.uint32) + zero, key.to(tl.uint32) + zero
-    word, _, _, _ = tl.philox(tl.load(SEED), query, key, zero + bh.to(tl.uint32), zero, PHILOX_ROUNDS)
-    return word >= threshold.to(tl.uint32)
+def survives(a, b, k, threshold):
+    """Which pairs survive dropout; the words of queries, a and b, and of keys broadcast to the tile of scores."""
+    x = a.to(tl.uint32, bitcast=True) ^ k.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15) ^ b.to(tl.uint32, bitcast=True)) * 0xD35A2D97
+    return (x ^ (x >> 15)).to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
-def load_stats(STATS, stats, inside, R: tl.constexpr):
-    """lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0.
+def load_pairs(X, rows, inside, R: tl.constexpr):
+    """X[rows, 0] and X[rows, 1] of R rows; zeros where not `inside`.
 
     A load of fewer elements than there are threads is repeated by every thread that uses a part of it: 32 gathers a
     thread for 64 rows. Hence a tile wide enough for 256 threads, of which two columns are read.
     """
     c = tl.arange(0, max(2, 256 // R))
-    pair = tl.load(STATS + (2 * stats)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0.0)
-    lse = tl.sum(tl.where(c[None, :] == 0, pair, 0.0), 1)
-    return tl.where(inside, lse, INF), tl.sum(tl.where(c[None, :] == 1, pair, 0.0), 1)
+    pair = tl.load(X + (2 * rows)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0)
+    return tl.sum(tl.where(c[None, :] == 0, pair, 0), 1), tl.sum(tl.where(c[None, :] == 1, pair, 0), 1)
+
+
+@triton.jit
+def load_stats(STATS, stats, inside, R: tl.constexpr):
+    """lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0."""
+    lse, delta = load_pairs(STATS, stats, inside, R)
+    return tl.where(inside, lse, INF), delta
 
 
 @triton.jit

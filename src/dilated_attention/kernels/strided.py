@@ -15,6 +15,7 @@ Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
   N, M             tokens of q and of k
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
+  a, w, x          dropout: the two words of queries and the one of keys; WK has the strides wsn, wsh
   SPANS            spans per tile
   CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
   EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
@@ -36,16 +37,18 @@ from dilated_attention.kernels.online import (
     attend_dq,
     begin,
     finish,
-    keep_mask,
     load_keys,
+    load_pairs,
     load_rows,
     load_stats,
+    survives,
     write_rows,
 )
 
 TILE_FIELDS = tl.constexpr(8)
 SPAN_FIELDS = tl.constexpr(4)
-INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"] + ["lsb", "lsh"]
+INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
+INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 
 
 @triton.jit
@@ -127,13 +130,13 @@ def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale, B, N, M, H,
-            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
+            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
             EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
-    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. SEED: int64, drops out pairs."""
+    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. WQ (B, N, H · G, 2), WK: the words of dropout."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -141,6 +144,8 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, ke
     token, inside = read_rows(T, i)
     q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
     stats = (b * N + token) * (H * G) + n
+    if WQ is not None:
+        a, w = load_pairs(WQ, stats, inside, BM)
     m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
@@ -160,18 +165,19 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, SEED, threshold, ke
                 if CAUSAL and MASKED:
                     visible &= j[None, :] <= (i + diagonal)[:, None]
                 keep = visible
-                if SEED is not None:
-                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
+                if WQ is not None:
+                    x = tl.load(WK + key * wsn + h * wsh, mask=seen, other=0)
+                    keep = survives(a[:, None], w[:, None], x[None, :], threshold)
                 m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
-                                   SEED is not None, PRECISION)  # fmt: skip
+                                   WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     stats = (b * N + token) * (H * G) + n
     finish(OUT, LSE, stats * D, stats, d, inside, m, z, acc, D)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
-                B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale,
+                B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                 EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
@@ -184,7 +190,10 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, th
     token, inside = read_rows(T, i)
     q = load_rows(Q + (b * qsb + n * qsh) * UNIT, token * (qsn * UNIT), d, inside, D, True)
     do = load_rows(DOUT + (b * dsb + n * dsh) * UNIT, token * (dsn * UNIT), d, inside, D, True)
-    lse, delta = load_stats(STATS, (b * N + token) * (H * G) + n, inside, BM)
+    stats = (b * N + token) * (H * G) + n
+    lse, delta = load_stats(STATS, stats, inside, BM)
+    if WQ is not None:
+        a, w = load_pairs(WQ, stats, inside, BM)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
     dq = tl.zeros([BM, DP], tl.float32)
@@ -204,17 +213,18 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, SEED, th
                 if CAUSAL and MASKED:
                     visible &= j[None, :] <= (i + diagonal)[:, None]
                 keep = visible
-                if SEED is not None:
-                    keep = keep_mask(SEED, read_rows(T, i)[0][:, None], key[None, :], b * (H * G) + n, threshold)
+                if WQ is not None:
+                    x = tl.load(WK + key * wsn + h * wsh, mask=seen, other=0)
+                    keep = survives(a[:, None], w[:, None], x[None, :], threshold)
                 dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
-                               SEED is not None, PRECISION)  # fmt: skip
+                               WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SEED, threshold, keep_scale, scale,
-                  B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale,
+                  B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                   EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
@@ -226,6 +236,8 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SE
     token, inside = read_rows(T, i)
     k = load_rows(K + (b * ksb + h * ksh) * UNIT, token * (ksn * UNIT), d, inside, D, True)
     v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
+    if WQ is not None:
+        x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
@@ -256,10 +268,11 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, SE
                     lse, delta = load_stats(STATS, query * (H * G) + n, seen, BM)
                     visible = j[None, :] >= (i + diagonal)[:, None]
                     keep = visible
-                    if SEED is not None:
-                        keep = keep_mask(SEED, query[None, :], read_rows(T, i)[0][:, None], b * (H * G) + n, threshold)
+                    if WQ is not None:
+                        a, w = load_pairs(WQ, (b * N + query) * (H * G) + n, seen, BM)
+                        keep = survives(a[None, :], w[None, :], x[:, None], threshold)
                     dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
-                                         MASKED, SEED is not None, PRECISION)  # fmt: skip
+                                         MASKED, WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
         shown = (tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0)[:, None]
