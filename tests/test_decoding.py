@@ -30,9 +30,9 @@ def tensors(seq_len, heads, kv_heads, dtype=torch.float64):
 def test_every_split_equals_the_whole(name):
     pattern, kv_heads = PATTERNS[name]
     q, k, v = tensors(23, 2 * kv_heads, kv_heads)
-    for seq_len in (1, 2, 7, 16, 23):
+    for seq_len in (0, 1, 2, 7, 16, 23):
         whole = attention(q[:, :seq_len], k[:, :seq_len], v[:, :seq_len], pattern, is_causal=True)
-        for new in range(1, seq_len + 1):
+        for new in range(seq_len + 1):
             last = cached_attention(q[:, seq_len - new : seq_len], k[:, :seq_len], v[:, :seq_len], pattern)
             torch.testing.assert_close(last, whole[:, seq_len - new :], rtol=0, atol=1e-13)
 

@@ -231,6 +231,8 @@ def plan_suffix(
     own.
     """
     num_heads = len(table[0])
+    if start == seq_len:
+        return Plan(0, num_heads, (), covered=True, square=False)
     groups: list[StridedGroup] = []
     begun: set[int] = set()
     covered: set[int] = set()
