@@ -101,7 +101,7 @@ def test_one_segment_equals_eager(name):
             gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
             results.append((logits, gradients))
         same(results[0][0], results[1][0])
-        assert relative_error(results[0][1], results[1][1]) <= 10 * TOLERANCE[torch.float32]  # two layers deep
+        assert relative_error(results[0][1], results[1][1]) <= TOLERANCE[torch.float32]  # two layers deep
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -233,7 +233,7 @@ def test_gradients_through_a_cache():
             logits = model(tokens).logits[:, 14:]
         logits.sin().sum().backward()
         gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
-    assert relative_error(*gradients) <= 10 * TOLERANCE[torch.float32]
+    assert relative_error(*gradients) <= TOLERANCE[torch.float32]
 
 
 def test_configuration_is_saved_and_read(tmp_path):
