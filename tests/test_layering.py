@@ -16,7 +16,7 @@ LAYERS = (
     {"patterns", "plan", "layout"},
     {"backends"},
     {"autograd"},
-    {"environment", "functional", "parallel", "routing", "weights"},
+    {"decoding", "environment", "functional", "parallel", "routing", "weights"},
     {"nn"},
     {"models"},
     {"bench", "integrations", "training"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from dilated_attention.layout import BlockLayout
@@ -220,6 +220,56 @@ def plan_dilated(
     """
     key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
     return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
+
+
+def plan_suffix(
+    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int, start: int
+) -> Plan:
+    """The causal plan of the queries from token `start` on, over the keys of all `seq_len` tokens.
+
+    Query rows are numbered from `start`, key rows from 0. A segment that `start` cuts is two groups: the keys before
+    `start`, which every query sees, and those of the queries themselves. Not kept: each step of a generation has its
+    own.
+    """
+    num_heads = len(table[0])
+    if start == seq_len:
+        return Plan(0, num_heads, (), covered=True, square=False)
+    groups: list[StridedGroup] = []
+    begun: set[int] = set()
+    covered: set[int] = set()
+    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
+        rate, offsets = dilation_rates[branch], table[branch]
+        segment = min(segment_lengths[branch], seq_len)
+        cut, whole = start // segment * segment, -(-start // segment) * segment
+        full, tail = divmod(max(seq_len - whole, 0), segment)
+        spans = [(whole, full, segment), (whole + full * segment, 1, tail)]
+        if cut < whole:
+            spans.insert(0, (cut, 1, min(segment, seq_len - cut)))
+        classes: dict[tuple[int, bool], list[int]] = {}
+        for head, offset in enumerate(offsets):
+            if 0 <= offset < segment:
+                classes.setdefault((offset, head not in begun), []).append(head)
+        for (offset, first), heads in classes.items():
+            for begin, segments, length in spans:
+                earlier = max(0, -(-(start - begin - offset) // rate))  # rows that take part before `start`
+                count = -(-(length - offset) // rate) - earlier
+                if count <= 0 or not segments:
+                    continue
+                own = Rows(begin + offset + earlier * rate, segment, segments, rate, count)
+                queries = replace(own, start=own.start - start)
+                before = Rows(begin + offset, segment, segments, rate, earlier)
+                keys = [(before, False)] * (earlier > 0) + [(own, True)]
+                if count == 1:
+                    keys = [(replace(before, count=earlier + 1), False)]
+                for head, number, step in progressions(heads):
+                    for i, (rows, diagonal) in enumerate(keys):
+                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, first and i == 0))
+        for head, offset in enumerate(offsets):
+            if offset >= 0 and head not in begun:
+                begun.add(head)
+                if rate == 1:
+                    covered.add(head)
+    return Plan(seq_len - start, num_heads, tuple(groups), covered=len(covered) == num_heads, square=False)
 
 
 @dataclass(frozen=True, slots=True)

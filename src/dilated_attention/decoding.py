@@ -1,0 +1,62 @@
+"""Decoding: attention of the newest tokens of a sequence over its cached keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import native
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import Plan, plan_suffix
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale: float | None = None) -> Tensor:
+    """The last rows of causal dilated attention: queries of the newest tokens, keys of all tokens so far.
+
+    Equals `attention(whole_q, k, v, pattern, is_causal=True)[:, -q.shape[1]:]`. A query reads only the keys that its
+    branches show, so that the cost of a token is bounded by the segments, not by its position. Differentiable.
+
+    Args:
+        q: `(batch, new, heads, head_dim)`, the queries at positions seq - new to seq - 1.
+        k, v: `(batch, seq, kv_heads, head_dim)`, new <= seq; any strides.
+        scale: of the scores; default 1 / sqrt(head_dim).
+
+    Returns:
+        out, as q; 0 where a query sees no key.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"q must be (batch, new, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); got {shapes}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] > k.shape[1] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q and k must agree in batch and head_dim, with no more queries than keys, and heads that the key-value "
+            f"heads divide; got {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    table = pattern.offset_table(k.shape[2])
+    seq_len = k.shape[1]
+    plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
+    return _Cached.apply(q, k, v, plan, q.shape[3] ** -0.5 if scale is None else scale)
+
+
+class _Cached(torch.autograd.Function):
+    """The native backend on a plan whose queries are not its keys; the gradient is that of merged out and lse."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
+        out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = native.backward(dout, None, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
+        return (*gradients, None, None)

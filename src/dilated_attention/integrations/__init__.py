@@ -1,0 +1,1 @@
+"""Other libraries' models with dilated attention: `nn.MultiheadAttention`, and transformers in `huggingface`."""

