@@ -310,7 +310,9 @@ def context_parallel_attention(
     pattern = list(segment_lengths), list(dilation_rates), flat
     if size == 1 and bounds is None and seq_len in (None, q.shape[1]):
         ragged = lengths, cu_seqlens, key_padding_mask
-        return autograd.attend(q, k, v, *pattern, is_causal, float(scale), compat or "", backend, [], [], *ragged)
+        return autograd.attend(
+            q, k, v, *pattern, is_causal, float(scale), compat or "", backend, 0.0, 0, [], [], *ragged, None
+        )
     if key_padding_mask is not None:
         raise UnsupportedError("key_padding_mask with a mesh is not supported; give lengths or cu_seqlens")
     if seq_len is None:
