@@ -270,8 +270,21 @@ def test_gradient_checkpointing():
     assert torch.equal(*gradients)
 
 
+def test_dropout_while_training():
+    model = dilate(model_of("Llama", attention_dropout=0.3).train(), **NESTED)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(model(tokens).logits)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    with pytest.raises(UnsupportedError, match="dropout=0.3 with a cache"):
+        model(tokens[:, -1:], past_key_values=model(tokens[:, :-1], use_cache=True).past_key_values)
+    assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
+
+
 REFUSED = {
-    "dropout": (("Llama", {"attention_dropout": 0.1}), {}, "dropout"),
     "output_attentions": (("Llama", {}), {"output_attentions": True}, "probabilities are never formed"),
     "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window: a window and segments"),
     "sliding layers": (
