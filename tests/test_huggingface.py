@@ -279,7 +279,7 @@ def test_dropout_while_training():
         runs.append(model(tokens).logits)
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
-    with pytest.raises(UnsupportedError, match="dropout=0.3 with a cache"):
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.3 with a cache"):
         model(tokens[:, -1:], past_key_values=model(tokens[:, :-1], use_cache=True).past_key_values)
     assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
 
