@@ -79,7 +79,7 @@ class Plan:
         return 256 + 512 * len(self.groups)
 
 
-def _progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
+def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
     """Cut an ascending list into arithmetic progressions (first, count, step), greedily."""
     i = 0
     while i < len(heads):
@@ -121,7 +121,7 @@ def _compile_dilated(
                     continue
                 rows = Rows(start, segment, segments, rate, count)
                 phantoms = -(-segment // rate) - count if compat == "torchscale" else 0
-                for head, number, step in _progressions(heads):
+                for head, number, step in progressions(heads):
                     groups.append(StridedGroup(rows, rows, head, number, step, True, first, phantoms))
         for head, offset in enumerate(offsets):
             if offset >= 0 and head not in begun:
