@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.backends import fused, native
-from dilated_attention.bench import check, command, measure, profile, results
+from dilated_attention.bench import check, command, measure, profile, results, rivals
 from dilated_attention.bench.cases import Case, contender
 from dilated_attention.bench.measure import Spread
 from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step, compare, strategies
+from dilated_attention.bench.suites import Step, blocks, compare, strategies
 from dilated_attention.cli import main
 from dilated_attention.environment import device_name
+from dilated_attention.patterns import Dilated
+from dilated_attention.weights import attention_weights
 
 CPU = torch.device("cpu")
 SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)
@@ -254,6 +256,47 @@ def test_strategies_compute_attention(name, is_causal):
     q, k, v = case.inputs(CPU)[0]
     out = strategies.attend(strategies.STRATEGIES[name], q, k, v, strategies.plan_of(case), is_causal)
     torch.testing.assert_close(out, case.prepare()(q, k, v))
+
+
+@pytest.mark.parametrize("kind", ["local", "global", "dilated", "random"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", [name for name in rivals.RIVALS if name != "flex"])  # that one compiles
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_rivals_compute_attention(name, is_causal, kind):
+    case = Case(
+        method="block-sparse", seq_len=192, blocks=kind, density=0.3, block_size=16, heads=2, is_causal=is_causal
+    )
+    q, k, v = case.inputs(CPU)[0]
+    out = replace(case, method=name).prepare()(q, k, v)
+    torch.testing.assert_close(out, case.prepare()(q, k, v))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_mass_of_blocks_is_that_of_the_softmax(is_causal):
+    q, k = torch.randn(2, 70, 4, 8), torch.randn(2, 70, 2, 8)
+    mass = blocks.block_mass(q, k, 16, is_causal)
+    weights = attention_weights(q, k, Dilated((70,), (1,)), is_causal=is_causal).to_dense()
+    whole = torch.zeros(2, 4, 80, 80)
+    whole[:, :, :70, :70] = weights
+    expected = whole.unflatten(3, (5, 16)).sum(4).unflatten(2, (5, 16)).sum(3)
+    expected /= torch.tensor([16, 16, 16, 16, 6])[:, None]
+    torch.testing.assert_close(mass, expected)
+
+
+def test_quality_is_judged_against_the_best_blocks():
+    """The blocks that hold all mass lose none; those of a window lose what lies outside."""
+    topic = torch.arange(64).view(4, 16) // 16
+    q = 30 * torch.eye(4)[topic.flatten()][None, :, None].repeat(1, 1, 2, 1)
+    k = q.roll(32, 1)
+    rows = {row.name.rpartition(", ")[2]: row for row in blocks._quality("x", [(q, k, q)], 16, False) if row.bar}
+    assert rows["top-k"].value == pytest.approx(1.0, abs=1e-3)  # 10 % is one block, and the diagonal is kept
+
+
+def test_refusals_of_rivals_are_rows():
+    case = Case(method="block-sparse", seq_len=256, blocks="random", density=0.5, heads=2)
+    rows = list(blocks._refusals(case, {"torch.sparse": replace(case, method="torch.sparse")}, CPU))
+    assert [row.name for row in rows] == ["forward: time over flex", "forward+backward: time over torch.sparse"]
+    assert all(row.value is None and row.refused for row in rows)
 
 
 def test_sparse_cases_count_their_blocks():
