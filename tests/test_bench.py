@@ -223,6 +223,15 @@ def test_bench_prints_a_table_and_keeps_the_rows(tmp_path, capsys, monkeypatch):
     assert "GiB" in rows[1]["refused"]
 
 
+def test_only_the_steps_that_are_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    assert exit_code("bench", "foundation", "--only", "thr", "--out", tmp_path) == 0
+    (path,) = tmp_path.rglob("foundation.jsonl")
+    assert [found["value"] for found in results.read(path)] == [3.0]
+    assert exit_code("bench", "foundation", "--only", "four") == 2
+    assert "--only 'four'" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_keeps_its_rows(tmp_path, capsys, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt

@@ -50,6 +50,9 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the steps whose label, as the progress bar shows it, holds it"
+    )
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
@@ -69,13 +72,19 @@ def _bench(options: argparse.Namespace) -> int:
         return 2
     if "check" in options.suite:
         return _check(options.baseline, options.update)
+    suites = list(SUITES) if "all" in options.suite else list(dict.fromkeys(options.suite))
+    steps = {name: SUITES[name].steps(device, options.quick) for name in suites}
+    steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
+    if not any(steps.values()):
+        print(f"dilated-attention bench: error: --only {options.only!r}: no step of {suites} fits", file=sys.stderr)
+        return 2
     folder = options.out or Path("runs/results" if options.quick else "results")
     console = Console()
-    for name in SUITES if "all" in options.suite else dict.fromkeys(options.suite):
+    for name in suites:
         recorder = Recorder(folder, name, device)
         rows: list[Row] = []
         try:
-            measure_suite(SUITES[name].steps(device, options.quick), device, recorder, rows)
+            measure_suite(steps[name], device, recorder, rows)
         except KeyboardInterrupt:
             console.print(table(f"{name}, interrupted", rows))
             return 130
