@@ -7,7 +7,7 @@ BIN := .venv/bin
 # The variables reach the isolated build environment too, which -c does not (PIP_BUILD_CONSTRAINT from pip 25.3 on).
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check guard format install clean
+.PHONY: help demo test check guard docs pictures format install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -22,14 +22,23 @@ demo: .venv/installed ## train a small LongNet beside the same model with dense 
 test: .venv/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: .venv/installed-dev ## format check, lint, types and tests: what CI runs
+check: .venv/installed-dev ## format check, lint, types, documents and tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory test
 
 guard: .venv/installed ## compare ratios of time, memory and calls with results/baseline.json
 	$(BIN)/python -m dilated_attention bench check
+
+# The variable silences an advertisement of the theme, which is no warning of the build.
+docs: .venv/installed-dev ## build the documents into site/, every warning and dead link an error
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+
+pictures: .venv/installed-dev ## draw the pictures of the documents; needs chromium on PATH
+	$(BIN)/python -m dilated_attention plot --patterns
+	$(BIN)/python docs/tools/screenshots.py
 
 format: .venv/installed-dev ## format the code and apply the safe lint fixes
 	$(BIN)/ruff format
@@ -38,7 +47,7 @@ format: .venv/installed-dev ## format the code and apply the safe lint fixes
 install: .venv/installed-dev ## make .venv without running anything
 
 clean: ## remove .venv and the caches
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

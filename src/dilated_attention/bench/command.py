@@ -158,6 +158,7 @@ def _add_plot(commands: Any) -> None:
     )
     parser.add_argument("results", type=Path, nargs="?", default=Path("results"), help="folder of results")
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of pictures")
+    parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
     parser.add_argument(
         "--documents",
         type=Path,
@@ -171,6 +172,7 @@ def _add_plot(commands: Any) -> None:
 def _plot(options: argparse.Namespace) -> int:
     try:
         written = list(plots.draw(options.results, options.out))
+        written += plots.draw_patterns(options.out) if options.patterns else []
         for place in options.documents:
             files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
             written += [file for file in files if write(file, options.results)]

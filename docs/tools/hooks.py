@@ -1,0 +1,84 @@
+"""MkDocs hooks: links into the repository, and a check of every link of the built site."""
+
+from __future__ import annotations
+
+import logging
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+log = logging.getLogger("mkdocs.hooks")  # warnings of these loggers fail a strict build
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<=\]\()((?:\.\./)+)([^)\s#]+)")
+
+
+def _shown() -> list[Path]:
+    """Files outside docs/ that pages may link to; they become part of the site."""
+    return [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.*"))]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path in _shown():
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A link that leaves docs/ in the repository stays inside the site: its target was added by `on_files`."""
+    depth = page.file.src_uri.count("/")
+    inside = page.file.src_uri.startswith("results/") or page.file.src_uri in ("CONTRIBUTING.md", "CHANGELOG.md")
+    if inside:  # the other way: these files stand above docs/
+        return re.sub(r"(?<=\]\()(?:\.\./)?docs/", "../" * depth, markdown)
+
+    def shorten(link: re.Match[str]) -> str:
+        ups = link[1].count("../")
+        return ("../" * depth if ups > depth else link[1]) + link[2]
+
+    return LINK.sub(shorten, markdown)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, Any]]) -> None:
+        given = dict(attrs)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag != "link" or given.get("rel") != "canonical":
+            self.links += [given[name] for name in ("href", "src") if given.get(name)]
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Every link to the site itself must have its file, and its anchor. Links to other hosts are not fetched."""
+    site = Path(config.site_dir)
+    pages: dict[Path, _Page] = {}
+    for path in site.rglob("*.html"):
+        pages[path] = _Page()
+        pages[path].feed(path.read_text(encoding="utf-8"))
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        for link in page.links:
+            url, anchor = urldefrag(link)
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                log.warning("%s: dead link %s", path.relative_to(site), link)
+            elif (
+                anchor
+                and target in pages
+                and unquote(anchor) not in pages[target].anchors
+                and target.stem != "explorer"
+            ):
+                log.warning("%s: no anchor for %s", path.relative_to(site), link)

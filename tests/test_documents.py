@@ -1,0 +1,91 @@
+"""Every Python block of README.md and docs/**/*.md runs; every command of their shell blocks exists.
+
+The blocks of a page run in order, in one namespace and an empty folder. `<!-- not run: REASON -->` on the line above a
+block leaves it out. A page that compiles or starts process groups runs in an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dilated_attention.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?(?P<indent> *)```(?P<kind>\w*)\n(?P<code>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
+ALONE = re.compile(r"torch\.compile\(|torch\.distributed|init_process_group")
+
+
+def python(text: str) -> str:
+    """The Python of a page, each line at its own number; other lines are blank."""
+    lines = [""] * (text.count("\n") + 2)
+    for block in FENCE.finditer(text):
+        if block["kind"] == "python" and block["reason"] is None:
+            first = text.count("\n", 0, block.start("code"))
+            for number, line in enumerate(block["code"].splitlines()):
+                lines[first + number] = line.removeprefix(block["indent"])
+    return "\n".join(lines)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of `make` and of this package in blocks of shell, or of no language."""
+    found = []
+    for block in FENCE.finditer(text):
+        if block["kind"] in ("", "sh") and block["reason"] is None:
+            for line in block["code"].replace("\\\n", " ").splitlines():
+                words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "`" not in line else []
+                if words[:1] in (["make"], ["dilated-attention"]) or words[:3] == ["python", "-m", "dilated_attention"]:
+                    found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_run(document, tmp_path, monkeypatch, fresh_python):
+    code = python(document.read_text(encoding="utf-8"))
+    if not code.strip():
+        return
+    monkeypatch.chdir(tmp_path)
+    if ALONE.search(code):
+        fresh_python(code)
+    else:
+        exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(document):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for words in commands(document.read_text(encoding="utf-8")):
+        if words[0] == "make":
+            assert set(word for word in words[1:] if "=" not in word) <= targets, words
+            continue
+        command, *rest = words[3 if words[0] == "python" else 1 :]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0
+        for word in rest:
+            if word.startswith("--"):
+                assert re.search(rf"{re.escape(word.partition('=')[0])}\b", printed.getvalue()), (words, word)
+
+
+def test_blocks_share_a_namespace_and_one_that_fails_is_seen(tmp_path):
+    page = "# A\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nboom\n```\n\n1. b\n\n    ```python\n    assert a == 2\n    ```\n"
+    code = python(page)
+    assert code.splitlines()[3] == "a = 1"
+    assert "boom" not in code
+    with pytest.raises(AssertionError) as failure:
+        exec(compile(code, "page.md", "exec"), {})
+    assert failure.traceback[-1].lineno + 1 == page.splitlines().index("    assert a == 2") + 1
+    assert commands("```\nmake demo ARGS='-k x' # why\n$ dilated-attention plot --out x\nls\n```\n") == [
+        ["make", "demo", "ARGS=-k x"],
+        ["dilated-attention", "plot", "--out", "x"],
+    ]
