@@ -65,7 +65,7 @@ def test_commands_exist(document):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for words in commands(document.read_text(encoding="utf-8")):
         if words[0] == "make":
-            assert set(word for word in words[1:] if "=" not in word) <= targets, words
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
             continue
         command, *rest = words[3 if words[0] == "python" else 1 :]
         printed = io.StringIO()
@@ -78,7 +78,10 @@ def test_commands_exist(document):
 
 
 def test_blocks_share_a_namespace_and_one_that_fails_is_seen(tmp_path):
-    page = "# A\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nboom\n```\n\n1. b\n\n    ```python\n    assert a == 2\n    ```\n"
+    page = (
+        "# A\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nboom\n```\n\n"
+        "1. b\n\n    ```python\n    assert a == 2\n    ```\n"
+    )
     code = python(page)
     assert code.splitlines()[3] == "a = 1"
     assert "boom" not in code

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/explorer.html for the documents, with the Chromium on PATH: python docs/tools/screenshots.py"""
+"""Draw the pictures of docs/explorer.html for the documents, with the Chromium on PATH."""
 
 from __future__ import annotations
 
