@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         ups = link[1].count("../")
         return ("../" * depth if ups > depth else link[1]) + link[2]
 
-    return LINK.sub(shorten, markdown) + (_results() if page.file.src_uri == "results.md" else "")
+    return LINK.sub(shorten, markdown) + (_results() if page.file.src_uri == "measured.md" else "")
 
 
 class _Page(HTMLParser):
