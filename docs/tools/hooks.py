@@ -29,6 +29,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _results() -> str:
+    """Every file of results with its number of rows."""
+    lines = ["", "## All files", "", "| file | rows |", "|---|---|"]
+    for path in sorted((ROOT / "results").rglob("*.jsonl")):
+        name = path.relative_to(ROOT / "results").as_posix()
+        lines.append(f"| [{name}](results/{name}) | {len(path.read_text(encoding='utf-8').splitlines())} |")
+    return "\n".join(lines) + "\n"
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A link that leaves docs/ in the repository stays inside the site: its target was added by `on_files`."""
     depth = page.file.src_uri.count("/")
@@ -40,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         ups = link[1].count("../")
         return ("../" * depth if ups > depth else link[1]) + link[2]
 
-    return LINK.sub(shorten, markdown)
+    return LINK.sub(shorten, markdown) + (_results() if page.file.src_uri == "measured.md" else "")
 
 
 class _Page(HTMLParser):
