@@ -1,204 +1,492 @@
-"""LongNet language models."""
+"""LongNet: encoder, language model, encoder-decoder."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dilated_attention.nn import TransformerBlock, rotary_tables
-from dilated_attention.patterns import Dilated
-from dilated_attention.storage import read_tensors, require_same, write_tensors, write_text
+from dilated_attention.models import generation
+from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
+from dilated_attention.models.generation import KeyValueCache
+from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.nn import CrossAttention, TransformerBlock
+
+MANY = 256  # samples of one token each: more likely tokens of one sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongNetConfig:
-    """Shape of a `LongNetLM`.
+class LongNetStack(Pretrained):
+    """What all LongNets share: an embedding, pre-norm blocks, a final norm (LongNet, Ding et al. 2023,
+    arXiv:2307.02486; with `config.sub_ln` on MAGNETO, arXiv:2210.06423).
 
-    vocab_size: number of token ids; 256 for bytes.
-    num_kv_heads: heads of k and v (grouped queries); None = num_heads.
-    mlp_dim: width inside the MLP; None = 4 embed_dim.
-    pattern: which tokens attend to which; None = dense attention.
-    rope_base: wavelengths of the rotary positions run from 2 pi to 2 pi rope_base tokens.
+    Attributes:
+        gradient_checkpointing: in training, keep only the input of each block for the backward and compute the rest
+            again there. False at first; any time.
     """
 
-    vocab_size: int = 256
-    embed_dim: int = 256
-    num_layers: int = 6
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    mlp_dim: int | None = None
-    pattern: Dilated | None = field(default=Dilated((512, 2048, 8192), (1, 4, 16)))
-    rope_base: float = 10_000.0
+    configuration = LongNetConfig
+    config: LongNetConfig
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim"):
-            value = getattr(self, name)
-            if value is None and name in ("num_kv_heads", "mlp_dim"):
-                continue
-            if type(value) is not int or value <= 0:
-                raise ValueError(f"{name}={value!r}: must be a positive integer")
-        if self.embed_dim % (2 * self.num_heads):
-            raise ValueError(
-                f"embed_dim={self.embed_dim}: must be a multiple of 2 x num_heads={2 * self.num_heads}, "
-                "rotary positions turn pairs of channels"
-            )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
-        if not (self.pattern is None or isinstance(self.pattern, Dilated)):
-            raise ValueError(f"pattern={self.pattern!r}: must be a Dilated, or None for dense attention")
-        if type(self.rope_base) not in (int, float) or not 1 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base={self.rope_base!r}: must be a number above 1")
-        if self.pattern is not None:
-            self.pattern.offset_table(self.kv_heads)  # a table of offsets must fit the heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def mlp_width(self) -> int:
-        return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> LongNetConfig:
-        """ValueError for text that is not JSON, for an unknown, missing or mistyped field."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"configuration: not JSON ({error})") from error
-        fields = _exactly(fields, cls, "configuration")
-        if fields["pattern"] is not None:
-            pattern = _exactly(fields["pattern"], Dilated, "configuration: pattern")
-            fields["pattern"] = Dilated(**{name: _tuples(value) for name, value in pattern.items()})
-        return cls(**fields)
-
-
-def _exactly(fields: Any, kind: type, where: str) -> dict[str, Any]:
-    names = {entry.name for entry in dataclasses.fields(kind)}
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected an object with the fields {', '.join(sorted(names))}, got {fields!r}")
-    for word, wrong in (("unknown", fields.keys() - names), ("missing", names - fields.keys())):
-        if wrong:
-            raise ValueError(f"{where}: {word} field {', '.join(sorted(wrong))}")
-    return dict(fields)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-class LongNetLM(nn.Module):
-    """A causal language model: embedding, pre-norm blocks with rotary positions, the embedding again as output.
-
-    forward: tokens `(batch, seq)` integers -> logits `(batch, seq, vocab_size)`; logits at t see tokens <= t.
-    With `config.pattern=None` it is the same model (same parameters, same draws) with dense attention.
-    """
-
-    def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
+    def __init__(
+        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.gradient_checkpointing = False
+        self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.embed_dim)
         self.blocks = nn.ModuleList(
             TransformerBlock(
-                config.embed_dim, config.num_heads, config.kv_heads, config.mlp_width, config.pattern, backend
+                config.embed_dim,
+                config.num_heads,
+                config.kv_heads,
+                config.mlp_width,
+                config.pattern,
+                backend,
+                bias=config.bias,
+                sub_ln=config.sub_ln,
+                norm_eps=config.norm_eps,
+                dropout=config.dropout,
+                attention_dropout=config.attention_dropout,
+                compat=config.compat,
+                cross_attention=cross_attention,
             )
             for _ in range(config.num_layers)
         )
-        self.norm = nn.LayerNorm(config.embed_dim)
+        self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps) if config.final_norm else nn.Identity()
+        self.gain = math.sqrt(math.log(2 * config.num_layers)) if gain is None else gain
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers)."""
+        """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers).
+
+        With sub_ln MAGNETO's: Xavier normal, of gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
+        encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and of
+        gain 1 for all else.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 adds = 2 * self.config.num_layers if name.endswith(("output.weight", "mlp.2.weight")) else 1
                 nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if not self.config.sub_ln:
+            return
+        for block in self.blocks:
+            assert isinstance(block, TransformerBlock)
+            attention, cross = block.attention, block.cross_attention
+            parts = attention.input.weight.split([heads * attention.head_dim for heads in attention.heads])
+            for weight, gain in zip(parts, (1.0, 1.0, self.gain), strict=True):
+                nn.init.xavier_normal_(weight, gain)
+            for name in ("attention.output.weight", "mlp.0.weight", "mlp.2.weight"):
+                nn.init.xavier_normal_(block.get_parameter(name), self.gain)
+            if cross is not None:
+                for weight in (cross.input.weight, *cross.source.weight.chunk(2), cross.output.weight):
+                    nn.init.xavier_normal_(weight)
+
+    def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
+        """Tokens through the embedding; vectors as they are, where there is none."""
+        config = self.config
+        if self.embedding is None:
+            if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():
+                raise ValueError(
+                    f"inputs must be (batch, seq, embed_dim={config.embed_dim}) vectors, as vocab_size is None; "
+                    f"got {inputs.dtype} of shape {tuple(inputs.shape)}"
+                )
+            warn_of_layout(inputs)
+            return inputs
+        if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
+            raise ValueError(
+                f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}"
+            )
+        warn_of_layout(inputs)
+        return self.embedding(inputs)
+
+    def hidden(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        *,
+        is_causal: bool,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        cache: KeyValueCache | None = None,
+        sources: list[tuple[Tensor, Tensor]] | None = None,
+        source_mask: Tensor | None = None,
+        all_layers: bool = False,
+    ) -> list[Float[Tensor, "batch seq embed_dim"]]:
+        """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
+        last].
+
+        With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
+        sees another; states are 0 where they are padding.
+        """
+        batch, seq, _ = x.shape
+        counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
+        rotary, origins = self.config.rotary, None
+        if rotary is not None:
+            positions, origins = self._positions(x, positions, counts)
+        kept, cu_seqlens = None, None
+        if min(counts, default=seq) < seq:
+            ends = torch.tensor([0, *counts], device=x.device)
+            kept = torch.arange(seq, device=x.device) < ends[1:, None]
+            cu_seqlens = ends.cumsum(0)
+            x = x[kept][None]
+            if positions is not None and origins is not None:
+                positions, origins = (p.expand(batch, seq)[kept] for p in (positions, origins))
+        if cache is not None:
+            cache.begin(counts, packed=kept is not None)
+        tables = None
+        if rotary is not None:
+            assert positions is not None
+            assert origins is not None
+            tables = rotary.tables(positions, origins, torch.promote_types(x.dtype, torch.float32))
+        states = [x]
+        for i, block in enumerate(self.blocks):
+            options: dict[str, Any] = {
+                "cu_seqlens": cu_seqlens,
+                "memory": None if cache is None else cache.layers[i],
+                "source": None if sources is None else sources[i],
+                "source_mask": source_mask,
+            }
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)
+            else:
+                x = block(x, tables, is_causal, **options)
+            states = [*states, x] if all_layers else [x]
+        x = self.norm(x)
+        states = [*states, x] if all_layers else [x]
+        if cache is not None:
+            cache.end(counts)
+        if kept is None:
+            return states
+        full = []
+        for state in states:
+            padded = state.new_zeros(batch, seq, state.shape[-1])
+            padded[kept] = state[0]
+            full.append(padded)
+        return full
+
+    def _positions(self, x: Tensor, positions: Tensor | None, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`."""
+        rotary, (batch, seq, _) = self.config.rotary, x.shape
+        assert rotary is not None
+        if positions is None:
+            rotary.check((seq + 1) // 2, x.dtype)
+            origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+            same = len(set(counts)) == 1
+            return torch.arange(seq, device=x.device)[None], origins[:1] if same else origins
+        if positions.shape not in ((seq,), (batch, seq)):
+            raise ValueError(
+                f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
+            )
+        positions = positions.view(-1, seq)
+        if rotary.scale_base is None or not seq:
+            return positions, positions[:, :1]
+        origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
+        if not torch.compiler.is_compiling():
+            rotary.check(int((positions - origins).abs().max()), x.dtype)
+        return positions, origins
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
+    """lengths as a list; ValueError unless they are `batch` integers in [0, seq]."""
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if not isinstance(values, list) or len(values) != batch or any(type(value) is not int for value in values):
+        raise ValueError(f"lengths must be {batch} integers, one per sample; got {values!r}")
+    if any(not 0 <= value <= seq for value in values):
+        raise ValueError(f"lengths must lie in [0, {seq}], the padded length; got {values}")
+    return values
+
+
+def warn_of_layout(x: Tensor) -> None:
+    """Warn where a batch-first model is given what looks like (seq, batch, ...)."""
+    if x.shape[1] == 1 and x.shape[0] >= MANY:
+        warnings.warn(
+            f"input of shape {tuple(x.shape)} is read as (batch, seq, ...): {x.shape[0]} samples of one token each; "
+            "if it is (seq, batch, ...), pass x.transpose(0, 1)",
+            stacklevel=4,
+        )
+
+
+class LongNetEncoder(LongNetStack):
+    """A bidirectional LongNet.
+
+    forward: tokens `(batch, seq)`, or vectors `(batch, seq, embed_dim)` with `vocab_size=None`, -> states
+    `(batch, seq, embed_dim)`.
+    """
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], *, positions: Int[Tensor, "*batch seq"] | None = None
-    ) -> Float[Tensor, "batch seq vocab"]:
-        """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ..."""
-        x = self.embedding(tokens)
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        exact = torch.promote_types(x.dtype, torch.float32)
-        head_dim = self.config.embed_dim // self.config.num_heads
-        rotary = rotary_tables(positions, head_dim, self.config.rope_base, exact)
-        for block in self.blocks:
-            x = block(x, rotary, is_causal=True)
-        return F.linear(self.norm(x), self.embedding.weight)
+        self,
+        inputs: Tensor,
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        all_layers: bool = False,
+    ) -> Tensor | list[Tensor]:
+        """lengths: tokens of each sample, whose states are those that it has alone. What is after them is padding: it
+            costs nothing, influences nothing, and has states 0.
+        positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
+        all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
+        """
+        states = self.hidden(
+            self.embed(inputs), is_causal=False, positions=positions, lengths=lengths, all_layers=all_layers
+        )
+        return states if all_layers else states[-1]
 
-    def loss(self, tokens: Int[Tensor, "batch seq_and_one"]) -> Float[Tensor, ""]:
-        """Mean cross entropy in nats of tokens[:, 1:] given all before each."""
-        logits = self(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+class LongNetLM(LongNetStack):
+    """A causal language model: embedding, blocks, norm, and the embedding again, or a matrix of its own, as output.
+
+    forward: tokens `(batch, seq)` integers -> logits `(batch, seq, vocab_size)`; logits at t see tokens <= t.
+    With `config.pattern=None` it is the same model (same parameters, same draws) with dense attention.
+
+    Args:
+        cross_attention: be the decoder of a `LongNet`, which gives it a source.
+    """
+
+    def __init__(
+        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
+    ) -> None:
+        if config.vocab_size is None:
+            raise ValueError("vocab_size=None: a language model writes tokens; give their number")
+        super().__init__(config, backend=backend, cross_attention=cross_attention, gain=gain)
+        self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        if self.output is not None:
+            nn.init.normal_(self.output.weight, std=config.embed_dim**-0.5)
+
+    def logits(self, states: Float[Tensor, "*rows embed_dim"]) -> Float[Tensor, "*rows vocab"]:
+        assert self.embedding is not None
+        return F.linear(states, self.embedding.weight if self.output is None else self.output.weight)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        source: Float[Tensor, "batch keys embed_dim"] | None = None,
+        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch seq vocab"]:
+        """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
+        lengths: tokens of each sample; padding after them costs nothing in the blocks, and its logits are 0. (Without
+            it the other tokens' logits are the same: they see no later token.)
+        source, source_lengths: the encoder's states, of a decoder with cross_attention.
+        """
+        sources, mask = self._read(source, source_lengths)
+        (states,) = self.hidden(
+            self.embed(tokens),
+            is_causal=True,
+            positions=positions,
+            lengths=lengths,
+            sources=sources,
+            source_mask=mask,
+        )
+        return self.logits(states)
+
+    def _read(
+        self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None
+    ) -> tuple[list[tuple[Tensor, Tensor]] | None, Tensor | None]:
+        crosses = [x for x in self.modules() if isinstance(x, CrossAttention)]
+        if source is None or not crosses:
+            if source is None and not crosses:
+                return None, None
+            raise ValueError(
+                "source: a decoder with cross_attention needs the encoder's states, and no other takes them"
+            )
+        mask = None
+        if source_lengths is not None:
+            counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
+            if not min(counts):
+                raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
+            ends = torch.tensor(counts, device=source.device)[:, None, None, None]
+            mask = torch.arange(source.shape[1], device=source.device) < ends
+        return [cross.read(source) for cross in crosses], mask
+
+    def loss(
+        self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, ""]:
+        """Mean cross entropy in nats of tokens[:, 1:] given all before each; of ragged samples, of those within
+        lengths."""
+        targets = tokens[:, 1:]
+        if lengths is None:
+            return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), targets.flatten())
+        counts = [max(n - 1, 0) for n in checked_lengths(lengths, *tokens.shape)]
+        kept = (
+            torch.arange(targets.shape[1], device=tokens.device) < torch.tensor(counts, device=tokens.device)[:, None]
+        )
+        return F.cross_entropy(self(tokens[:, :-1], lengths=counts)[kept], targets[kept])
 
     @torch.no_grad()
-    def generate(
+    def prefill(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        max_len: int | None = None,
+        source: Float[Tensor, "batch keys embed_dim"] | None = None,
+        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+    ) -> tuple[Float[Tensor, "batch vocab"], KeyValueCache]:
+        """The logits after the last token of each prompt, and the cache to continue from.
+
+        Args:
+            lengths: tokens of each prompt, at least 1, where they differ.
+            max_len: the most tokens that a sample will have; None: any number (not with dense attention).
+            source, source_lengths: as in `forward`.
+        """
+        batch, seq = tokens.shape
+        counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
+        if not counts or not min(counts):
+            raise ValueError("tokens: empty prompt; give at least one token a sample")
+        x = self.embed(tokens)
+        cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=x.dtype, device=x.device)
+        cache.sources, cache.source_mask = self._read(source, source_lengths)
+        (states,) = self.hidden(
+            x,
+            is_causal=True,
+            lengths=counts,
+            cache=cache,
+            sources=cache.sources,
+            source_mask=cache.source_mask,
+        )
+        last = torch.tensor(counts, device=x.device) - 1
+        return self.logits(states[torch.arange(batch, device=x.device), last]), cache
+
+    @torch.no_grad()
+    def decode(self, tokens: Int[Tensor, " batch"], cache: KeyValueCache) -> Float[Tensor, "batch vocab"]:
+        """The logits after one more token of each sample, which the cache then holds; the same as `forward` over all
+        its tokens gives at its position."""
+        if tokens.shape != (cache.batch_size,):
+            raise ValueError(
+                f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
+            )
+        x = self.embed(tokens[:, None])
+        positions, rotary = cache.step(), self.config.rotary
+        tables = (
+            None
+            if rotary is None
+            else rotary.tables(positions, cache.origins, torch.promote_types(x.dtype, torch.float32))
+        )
+        for i, block in enumerate(self.blocks):
+            source = None if cache.sources is None else cache.sources[i]
+            x = block(x, tables, True, memory=cache.layers[i], source=source, source_mask=cache.source_mask)
+        cache.end([1] * cache.batch_size)
+        return self.logits(self.norm(x)[:, 0])
+
+    def stream(
         self,
         tokens: Int[Tensor, "batch seq"],
         max_new_tokens: int,
         *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token: int | None = None,
         generator: torch.Generator | None = None,
+        source: Float[Tensor, "batch keys embed_dim"] | None = None,
+        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+    ) -> Iterator[Int[Tensor, " batch"]]:
+        """Sampled tokens that continue the prompts, one of each sample at a time, as soon as they are drawn.
+
+        The prompts are read once; each further token costs the same at any position. Arguments as in `generate`.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer >= 0")
+        generation.check_sampling(temperature, top_k, top_p)
+        first, cache = self.prefill(
+            tokens,
+            lengths=lengths,
+            max_len=tokens.shape[1] + max_new_tokens,
+            source=source,
+            source_lengths=source_lengths,
+        )
+        return generation.stream(
+            self,
+            first,
+            cache,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_token=stop_token,
+            generator=generator,
+        )
+
+    def generate(
+        self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any
     ) -> Int[Tensor, "batch longer"]:
-        """tokens with `max_new_tokens` sampled ones appended; temperature 0 takes the likeliest.
+        """tokens, each sample followed by `max_new_tokens` sampled ones, or fewer after `stop_token`.
 
-        Each token costs a forward of the whole prefix.
+        Args:
+            lengths: tokens of each prompt, where they differ; what follows a sample's new tokens is 0.
+            temperature: of the softmax; 0 takes the likeliest.
+            top_k, top_p: sample among the k likeliest tokens, or the fewest that reach probability p together.
+            stop_token: where a sample ends; it is repeated until all samples have ended.
+            generator: of the draws.
+            source, source_lengths: as in `forward`.
         """
-        if tokens.shape[1] == 0:
-            raise ValueError("tokens: empty prompt; give at least one token")
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature}: must be >= 0")
-        for _ in range(max_new_tokens):
-            logits = self(tokens)[:, -1].float()
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, chosen.to(tokens.dtype)), 1)
-        return tokens
+        new = list(self.stream(tokens, max_new_tokens, **options))
+        if not new:
+            return tokens
+        drawn = torch.stack(new, 1).to(tokens.dtype)
+        lengths = options.get("lengths")
+        if lengths is None:
+            return torch.cat((tokens, drawn), 1)
+        counts = torch.tensor(checked_lengths(lengths, *tokens.shape), device=tokens.device)[:, None]
+        seq = torch.arange(tokens.shape[1], device=tokens.device)
+        out = torch.cat((tokens.masked_fill(seq >= counts, 0), torch.zeros_like(drawn)), 1)
+        return out.scatter(1, counts + torch.arange(len(new), device=tokens.device), drawn)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `folder`/model.safetensors and `folder`/config.json, each atomically."""
-        folder = Path(folder)
-        write_tensors(folder / "model.safetensors", self.state_dict(), {"architecture": type(self).__name__})
-        write_text(folder / "config.json", self.config.to_json())
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *, backend: str = "auto") -> LongNetLM:
-        """A model saved by `save_pretrained`, on the CPU, of the saved dtype.
+class LongNet(Pretrained):
+    """An encoder-decoder: a `LongNetEncoder`, and a causal decoder with dense cross-attention to its states.
 
-        ValueError names what is wrong with a missing, truncated or foreign file; nothing is loaded by halves.
-        """
-        path = Path(folder) / "config.json"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from error
-        try:
-            config = LongNetConfig.from_json(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        weights, metadata = read_tensors(Path(folder) / "model.safetensors")
-        if metadata.get("architecture") != cls.__name__:
-            raise ValueError(
-                f"{folder}/model.safetensors: architecture is {metadata.get('architecture')!r}, not {cls.__name__!r}"
-            )
-        with torch.device("meta"):
-            model = cls(config, backend=backend)
-        require_same(model.state_dict(), weights, f"{folder}/model.safetensors")
-        model.load_state_dict(weights, assign=True)
-        return model
+    forward: source (tokens, or vectors where the encoder has `vocab_size=None`) and target tokens `(batch, seq)` ->
+    logits `(batch, seq, vocab_size)` of the decoder; those at t see the whole source and the target up to t.
+
+    Dilated are the self-attentions; the paper defines no dilated cross-attention, and torchscale has none.
+    """
+
+    configuration = EncoderDecoderConfig
+    config: EncoderDecoderConfig
+
+    def __init__(self, config: EncoderDecoderConfig, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        n, m = config.encoder.num_layers, config.decoder.num_layers
+        gain = math.sqrt(math.log(3 * m) * math.log(2 * n) / 3)
+        self.encoder = LongNetEncoder(config.encoder, backend=backend, gain=gain)
+        gain = math.sqrt(math.log(3 * m))
+        self.decoder = LongNetLM(config.decoder, backend=backend, cross_attention=True, gain=gain)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Int[Tensor, "batch seq"],
+        *,
+        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch seq vocab"]:
+        """source_lengths: tokens of each source; padding influences nothing. (Padding after a target needs no telling:
+        no token before it sees it.)"""
+        states = self.encoder(source, lengths=source_lengths)
+        return self.decoder(target, source=states, source_lengths=source_lengths)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source: Tensor,
+        target: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+        *,
+        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        **options: Any,
+    ) -> Int[Tensor, "batch longer"]:
+        """target continued by `max_new_tokens` sampled tokens; options as in `LongNetLM.generate`."""
+        states = self.encoder(source, lengths=source_lengths)
+        return self.decoder.generate(target, max_new_tokens, source=states, source_lengths=source_lengths, **options)

@@ -8,18 +8,21 @@ from dilated_attention.nn.attention import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from dilated_attention.nn.positions import rotary_tables, rotate
-from dilated_attention.nn.transformer import SelfAttention, TransformerBlock
+from dilated_attention.nn.positions import Rotary, grid_sines, rotary_tables, rotate
+from dilated_attention.nn.transformer import CrossAttention, SelfAttention, TransformerBlock
 
 __all__ = [
     "BlockSparseDilatedAttention",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
+    "CrossAttention",
     "DilatedAttention",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
+    "Rotary",
     "SelfAttention",
     "TransformerBlock",
+    "grid_sines",
     "rotary_tables",
     "rotate",
 ]

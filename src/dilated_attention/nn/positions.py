@@ -1,12 +1,16 @@
-"""Rotary positions."""
+"""Positions: rotary, xPos, and the fixed sines of a point on a grid."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+Tables = tuple[Tensor, ...]
+"""What `rotate` needs: (cos, sin), or (cos, sin, key_cos, key_sin) where queries and keys have tables of their own."""
 
 
 def rotary_tables(
@@ -19,16 +23,14 @@ def rotary_tables(
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: rotary positions turn pairs of channels, so it must be even")
     device = positions.device
-    exact = positions.to("cpu" if device.type == "mps" else device).to(torch.float64)  # MPS has no float64
+    exact = _exact(positions)
     inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=exact.device) / head_dim)
     angle = torch.remainder(exact[..., None, None] * inverse, 2 * math.pi)
     cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def rotate(
-    x: Float[Tensor, "batch seq heads head_dim"], tables: tuple[Tensor, Tensor]
-) -> Float[Tensor, "batch seq heads head_dim"]:
+def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Float[Tensor, "batch seq heads head_dim"]:
     """Turn channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`; computed in at least float32.
 
     <rotate(q, m), rotate(k, n)> depends on m - n only.
@@ -36,3 +38,81 @@ def rotate(
     cos, sin = tables
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions of a model; with `scale_base` those of xPos (Sun et al. 2022, arXiv:2212.10554).
+
+    xPos multiplies channel pair i of a query at m by zeta_i^((m - origin) / scale_base), of a key at n by the inverse
+    power, zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1: their product decays as zeta_i^((m - n) / scale_base) with the
+    distance to an earlier key, whatever the origin. The two factors alone leave the range of a dtype when a position is
+    too far from the origin (`check`).
+
+    Attributes:
+        base: wavelengths run from 2 pi to 2 pi base tokens.
+        scale_base: tokens over which the fastest channel decays by 1 / 3.5; None: no decay.
+    """
+
+    head_dim: int
+    base: float = 10_000.0
+    scale_base: float | None = None
+
+    def tables(
+        self,
+        positions: Int[Tensor, "*batch seq"],
+        origin: Int[Tensor, "*batch_or_one seq_or_one"] | int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tables:
+        """Tables of queries and keys at `positions`, for `rotate(q, tables[:2])` and `rotate(k, tables[-2:])`."""
+        cos, sin = rotary_tables(positions, self.head_dim, self.base, dtype)
+        if self.scale_base is None:
+            return cos, sin
+        grown = self.growth(positions - origin)
+        query, key = grown.to(cos), (1 / grown).to(cos)
+        return cos * query, sin * query, cos * key, sin * key
+
+    def growth(self, distance: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape 1 head_dim"]:
+        """zeta^(distance / scale_base) in float64: what moving the origin by `distance` multiplies keys by."""
+        assert self.scale_base is not None
+        exact = _exact(distance)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=exact.device) / self.head_dim
+        power = ((pairs + 0.4) / 1.4) ** (exact[..., None, None] / self.scale_base)
+        return torch.cat((power, power), -1)
+
+    def reach(self, dtype: torch.dtype) -> int | None:
+        """The farthest from the origin that a position may lie in this dtype; None: any distance."""
+        if self.scale_base is None:
+            return None
+        # The factor may fill the range of the dtype but for 2^12, which queries, keys and their product need.
+        return int(self.scale_base * (math.log(torch.finfo(dtype).max) - 12 * math.log(2)) / math.log(1.4 / 0.4))
+
+    def check(self, distance: int, dtype: torch.dtype) -> None:
+        """ValueError if a position `distance` tokens from the origin has no place in the dtype."""
+        reach = self.reach(dtype)
+        if reach is not None and distance > reach:
+            raise ValueError(
+                f"xPos with scale_base={self.scale_base} cannot hold positions {distance:,} tokens from the origin "
+                f"in {dtype}, at most {reach:,} ({2 * reach:,} tokens in all); use a larger xpos_scale_base, a dtype "
+                'of wider range, or positions="rope"'
+            )
+
+
+def grid_sines(
+    points: Int[Tensor, "*shape 2"], embed_dim: int, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*shape embed_dim"]:
+    """Fixed 2-D positions: the sines and cosines of column points[..., 1], then those of row points[..., 0].
+
+    Each half holds sin(p / 10000^(4i / embed_dim)), then the cosines, 0 <= i < embed_dim / 4; the table of masked
+    autoencoders (He et al. 2021), computed for the points alone, in float64.
+    """
+    if embed_dim % 4:
+        raise ValueError(f"embed_dim={embed_dim}: sines and cosines of two coordinates need a multiple of 4")
+    exact = _exact(points).flip(-1)
+    inverse = 10_000.0 ** (-4 * torch.arange(embed_dim // 4, dtype=torch.float64, device=exact.device) / embed_dim)
+    angle = exact[..., None] * inverse
+    return torch.cat((angle.sin(), angle.cos()), -1).flatten(-2).to(points.device, dtype)
+
+
+def _exact(positions: Tensor) -> Tensor:
+    return positions.to("cpu" if positions.device.type == "mps" else positions.device).to(torch.float64)

@@ -1,30 +1,67 @@
-"""The pre-norm transformer block."""
+"""The pre-norm transformer block: self-attention, cross-attention, MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.positions import rotate
+from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated
+
+# Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
+_ROWS = 2048
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """What a layer remembers of earlier tokens: a KV cache."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The attention of these tokens over all so far, as q; `attend` is that of these tokens alone."""
 
 
 class SelfAttention(nn.Module):
-    """W_o A(R W_q x, R W_k x, W_v x): rotary positions R, grouped queries, no biases.
+    """W_o LN A(R W_q x, R W_k x, W_v x): rotary positions R, grouped queries.
 
     A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None.
+
+    Args:
+        bias: of the projections.
+        sub_ln: the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423); without it LN is left
+            out.
+        dropout: of the attention's probabilities, in training.
+        compat: as in `dilated_attention`.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, num_kv_heads: int, pattern: Dilated | None, backend: str = "auto"
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        pattern: Dilated | None,
+        backend: str = "auto",
+        *,
+        bias: bool = False,
+        sub_ln: bool = False,
+        norm_eps: float = 1e-5,
+        dropout: float = 0.0,
+        compat: str | None = None,
     ) -> None:
         super().__init__()
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
-        self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=False)
-        self.output = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.dropout = dropout
+        self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
+        self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
+        self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.attention = (
             None
             if pattern is None
@@ -33,30 +70,88 @@ class SelfAttention(nn.Module):
                 pattern.dilation_rates,
                 offsets=pattern.offsets,
                 head_groups=pattern.head_groups,
+                compat=compat,
+                dropout=dropout,
                 backend=backend,
             )
         )
 
     def forward(
-        self, x: Float[Tensor, "batch seq embed_dim"], rotary: tuple[Tensor, Tensor], is_causal: bool = False
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        memory: Memory | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
+        """rotary: tables of `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens: as in
+        `dilated_attention`."""
+        attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
+        if memory is not None:
+            attend = partial(memory, attend=attend)
+        return self.output(self.norm(attend(*self._project(x, rotary)).flatten(-2)))  # q, k and v end with the call
+
+    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cu_seqlens: Tensor | None) -> Tensor:
         if self.attention is not None:
-            out = self.attention(q, k, v, is_causal=is_causal)
-        else:
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                is_causal=is_causal,
-                enable_gqa=self.heads[0] != self.heads[1],
-            ).transpose(1, 2)
-        return self.output(out.flatten(-2))
+            return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        dense = partial(
+            F.scaled_dot_product_attention,
+            is_causal=is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.heads[0] != self.heads[1],
+        )
+        if cu_seqlens is None:
+            return dense(q, k, v).transpose(1, 2)
+        samples = [dense(*(x[:, :, i:j] for x in (q, k, v))) for i, j in pairwise(cu_seqlens.tolist())]
+        return torch.cat(samples, 2).transpose(1, 2)
+
+
+class CrossAttention(nn.Module):
+    """W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
+
+    Without positions and without an inner norm, as torchscale's decoder.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = (num_heads, num_kv_heads)
+        self.head_dim = embed_dim // num_heads
+        self.input = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.source = nn.Linear(embed_dim, 2 * num_kv_heads * self.head_dim, bias=bias)
+        self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def read(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
+        """The keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
+        k, v = self.source(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads[1], 1)
+        return k, v
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        source: tuple[Tensor, Tensor],
+        mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """source: from `read`. mask: True where a key is seen."""
+        q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, *source, mask, enable_gqa=self.heads[0] != self.heads[1])
+        return self.output(out.transpose(1, 2).flatten(-2))
 
 
 class TransformerBlock(nn.Module):
-    """x + A(norm x), then x + W_2 gelu(W_1 norm x)."""
+    """x + A(LN x), then x + C(LN x, source) in a decoder with a source, then x + W_2 LN gelu(W_1 LN x).
+
+    Args:
+        bias, sub_ln, compat: as in `SelfAttention`; the LN inside the MLP is sub-LN's too.
+        dropout: of what is added to x, in training.
+        attention_dropout: of the attention's probabilities.
+        cross_attention: have C.
+    """
 
     def __init__(
         self,
@@ -66,17 +161,62 @@ class TransformerBlock(nn.Module):
         mlp_dim: int,
         pattern: Dilated | None,
         backend: str = "auto",
+        *,
+        bias: bool = False,
+        sub_ln: bool = False,
+        norm_eps: float = 1e-5,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        compat: str | None = None,
+        cross_attention: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(embed_dim)
-        self.attention = SelfAttention(embed_dim, num_heads, num_kv_heads, pattern, backend)
-        self.mlp_norm = nn.LayerNorm(embed_dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(embed_dim, mlp_dim, bias=False), nn.GELU(), nn.Linear(mlp_dim, embed_dim, bias=False)
+        self.attention_norm = nn.LayerNorm(embed_dim, norm_eps)
+        self.attention = SelfAttention(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            pattern,
+            backend,
+            bias=bias,
+            sub_ln=sub_ln,
+            norm_eps=norm_eps,
+            dropout=attention_dropout,
+            compat=compat,
         )
+        self.cross_norm = nn.LayerNorm(embed_dim, norm_eps) if cross_attention else None
+        self.cross_attention = (
+            CrossAttention(embed_dim, num_heads, num_kv_heads, bias=bias) if cross_attention else None
+        )
+        self.mlp_norm = nn.LayerNorm(embed_dim, norm_eps)
+        self.mlp = nn.Sequential(
+            nn.Linear(embed_dim, mlp_dim, bias=bias),
+            nn.Sequential(nn.GELU(), nn.LayerNorm(mlp_dim, norm_eps)) if sub_ln else nn.GELU(),
+            nn.Linear(mlp_dim, embed_dim, bias=bias),
+        )
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Float[Tensor, "batch seq embed_dim"], rotary: tuple[Tensor, Tensor], is_causal: bool = False
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        memory: Memory | None = None,
+        source: tuple[Tensor, Tensor] | None = None,
+        source_mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        x = x + self.attention(self.attention_norm(x), rotary, is_causal)
-        return x + self.mlp(self.mlp_norm(x))
+        """source, source_mask: of `CrossAttention`. The others as in `SelfAttention`."""
+        out = self.attention(self.attention_norm(x), rotary, is_causal, cu_seqlens=cu_seqlens, memory=memory)
+        x = x + self.dropout(out)
+        if self.cross_attention is not None:
+            assert self.cross_norm is not None
+            assert source is not None
+            x = x + self.dropout(self.cross_attention(self.cross_norm(x), source, source_mask))
+        if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= _ROWS:
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x.contiguous()
+        for rows in x.view(-1, x.shape[-1]).split(_ROWS):
+            rows += self.dropout(self.mlp(self.mlp_norm(rows)))
+        return x

@@ -1,0 +1,237 @@
+"""Configurations: frozen, checked when they are made, written to JSON and read from it without `eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from dilated_attention.nn import Rotary
+from dilated_attention.patterns import Dilated
+
+Some = TypeVar("Some", bound="Configuration")
+
+
+class Configuration:
+    """Fields of a frozen dataclass as JSON. A field of `nested` is an object of that dataclass, or null."""
+
+    nested: ClassVar[Mapping[str, Any]] = {}
+    newer: ClassVar[frozenset[str]] = frozenset()
+    """Fields that files of earlier versions lack: their defaults are what was meant then."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls: type[Some], text: str) -> Some:
+        """ValueError for text that is not JSON, for an unknown, missing or mistyped field."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"configuration: not JSON ({error})") from error
+        return _made(cls, fields, "configuration")
+
+    @classmethod
+    def preset(cls: type[Some], name: str, **changes: Any) -> Some:
+        """A published configuration by name, with `changes` to its fields. `presets` holds the names."""
+        if name not in cls.presets:
+            raise ValueError(f"preset={name!r}: must be one of {', '.join(cls.presets)}")
+        return cls(**{**cls.presets[name], **changes})
+
+
+def _made(kind: type, fields: Any, where: str) -> Any:
+    names = {entry.name for entry in dataclasses.fields(kind)}
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: expected an object with the fields {', '.join(sorted(names))}, got {fields!r}")
+    missing = names - fields.keys() - getattr(kind, "newer", frozenset())
+    for word, wrong in (("unknown", fields.keys() - names), ("missing", missing)):
+        if wrong:
+            raise ValueError(f"{where}: {word} field {', '.join(sorted(wrong))}")
+    nested = getattr(kind, "nested", {})
+    made = {
+        name: _made(nested[name], value, f"{where}: {name}") if name in nested and value is not None else _tuples(value)
+        for name, value in fields.items()
+    }
+    try:
+        return kind(**made)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] = ()) -> None:
+    """ValueError unless the named fields are positive integers, or, the optional ones, None."""
+    for name in (*names, *optional):
+        value = getattr(configuration, name)
+        if (value is None and name in optional) or (type(value) is int and value > 0):
+            continue
+        raise ValueError(f"{name}={value!r}: must be a positive integer{', or None' if name in optional else ''}")
+
+
+def require_booleans(configuration: Any, *names: str) -> None:
+    for name in names:
+        if type(getattr(configuration, name)) is not bool:
+            raise ValueError(f"{name}={getattr(configuration, name)!r}: must be true or false")
+
+
+def require_number(
+    configuration: Any, name: str, above: float, below: float = math.inf, *, least: bool = False
+) -> None:
+    """ValueError unless the field is a number in (above, below), or with `least` in [above, below)."""
+    value = getattr(configuration, name)
+    if type(value) not in (int, float) or not (above < value < below or (least and value == above)):
+        limit = "" if below == math.inf else f" and below {below}"
+        raise ValueError(f"{name}={value!r}: must be a number {'of at least' if least else 'above'} {above}{limit}")
+
+
+PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+"""The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongNetConfig(Configuration):
+    """Shape of a LongNet: `LongNetEncoder`, `LongNetLM`, or either half of `LongNet`.
+
+    The defaults are a small plain language model; `LongNetConfig.preset("longnet-base")` is the paper's.
+
+    Attributes:
+        vocab_size: number of token ids, 256 for bytes; None: no embedding, the input is vectors.
+        num_kv_heads: heads of k and v (grouped queries); None = num_heads.
+        mlp_dim: width inside the MLP; None = 4 embed_dim.
+        pattern: which tokens attend to which; None = dense attention.
+        rope_base: wavelengths of the rotary positions run from 2 pi to 2 pi rope_base tokens.
+        positions: `"rope"`, `"xpos"` (rotary positions whose products decay with the distance), or None.
+        xpos_scale_base: see `nn.Rotary`.
+        sub_ln: MAGNETO's LayerNorm inside attention and MLP, and its initialisation.
+        bias: of every projection but the output's.
+        final_norm: a LayerNorm after the last block.
+        tie_embeddings: the output projection of a language model is its embedding.
+        norm_eps: of every LayerNorm.
+        dropout: of what the blocks add to the residual stream, in training.
+        attention_dropout: of the attention's probabilities, in training.
+        compat: `"torchscale"`: attention as released checkpoints compute it, see `dilated_attention`; the pattern's
+            offsets `"head"` become `"head_block"`. None: exact.
+    """
+
+    nested: ClassVar[Mapping[str, Any]] = {"pattern": Dilated}
+    newer: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("positions", "xpos_scale_base", "sub_ln", "bias", "final_norm", "tie_embeddings", "norm_eps"),
+            *("dropout", "attention_dropout", "compat"),
+        }
+    )
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "longnet-base": {
+            "vocab_size": 100_277,  # tiktoken's cl100k_base
+            "embed_dim": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "pattern": PAPER,
+            "positions": "xpos",
+            "sub_ln": True,
+            "bias": True,
+            "tie_embeddings": False,
+        },
+    }
+
+    vocab_size: int | None = 256
+    embed_dim: int = 256
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    mlp_dim: int | None = None
+    pattern: Dilated | None = field(default=Dilated((512, 2048, 8192), (1, 4, 16)))
+    rope_base: float = 10_000.0
+    positions: Literal["rope", "xpos"] | None = "rope"
+    xpos_scale_base: float = 512.0
+    sub_ln: bool = False
+    bias: bool = False
+    final_norm: bool = True
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    compat: Literal["torchscale"] | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("vocab_size", "num_kv_heads", "mlp_dim")
+        require_integers(self, "embed_dim", "num_layers", "num_heads", optional=optional)
+        require_booleans(self, "sub_ln", "bias", "final_norm", "tie_embeddings")
+        require_number(self, "rope_base", 1)
+        require_number(self, "xpos_scale_base", 0)
+        require_number(self, "norm_eps", 0)
+        require_number(self, "dropout", 0, 1, least=True)
+        require_number(self, "attention_dropout", 0, 1, least=True)
+        if self.positions not in ("rope", "xpos", None):
+            raise ValueError(f'positions={self.positions!r}: must be "rope", "xpos" or None')
+        if self.compat not in ("torchscale", None):
+            raise ValueError(f'compat={self.compat!r}: must be "torchscale" or None')
+        pairs = 1 if self.positions is None else 2
+        if self.embed_dim % (pairs * self.num_heads):
+            raise ValueError(
+                f"embed_dim={self.embed_dim}: must be a multiple of "
+                + (f"num_heads={self.num_heads}" if pairs == 1 else f"2 x num_heads={2 * self.num_heads}, ")
+                + ("" if pairs == 1 else "rotary positions turn pairs of channels")
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
+        if not (self.pattern is None or isinstance(self.pattern, Dilated)):
+            raise ValueError(f"pattern={self.pattern!r}: must be a Dilated, or None for dense attention")
+        if self.compat is not None:
+            if self.pattern is None or self.pattern.head_groups:
+                raise ValueError(f"compat={self.compat!r}: needs a pattern without head groups; got {self.pattern}")
+            if self.pattern.offsets == "head":
+                head_block = dataclasses.replace(self.pattern, offsets="head_block")
+                object.__setattr__(self, "pattern", head_block)
+        if self.pattern is not None:
+            self.pattern.offset_table(self.kv_heads)  # a table of offsets must fit the heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlp_width(self) -> int:
+        return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def rotary(self) -> Rotary | None:
+        if self.positions is None:
+            return None
+        scale_base = float(self.xpos_scale_base) if self.positions == "xpos" else None
+        return Rotary(self.head_dim, float(self.rope_base), scale_base)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoderConfig(Configuration):
+    """Both halves of a `LongNet`, of one width."""
+
+    nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig, "decoder": LongNetConfig}
+
+    encoder: LongNetConfig
+    decoder: LongNetConfig
+
+    def __post_init__(self) -> None:
+        for name in ("encoder", "decoder"):
+            if not isinstance(getattr(self, name), LongNetConfig):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a LongNetConfig")
+        if self.encoder.embed_dim != self.decoder.embed_dim:
+            raise ValueError(
+                f"embed_dim: encoder and decoder must have the same; got {self.encoder.embed_dim} and "
+                f"{self.decoder.embed_dim}"
+            )
+        if self.decoder.vocab_size is None:
+            raise ValueError("decoder: vocab_size=None: a decoder writes tokens; give their number")
+        if not self.encoder.final_norm:
+            raise ValueError("encoder: final_norm=False: the decoder reads normed vectors; leave it True")

@@ -1,0 +1,184 @@
+"""The KV cache against the full forward, and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from dilated_attention.models import EncoderDecoderConfig, KeyValueCache, LongNet, LongNetConfig, LongNetLM, sample
+from dilated_attention.patterns import Dilated
+
+SMALL = LongNetConfig(
+    vocab_size=31, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, pattern=Dilated((8, 24), (1, 3))
+)
+PATTERNS = {
+    "two branches": SMALL,
+    "rate over heads": dataclasses.replace(SMALL, pattern=Dilated((8, 48, 30), (1, 8, 5))),
+    "no branch of rate 1": dataclasses.replace(SMALL, pattern=Dilated((16, 32), (2, 4))),
+    "head groups": dataclasses.replace(SMALL, pattern=Dilated((8, 24), (1, 3), head_groups=True), num_kv_heads=None),
+    "table": dataclasses.replace(SMALL, pattern=Dilated((8, 12), (2, 5), ((1, -1), (4, 3)))),
+    "dense": dataclasses.replace(SMALL, pattern=None),
+    "torchscale, sub-LN, xPos": dataclasses.replace(
+        SMALL, compat="torchscale", positions="xpos", xpos_scale_base=4.0, sub_ln=True, bias=True, num_kv_heads=None
+    ),
+    "no positions": dataclasses.replace(SMALL, positions=None, tie_embeddings=False, final_norm=False),
+}
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def model_of(config) -> LongNetLM:
+    return LongNetLM(config).double().eval()
+
+
+@pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS.keys())
+@pytest.mark.parametrize("prompt", [1, 7, 24, 29])
+def test_decoding_equals_the_forward_at_every_position(config, prompt):
+    model = model_of(config)
+    tokens = torch.randint(31, (3, 80))
+    with torch.no_grad():
+        expected = model(tokens)
+    logits, cache = model.prefill(tokens[:, :prompt], max_len=80)
+    for position in range(prompt, 80):
+        close(logits, expected[:, position - 1])
+        assert cache.positions == [position] * 3
+        logits = model.decode(tokens[:, position], cache)
+    close(logits, expected[:, -1])
+
+
+@pytest.mark.parametrize("config", [PATTERNS["rate over heads"], PATTERNS["torchscale, sub-LN, xPos"]])
+def test_ragged_prompts(config):
+    model = model_of(config)
+    tokens = torch.randint(31, (4, 60))
+    lengths = [1, 23, 23, 30]
+    with torch.no_grad():
+        expected = model(tokens)
+    prompts = tokens[:, :30].clone()
+    for row, length in zip(prompts, lengths, strict=True):
+        row[length:] = 30
+    logits, cache = model.prefill(prompts, lengths=torch.tensor(lengths))
+    for step in range(30):
+        at = torch.tensor(lengths) + step
+        close(logits, expected[torch.arange(4), at - 1])
+        logits = model.decode(tokens[torch.arange(4), at], cache)
+    generated = model.generate(prompts, 5, lengths=lengths, temperature=0.0)
+    assert generated.shape == (4, 35)
+    for row, length in zip(generated, lengths, strict=True):
+        alone = model.generate(row[None, :length], 5, temperature=0.0)
+        assert torch.equal(row[: length + 5], alone[0])
+        assert not row[length + 5 :].any()
+
+
+def test_the_cache_is_bounded():
+    layers, heads, head_dim = 2, 2, 8
+    cache = KeyValueCache(SMALL, 3)
+    assert cache.nbytes == 2 * layers * 3 * (8 + 8) * heads * head_dim * 4
+    long = dataclasses.replace(SMALL, pattern=Dilated((8, 1 << 30), (1, 1 << 20)))
+    assert KeyValueCache(long, 1).nbytes == 2 * layers * (8 + 1024) * heads * head_dim * 4
+    assert KeyValueCache(long, 1, max_len=6).nbytes == 2 * layers * (6 + 1) * heads * head_dim * 4
+    groups = dataclasses.replace(PATTERNS["head groups"], pattern=Dilated((8, 24), (1, 3), head_groups=True))
+    assert KeyValueCache(groups, 1, dtype=torch.bfloat16).nbytes == 2 * layers * (2 * 8 + 2 * 8) * head_dim * 2
+    with pytest.raises(ValueError, match="max_len=None: dense attention"):
+        KeyValueCache(PATTERNS["dense"], 1)
+    with pytest.raises(ValueError, match="max_len=0"):
+        KeyValueCache(SMALL, 1, max_len=0)
+    model = model_of(SMALL)
+    _, cache = model.prefill(torch.zeros(1, 4, dtype=torch.int64), max_len=5)
+    model.decode(torch.zeros(1, dtype=torch.int64), cache)
+    with pytest.raises(ValueError, match="6 tokens do not fit a cache of max_len=5"):
+        model.decode(torch.zeros(1, dtype=torch.int64), cache)
+    with pytest.raises(ValueError, match=r"tokens must be \(1,\)"):
+        model.decode(torch.zeros(2, dtype=torch.int64), cache)
+
+
+def test_decoding_far_out_with_xpos():
+    """At 40,000 tokens of scale_base 4 the powers of xPos leave float64, unless the origin follows."""
+    config = PATTERNS["torchscale, sub-LN, xPos"]
+    model = model_of(config)
+    tokens = torch.randint(31, (1, 48))
+    _, cache = model.prefill(tokens[:, :24])
+    cache.positions, cache.origins = [40_008], cache.origins + 39_984  # 39,984 is a multiple of every segment
+    shifted, reference = [], []
+    for position in range(24, 48):
+        shifted.append(model.decode(tokens[:, position], cache))
+    _, cache = model.prefill(tokens[:, :24])
+    for position in range(24, 48):
+        reference.append(model.decode(tokens[:, position], cache))
+    assert torch.stack(shifted).isfinite().all()
+    close(torch.stack(shifted), torch.stack(reference))
+    with pytest.raises(ValueError, match=r"xPos with scale_base=4\.0 cannot hold positions"):
+        model(torch.zeros(1, 8_000, dtype=torch.int64))
+
+
+def test_encoder_decoder_generates_what_its_forward_says():
+    encoder = dataclasses.replace(SMALL, vocab_size=None)
+    model = LongNet(EncoderDecoderConfig(encoder=encoder, decoder=SMALL)).double().eval()
+    source, lengths = torch.randn(2, 20, 32, dtype=torch.float64), [20, 9]
+    out = model.generate(source, torch.zeros(2, 1, dtype=torch.int64), 30, source_lengths=lengths, temperature=0.0)
+    with torch.no_grad():
+        for position in range(1, 31):
+            logits = model(source, out[:, :position], source_lengths=lengths)
+            assert torch.equal(logits[:, -1].argmax(-1), out[:, position])
+
+
+def test_sampling():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(4000, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**options):
+        return torch.bincount(sample(logits, generator=generator, **options), minlength=4) / 4000
+
+    torch.testing.assert_close(shares(), logits[0].softmax(-1), rtol=0, atol=0.03)
+    torch.testing.assert_close(shares(temperature=2.0), (logits[0] / 2).softmax(-1), rtol=0, atol=0.03)
+    assert shares(temperature=0)[1] == 1
+    two = torch.tensor([0, 1.0, 0, 0.3679]) / 1.3679
+    torch.testing.assert_close(shares(top_k=2), two, rtol=0, atol=0.03)
+    # 0.644, 0.237, 0.087, 0.032: two reach 0.7, the first alone 0.6
+    torch.testing.assert_close(shares(top_p=0.7), two, rtol=0, atol=0.03)
+    assert shares(top_p=0.6)[1] == 1
+    torch.testing.assert_close(shares(top_k=99, top_p=1.0), logits[0].softmax(-1), rtol=0, atol=0.03)
+    for wrong, message in (
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2.5}, r"top_k=2\.5"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample(logits, **wrong)
+
+
+def test_streaming_and_stopping():
+    model = model_of(SMALL)
+    tokens = torch.randint(31, (2, 6))
+    greedy = model.generate(tokens, 8, temperature=0.0)
+    streamed = list(model.stream(tokens, 8, temperature=0.0))
+    assert torch.equal(torch.stack(streamed, 1), greedy[:, 6:])
+    stop = int(greedy[0, 8])
+    first = [row.tolist().index(stop) if stop in row else 8 for row in greedy[:, 6:]]
+    ended = model.generate(tokens, 8, temperature=0.0, stop_token=stop)
+    assert ended.shape[1] == 6 + min(8, max(first) + 1)
+    for row, full, at in zip(ended[:, 6:], greedy[:, 6:], first, strict=True):
+        assert torch.equal(row[: at + 1], full[: at + 1][: len(row)])
+        assert (row[at:] == stop).all()
+    with pytest.raises(ValueError, match="max_new_tokens=-1"):
+        model.generate(tokens, -1)
+    with pytest.raises(ValueError, match="empty prompt"):
+        model.generate(tokens, 3, lengths=[6, 0])
+
+
+def test_half_precision_cache():
+    model = LongNetLM(SMALL).bfloat16().eval()
+    tokens = torch.randint(31, (1, 40))
+    with torch.no_grad():
+        expected = model(tokens).float()
+    logits, cache = model.prefill(tokens[:, :20])
+    assert cache.dtype == torch.bfloat16
+    for position in range(20, 40):
+        logits = model.decode(tokens[:, position], cache)
+    torch.testing.assert_close(logits.float(), expected[:, -1], rtol=0.1, atol=0.1)
