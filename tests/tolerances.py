@@ -22,6 +22,9 @@ from torch import Tensor
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 ROUNDING = {torch.float64: 0.5, torch.float32: 0.25, torch.bfloat16: 0.2, torch.float16: 0.2}
 
+# Entry by entry, of modules and models recorded in golden/: single-precision results of another order of operations.
+GOLDEN = {"rtol": 1e-4, "atol": 2e-5}
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual - expected‖ / ‖expected‖ in float64 over the finite entries of `expected`; the others must agree."""

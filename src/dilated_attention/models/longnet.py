@@ -17,7 +17,7 @@ from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.nn import CrossAttention, TransformerBlock
+from dilated_attention.nn import CrossAttention, SelfAttention, TransformerBlock
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
 
@@ -212,6 +212,43 @@ def warn_of_layout(x: Tensor) -> None:
             "if it is (seq, batch, ...), pass x.transpose(0, 1)",
             stacklevel=4,
         )
+
+
+class LongNetAttention(Pretrained):
+    """The self-attention of one LongNet layer with its positions: W_o LN A(R W_q x, R W_k x, W_v x) (`SelfAttention`).
+
+    forward: `(batch, seq, embed_dim)` -> the same. Of the configuration it reads what belongs to attention.
+    """
+
+    configuration = LongNetConfig
+    config: LongNetConfig
+
+    def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = SelfAttention(
+            config.embed_dim,
+            config.num_heads,
+            config.kv_heads,
+            config.pattern,
+            backend,
+            bias=config.bias,
+            sub_ln=config.sub_ln,
+            norm_eps=config.norm_eps,
+            dropout=config.attention_dropout,
+            compat=config.compat,
+        )
+
+    def forward(
+        self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        warn_of_layout(x)
+        seq, rotary, tables = x.shape[1], self.config.rotary, None
+        if rotary is not None:
+            rotary.check((seq + 1) // 2, x.dtype)
+            positions = torch.arange(seq, device=x.device)
+            tables = rotary.tables(positions, seq // 2, torch.promote_types(x.dtype, torch.float32))
+        return self.attention(x, tables, is_causal)
 
 
 class LongNetEncoder(LongNetStack):

@@ -99,19 +99,20 @@ class Rotary:
 
 
 def grid_sines(
-    points: Int[Tensor, "*shape 2"], embed_dim: int, dtype: torch.dtype = torch.float32
+    points: Int[Tensor, "*shape 2"], size: int, embed_dim: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*shape embed_dim"]:
-    """Fixed 2-D positions: the sines and cosines of column points[..., 1], then those of row points[..., 0].
+    """Fixed 2-D positions on a size x size grid: those of points[..., 1], then those of points[..., 0].
 
-    Each half holds sin(p / 10000^(4i / embed_dim)), then the cosines, 0 <= i < embed_dim / 4; the table of masked
-    autoencoders (He et al. 2021), computed for the points alone, in float64.
+    A coordinate p gives sin(p / 10000^(4i / embed_dim)), 0 <= i < embed_dim / 4, then the cosines: the table of masked
+    autoencoders (He et al. 2021, arXiv:2111.06377), without holding size^2 rows of it.
     """
     if embed_dim % 4:
         raise ValueError(f"embed_dim={embed_dim}: sines and cosines of two coordinates need a multiple of 4")
-    exact = _exact(points).flip(-1)
+    exact = _exact(torch.arange(size, device=points.device))
     inverse = 10_000.0 ** (-4 * torch.arange(embed_dim // 4, dtype=torch.float64, device=exact.device) / embed_dim)
-    angle = exact[..., None] * inverse
-    return torch.cat((angle.sin(), angle.cos()), -1).flatten(-2).to(points.device, dtype)
+    angle = exact[:, None] * inverse
+    table = torch.cat((angle.sin(), angle.cos()), -1).to(points.device, dtype)
+    return table[points.flip(-1)].flatten(-2)
 
 
 def _exact(positions: Tensor) -> Tensor:

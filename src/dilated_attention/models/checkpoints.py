@@ -1,0 +1,452 @@
+"""Weights of other implementations: torchscale's LongNet, Prov-GigaPath, LongViT.
+
+Files are never unpickled (`weights_only=True`), and a model is returned whole or not at all: an error lists what is
+missing, surplus and of the wrong shape. Channels of xPos are reordered, since torchscale turns neighbours (2i, 2i + 1)
+and we turn halves (i, i + head_dim / 2); scores are sums over channels, and do not change.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
+from dilated_attention.models.gigapath import PATTERN, GigaPathConfig, GigaPathSlideEncoder
+from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
+from dilated_attention.models.longvit import RATES, SEGMENTS, LongViT, LongViTConfig
+from dilated_attention.patterns import Dilated
+from dilated_attention.storage import read_tensors
+
+Source = Mapping[str, Any] | str | Path
+Architecture = Literal["attention", "encoder", "decoder", "encoder-decoder"]
+Compat = Literal["torchscale"] | None
+ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
+WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
+"""Names under which training scripts put a state_dict into their files."""
+
+PICKLE_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, IndexError, AttributeError, ValueError)
+
+
+def read_checkpoint(source: Source) -> dict[str, Tensor]:
+    """The tensors of a state_dict, of a safetensors file, or of a file of `torch.save`, read with `weights_only`.
+
+    A state_dict that is an entry `model` (`state_dict`, `module`, ...) of the file is taken from there.
+
+    Raises:
+        ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors.
+    """
+    where, held = "state_dict", source
+    if isinstance(source, (str, Path)):
+        where, held = str(source), _read_file(Path(source))
+    if not isinstance(held, Mapping):
+        raise ValueError(f"{where}: expected a state_dict, names to tensors; got {type(held).__name__}")
+    for name in WRAPPERS:
+        if isinstance(held.get(name), Mapping):
+            held = held[name]
+            break
+    wrong = [f"{name} ({type(x).__name__})" for name, x in held.items() if not isinstance(x, Tensor)]
+    if wrong:
+        raise ValueError(f"{where}: not plain tensors: {_some(wrong)}; save the model's state_dict alone")
+    strange = [f"{name} ({x.dtype})" for name, x in held.items() if not x.is_floating_point() and x.dim()]
+    if strange:
+        raise ValueError(f"{where}: weights must be floating-point; got {_some(strange)}")
+    return {str(name): x.detach() for name, x in held.items()}
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if start[:1] != b"\x80" and start != b"PK\x03\x04":
+        return read_tensors(path)[0]
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except PICKLE_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{path}: damaged, or a pickle of more than plain tensors, which is never run ({reason}); "
+            "save the model's state_dict alone"
+        ) from error
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+class _Taken:
+    """The tensors of a checkpoint; notes which were asked for, and what is wrong with them."""
+
+    def __init__(self, tensors: dict[str, Tensor], owned: bool) -> None:
+        self.tensors = tensors
+        self.owned = owned  # read from a file: nobody else holds them
+        self.names: set[str] = set()
+        self.missing: list[str] = []
+        self.misshapen: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        self.names.add(name)
+        if name not in self.tensors:
+            self.missing.append(name)
+        elif self.tensors[name].shape != shape:
+            self.misshapen.append(f"{name} {tuple(self.tensors[name].shape)} for {shape}")
+        else:
+            return self.tensors[name] if self.owned else self.tensors[name].clone()
+        return torch.empty(shape)
+
+    def finish(self, what: str, surplus: str) -> None:
+        """ValueError that lists all that is wrong."""
+        more = sorted(self.tensors.keys() - self.names)
+        if more and surplus == "warn" and not self.missing and not self.misshapen:
+            warnings.warn(f"not loaded, {what} has no place for them: {_some(more)}", stacklevel=4)
+            more = []
+        found = {"missing": self.missing, "surplus": more, "of another shape": self.misshapen}
+        if any(found.values()):
+            raise ValueError(
+                f"the checkpoint does not fit {what}: "
+                + "; ".join(f"{word}: {_some(names)}" for word, names in found.items() if names)
+            )
+
+
+def load_torchscale(
+    source: Source,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    num_heads: int | None = None,
+    architecture: Architecture | None = None,
+    compat: Compat = "torchscale",
+    norm_eps: float = 1e-5,
+    surplus: Literal["refuse", "warn"] = "refuse",
+    backend: str = "auto",
+) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
+    """A model with the weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both.
+
+    Widths, layers, sub-LN and xPos are read from the weights. Pre-norm and gelu, torchscale's defaults, are what is
+    computed; a checkpoint without sub-LN and without a final norm is taken for post-norm, and refused.
+
+    Args:
+        source: a state_dict, or a path to a safetensors file or one of `torch.save`.
+        segment_lengths, dilation_rates: `segment_length` and `dilated_ratio` of its arguments, which no weight tells.
+        num_heads: of attention; with xPos the weights tell.
+        architecture: None: recognised: names under `encoder.` and `decoder.` are an encoder-decoder, embed_tokens with
+            output_projection a decoder (name an encoder that has both), other layers an encoder.
+        compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
+            None: the corrected ones, exact attention with the offsets that the weights were trained with.
+        norm_eps: of its LayerNorms.
+        surplus: `"warn"`: leave names that the model has no place for, with a warning.
+
+    Raises:
+        ValueError: a damaged file, or anything but tensors; or names missing, surplus, of other shapes, all listed.
+    """
+    tensors, pattern = read_checkpoint(source), _pattern(segment_lengths, dilation_rates)
+    if architecture not in (*ARCHITECTURES, None):
+        raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
+    tensors = _without_prefix(tensors)
+    taken = _Taken(tensors, not isinstance(source, Mapping))
+    kind = _recognised(tensors) if architecture is None else architecture
+    options: dict[str, Any] = {"pattern": pattern, "compat": compat, "norm_eps": norm_eps}
+    what = f"torchscale's {kind}"
+    weights: dict[str, Tensor]
+    model: LongNetAttention | LongNetEncoder | LongNetLM | LongNet
+    if kind == "attention":
+        config = _attention_config(taken, "", num_heads, options)
+        weights = {f"attention.{name}": x for name, x in _attention(taken, "", config).items()}
+        model = LongNetAttention.empty(config, backend=backend)
+    elif kind == "encoder-decoder":
+        encoder = _stack_config(taken, "encoder.", num_heads, options)
+        decoder = _stack_config(taken, "decoder.", num_heads, options)
+        weights = {f"encoder.{name}": x for name, x in _stack(taken, "encoder.", encoder).items()}
+        weights |= {
+            f"decoder.{name}": x for name, x in _stack(taken, "decoder.", decoder, cross=True, output=True).items()
+        }
+        model = LongNet.empty(EncoderDecoderConfig(encoder=encoder, decoder=decoder), backend=backend)
+    else:
+        config = _stack_config(taken, "", num_heads, options)
+        if kind == "decoder" and config.vocab_size is None:
+            raise ValueError(f"the checkpoint does not fit {what}: missing: embed_tokens.weight")
+        weights = _stack(taken, "", config, output=kind == "decoder")
+        model = (LongNetLM if kind == "decoder" else LongNetEncoder).empty(config, backend=backend)
+    taken.finish(what, surplus)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def load_gigapath(
+    source: Source,
+    *,
+    num_heads: int = 16,
+    segment_lengths: Sequence[int] = PATTERN.segment_lengths,
+    dilation_rates: Sequence[int] = PATTERN.dilation_rates,
+    compat: Compat = "torchscale",
+    global_pool: bool = False,
+    slide_ngrids: int = 1000,
+    tile_size: int = 256,
+    surplus: Literal["refuse", "warn"] = "refuse",
+    backend: str = "auto",
+) -> GigaPathSlideEncoder:
+    """Prov-GigaPath's slide encoder (`slide_encoder.pth`) of any width; the rest as in `load_torchscale`.
+
+    The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. A fixed
+    table of positions in the file is checked by its shape alone and left: it is computed.
+    """
+    tensors = read_checkpoint(source)
+    taken = _Taken(tensors, not isinstance(source, Mapping))
+    options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
+    encoder = _stack_config(taken, "encoder.", num_heads, options)
+    dim = encoder.embed_dim
+    projection = tensors.get("patch_embed.proj.weight", torch.empty(0, 1))
+    weights = {f"encoder.{name}": x for name, x in _stack(taken, "encoder.", encoder).items()}
+    weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
+    weights["projection.weight"] = taken.take("patch_embed.proj.weight", dim, projection.shape[-1])
+    weights["projection.bias"] = taken.take("patch_embed.proj.bias", dim)
+    weights |= {f"norm.{part}": taken.take(f"norm.{part}", dim) for part in ("weight", "bias")}
+    if "pos_embed" in taken:
+        taken.take("pos_embed", 1, slide_ngrids**2 + 1, dim)
+    taken.finish("GigaPath's slide encoder", surplus)
+    config = GigaPathConfig(
+        in_chans=projection.shape[-1],
+        slide_ngrids=slide_ngrids,
+        tile_size=tile_size,
+        global_pool=global_pool,
+        encoder=encoder,
+    )
+    model = GigaPathSlideEncoder.empty(config, backend=backend)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def load_longvit(
+    source: Source,
+    *,
+    num_heads: int = 16,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] = RATES,
+    compat: Compat = "torchscale",
+    surplus: Literal["refuse", "warn"] = "refuse",
+    backend: str = "auto",
+) -> LongViT:
+    """torchscale's LongViT, pretrained or with a classifier; the rest as in `load_torchscale`.
+
+    Args:
+        segment_lengths: None: the released ones of the image size that the weights' positions are for.
+    """
+    tensors = _without_prefix(read_checkpoint(source))
+    taken = _Taken(tensors, not isinstance(source, Mapping))
+    names = {re.sub(r"^model\.", "", name): name for name in tensors}  # the classifier's backbone is `model`
+    missing = [name for name in ("patch_embed.proj.weight", "pos_embed") if name not in names]
+    if missing:
+        raise ValueError(
+            f"the checkpoint does not fit LongViT: missing: {_some(missing)}; its names: {_begin(tensors)}"
+        )
+    kernel, table = tensors[names["patch_embed.proj.weight"]], tensors[names["pos_embed"]]
+    prefix = names["pos_embed"].removesuffix("pos_embed")
+    side = math.isqrt(table.shape[-2]) if table.dim() == 3 else 0
+    if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3] or not side or side * side != table.shape[-2]:
+        raise ValueError(
+            "the checkpoint does not fit LongViT: of another shape: "
+            f"{prefix}patch_embed.proj.weight {tuple(kernel.shape)}, {prefix}pos_embed {tuple(table.shape)}"
+        )
+    image_size = side * kernel.shape[2]
+    if segment_lengths is None:
+        if image_size not in SEGMENTS:
+            raise ValueError(f"image size {image_size}: not of a released model; give segment_lengths")
+        segment_lengths = SEGMENTS[image_size]
+    options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
+    encoder = _stack_config(taken, f"{prefix}encoder.", num_heads, options)
+    dim = encoder.embed_dim
+    weights = {f"encoder.{name}": x for name, x in _stack(taken, f"{prefix}encoder.", encoder).items()}
+    weights["patches.weight"] = taken.take(f"{prefix}patch_embed.proj.weight", dim, *kernel.shape[1:])
+    weights["patches.bias"] = taken.take(f"{prefix}patch_embed.proj.bias", dim)
+    weights["positions"] = taken.take(f"{prefix}pos_embed", 1, side * side, dim)[0]
+    classes = None
+    if "head.weight" in taken:
+        classes = tensors["head.weight"].shape[0]
+        weights |= {f"norm.{part}": taken.take(f"fc_norm.{part}", dim) for part in ("weight", "bias")}
+        weights |= {
+            "head.weight": taken.take("head.weight", classes, dim),
+            "head.bias": taken.take("head.bias", classes),
+        }
+    taken.finish("LongViT", surplus)
+    config = LongViTConfig(
+        image_size=image_size,
+        patch_size=kernel.shape[2],
+        in_chans=kernel.shape[1],
+        num_classes=classes,
+        encoder=encoder,
+    )
+    model = LongViT.empty(config, backend=backend)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
+    """Offsets by head block: the weights of a head were trained with them, whatever the padding does."""
+    return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
+
+
+def _begin(tensors: Mapping[str, Tensor]) -> str:
+    return _some(sorted(tensors), 4) or "none"
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names without what wrapping put before all of them: a data-parallel `module.`, one half of a larger model."""
+    for prefix in ("module.", "backbone.", "encoder.", "decoder."):
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
+    return tensors
+
+
+def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
+    if "q_proj.weight" in tensors:
+        return "attention"
+    halves = {half for name in tensors for half in ("encoder", "decoder") if name.startswith(f"{half}.layers.")}
+    if len(halves) == 2:
+        return "encoder-decoder"
+    if any(name.startswith("layers.") for name in tensors):
+        return "decoder" if {"embed_tokens.weight", "output_projection.weight"} <= tensors.keys() else "encoder"
+    raise ValueError(
+        f"the checkpoint is of no LongNet of torchscale: no layers.* and no q_proj.weight; its names: {_begin(tensors)}"
+    )
+
+
+def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
+    """What the weights of one attention tell."""
+    weight, scale = taken.tensors.get(f"{prefix}q_proj.weight"), taken.tensors.get(f"{prefix}xpos.scale")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(
+            f"the checkpoint is of no LongNet of torchscale: no matrix {prefix}q_proj.weight; its names: "
+            f"{_begin(taken.tensors)}"
+        )
+    dim = weight.shape[0]
+    if scale is not None:
+        heads = dim // (2 * len(scale))
+        if num_heads not in (None, heads):
+            raise ValueError(f"num_heads={num_heads}: {prefix}xpos.scale has {len(scale)} entries, of {heads} heads")
+        num_heads = heads
+    if num_heads is None:
+        raise ValueError("num_heads: the weights do not tell; give the number of attention heads")
+    return LongNetConfig(
+        vocab_size=None,
+        embed_dim=dim,
+        num_layers=1,
+        num_heads=num_heads,
+        positions=None if scale is None else "xpos",
+        sub_ln=f"{prefix}inner_attn_ln.weight" in taken,
+        bias=True,
+        **options,
+    )
+
+
+def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
+    """What the weights of a stack of layers tell."""
+    config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
+    layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
+    hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
+    words = taken.tensors.get(f"{prefix}embed_tokens.weight")
+    output = taken.tensors.get(f"{prefix}output_projection.weight")
+    final_norm = f"{prefix}layer_norm.weight" in taken
+    if not final_norm and not config.sub_ln:
+        raise ValueError(
+            f"the checkpoint has neither sub-LN nor {prefix}layer_norm.weight: it is of a post-norm model, "
+            "which is not supported"
+        )
+    tied = output is None or (words is not None and output.shape == words.shape and torch.equal(output, words))
+    return LongNetConfig(
+        vocab_size=None if words is None else words.shape[0],
+        embed_dim=config.embed_dim,
+        num_layers=max(layers) + 1,
+        num_heads=config.num_heads,
+        mlp_dim=hidden.shape[0],
+        positions=config.positions,
+        sub_ln=config.sub_ln,
+        bias=True,
+        final_norm=final_norm,
+        tie_embeddings=tied,
+        **options,
+    )
+
+
+def _attention(taken: _Taken, prefix: str, config: LongNetConfig) -> dict[str, Tensor]:
+    """The weights of a `SelfAttention`."""
+    dim = config.embed_dim
+    parts = {name: taken.take(f"{prefix}{name}_proj.weight", dim, dim) for name in ("q", "k", "v", "out")}
+    biases = {name: taken.take(f"{prefix}{name}_proj.bias", dim) for name in ("q", "k", "v", "out")}
+    if config.positions == "xpos":
+        half = config.head_dim // 2
+        scale = taken.take(f"{prefix}xpos.scale", half)
+        expected = (torch.arange(half) / half + 0.4) / 1.4
+        if f"{prefix}xpos.scale" in taken and not torch.allclose(scale.float(), expected, rtol=1e-2):
+            raise ValueError(f"{prefix}xpos.scale is not (2i / head_dim + 0.4) / 1.4; got {scale.tolist()}")
+        for x in (parts, biases):
+            x["q"], x["k"] = (_halves(x[name], config.head_dim) for name in ("q", "k"))
+    found = {
+        "input.weight": torch.cat([parts[name] for name in ("q", "k", "v")]),
+        "input.bias": torch.cat([biases[name] for name in ("q", "k", "v")]),
+        "output.weight": parts["out"],
+        "output.bias": biases["out"],
+    }
+    if config.sub_ln:
+        found |= {f"norm.{part}": taken.take(f"{prefix}inner_attn_ln.{part}", dim) for part in ("weight", "bias")}
+    return found
+
+
+def _halves(x: Tensor, head_dim: int) -> Tensor:
+    """Rows 2i of each head first, then rows 2i + 1."""
+    return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _stack(
+    taken: _Taken, prefix: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
+) -> dict[str, Tensor]:
+    """The weights of a `LongNetStack`, with cross-attention and an output projection where asked for."""
+    dim, width = config.embed_dim, config.mlp_width
+    found: dict[str, Tensor] = {}
+
+    def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
+        found[f"{ours}.weight"] = taken.take(f"{theirs}.weight", rows, columns)
+        found[f"{ours}.bias"] = taken.take(f"{theirs}.bias", rows)
+
+    def norm(ours: str, theirs: str, size: int) -> None:
+        for part in ("weight", "bias"):
+            found[f"{ours}.{part}"] = taken.take(f"{theirs}.{part}", size)
+
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"{prefix}layers.{i}"
+        attention = _attention(taken, f"{theirs}.self_attn.", config)
+        found |= {f"{ours}.attention.{name}": x for name, x in attention.items()}
+        norm(f"{ours}.attention_norm", f"{theirs}.self_attn_layer_norm", dim)
+        norm(f"{ours}.mlp_norm", f"{theirs}.final_layer_norm", dim)
+        linear(f"{ours}.mlp.0", f"{theirs}.ffn.fc1", width, dim)
+        linear(f"{ours}.mlp.2", f"{theirs}.ffn.fc2", dim, width)
+        if config.sub_ln:
+            norm(f"{ours}.mlp.1.1", f"{theirs}.ffn.ffn_layernorm", width)
+        if cross:
+            norm(f"{ours}.cross_norm", f"{theirs}.encoder_attn_layer_norm", dim)
+            linear(f"{ours}.cross_attention.input", f"{theirs}.encoder_attn.q_proj", dim, dim)
+            linear(f"{ours}.cross_attention.output", f"{theirs}.encoder_attn.out_proj", dim, dim)
+            for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
+                pair = [taken.take(f"{theirs}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
+                found[f"{ours}.cross_attention.source.{part}"] = torch.cat(pair)
+    if config.final_norm:
+        norm("norm", f"{prefix}layer_norm", dim)
+    if config.vocab_size is not None:
+        found["embedding.weight"] = taken.take(f"{prefix}embed_tokens.weight", config.vocab_size, dim)
+        if output:
+            name = f"{prefix}output_projection.weight"
+            if not config.tie_embeddings:
+                found["output.weight"] = taken.take(name, config.vocab_size, dim)
+            taken.names.add(name)
+    return found

@@ -1,0 +1,167 @@
+"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): from tiles' embeddings and places to a slide's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.models.configuration import (
+    Configuration,
+    LongNetConfig,
+    require_booleans,
+    require_integers,
+    require_number,
+)
+from dilated_attention.models.longnet import LongNetEncoder, checked_lengths, warn_of_layout
+from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.nn import grid_sines
+from dilated_attention.patterns import Dilated
+
+PATTERN = Dilated((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block")
+"""The branches of the published weights: five lengths from 1,024 tiles to 1,024 x 1,024, evenly in their logarithm."""
+
+
+def _encoder(embed_dim: int, num_layers: int) -> LongNetConfig:
+    return LongNetConfig(
+        vocab_size=None,
+        embed_dim=embed_dim,
+        num_layers=num_layers,
+        num_heads=16,
+        pattern=PATTERN,
+        positions=None,
+        sub_ln=True,
+        bias=True,
+        compat="torchscale",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GigaPathConfig(Configuration):
+    """Shape of a `GigaPathSlideEncoder`; the defaults are those of the published one.
+
+    Attributes:
+        in_chans: channels of a tile's embedding.
+        slide_ngrids: a slide has at most slide_ngrids x slide_ngrids places.
+        tile_size: pixels from one place to the next.
+        global_pool: the slide's embedding is that of the mean of its tiles; else of the cls token.
+        norm_eps: of the last LayerNorm.
+        encoder: takes vectors, without positions.
+    """
+
+    nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "gigapath-12l768d": {"encoder": _encoder(768, 12)},
+        "gigapath-24l1024d": {"encoder": _encoder(1024, 24)},
+        "gigapath-12l1536d": {"encoder": _encoder(1536, 12)},
+    }
+
+    in_chans: int = 1536
+    slide_ngrids: int = 1000
+    tile_size: int = 256
+    global_pool: bool = False
+    norm_eps: float = 1e-6
+    encoder: LongNetConfig = field(default=_encoder(768, 12))
+
+    def __post_init__(self) -> None:
+        require_integers(self, "in_chans", "slide_ngrids", "tile_size")
+        require_booleans(self, "global_pool")
+        require_number(self, "norm_eps", 0)
+        if not isinstance(self.encoder, LongNetConfig):
+            raise ValueError(f"encoder={self.encoder!r}: must be a LongNetConfig")
+        if self.encoder.vocab_size is not None or self.encoder.embed_dim % 4:
+            raise ValueError(
+                "encoder: must take vectors (vocab_size=None) of a multiple of 4 channels; got "
+                f"vocab_size={self.encoder.vocab_size}, embed_dim={self.encoder.embed_dim}"
+            )
+
+
+class GigaPathSlideEncoder(Pretrained):
+    """LN of the cls token, or of the mean over tiles, of LongNet([cls, W x + b + sines of the place]).
+
+    forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies at
+    place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
+
+    The published weights load by `load_gigapath`.
+    """
+
+    configuration = GigaPathConfig
+    config: GigaPathConfig
+
+    def __init__(self, config: GigaPathConfig, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        dim = config.encoder.embed_dim
+        self.projection = nn.Linear(config.in_chans, dim)
+        self.cls = nn.Parameter(torch.empty(dim))
+        self.encoder = LongNetEncoder(config.encoder, backend=backend)
+        self.norm = nn.LayerNorm(dim, config.norm_eps)
+        nn.init.xavier_uniform_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+        nn.init.normal_(self.cls, std=0.02)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch tiles in_chans"],
+        coords: Tensor,
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        global_pool: bool | None = None,
+        all_layers: bool = False,
+    ) -> Tensor:
+        """lengths: tiles of each slide; the rest of x and coords is padding, which costs nothing and influences
+            nothing. Each slide's embedding is the one that it has alone.
+        global_pool: other than the configuration's.
+        all_layers: `(layers + 1, batch, embed_dim)`: the embeddings of the tokens before the first layer and after each
+            one, through the same last LayerNorm; the last has not passed the encoder's own norm, and so is not the
+            result without all_layers.
+        """
+        counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
+        states = self.tokens(x, coords, lengths=counts, all_layers=all_layers)
+        embeddings = [self._pool(state, counts, global_pool) for state in (states[:-1] if all_layers else states)]
+        return torch.stack(embeddings) if all_layers else embeddings[0]
+
+    def tokens(
+        self,
+        x: Float[Tensor, "batch tiles in_chans"],
+        coords: Tensor,
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        all_layers: bool = False,
+    ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
+        """The encoder's states of the cls token and the tiles, [last], or as in `LongNetEncoder` with all_layers."""
+        config = self.config
+        if x.dim() != 3 or x.shape[2] != config.in_chans:
+            raise ValueError(f"x must be (batch, tiles, in_chans={config.in_chans}); got shape {tuple(x.shape)}")
+        warn_of_layout(x)
+        if coords.shape != (*x.shape[:2], 2):
+            raise ValueError(f"coords must be (batch, tiles, 2) = {(*x.shape[:2], 2)}; got {tuple(coords.shape)}")
+        counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
+        x = self.projection(x) + self._places(coords, counts, x.dtype)
+        x = torch.cat((self.cls.expand(len(x), 1, -1), x), 1)
+        return self.encoder.hidden(x, is_causal=False, lengths=[n + 1 for n in counts], all_layers=all_layers)
+
+    def _places(self, coords: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
+        config = self.config
+        places = torch.floor(coords.float() / config.tile_size)
+        padding = torch.arange(coords.shape[1]) >= torch.tensor(counts)[:, None]
+        places = places.masked_fill(padding[..., None].to(coords.device), 0.0)
+        wrong = ~((places >= 0) & (places < config.slide_ngrids))
+        if wrong.any():
+            sample, tile = wrong.nonzero()[0, :2].tolist()
+            raise ValueError(
+                f"coords must be pixels in [0, {config.slide_ngrids * config.tile_size:,}), {config.slide_ngrids} "
+                f"places of {config.tile_size}; got {coords[sample, tile].tolist()} at slide {sample}, tile {tile}"
+            )
+        return grid_sines(places.long(), config.slide_ngrids, config.encoder.embed_dim, dtype)
+
+    def _pool(self, state: Tensor, counts: list[int], global_pool: bool | None) -> Tensor:
+        if not (self.config.global_pool if global_pool is None else global_pool):
+            return self.norm(state[:, 0])
+        if not min(counts):
+            raise ValueError(f"lengths must be positive: a slide without tiles has no mean; got {counts}")
+        return self.norm(state[:, 1:].sum(1) / torch.tensor(counts, device=state.device)[:, None])  # padding is 0

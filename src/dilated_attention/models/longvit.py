@@ -1,0 +1,121 @@
+"""LongViT (Wang et al. 2023, arXiv:2312.03558): a LongNet over the patches of a large image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
+from dilated_attention.models.longnet import LongNetEncoder
+from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.patterns import Dilated
+
+RATES = (1, 2, 4, 8, 16)
+SEGMENTS = {
+    1024: (64, 128, 256, 512, 1024),
+    4096: (1024, 2048, 4096, 8192, 16384),
+    8192: (1024, 4096, 8192, 16384, 65536),
+    16384: (1024, 4096, 16384, 65536, 262144),
+    32768: (1024, 4096, 32768, 262144, 1048576),
+}
+"""Segment lengths of the released models by image size."""
+
+
+def _encoder(image_size: int) -> LongNetConfig:
+    return LongNetConfig(
+        vocab_size=None,
+        embed_dim=384,
+        num_layers=12,
+        num_heads=16,
+        pattern=Dilated(SEGMENTS[image_size], RATES, "head_block"),
+        positions=None,
+        sub_ln=True,
+        bias=True,
+        final_norm=False,
+        compat="torchscale",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongViTConfig(Configuration):
+    """Shape of a `LongViT`.
+
+    Attributes:
+        image_size: pixels a side, for which there is one learned position a patch.
+        num_classes: of the classifier; None: none.
+        norm_eps: of the LayerNorm before the classifier.
+    """
+
+    nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        f"longvit-small-{size}": {"image_size": size, "encoder": _encoder(size)} for size in SEGMENTS
+    }
+
+    image_size: int = 1024
+    patch_size: int = 32
+    in_chans: int = 3
+    num_classes: int | None = None
+    norm_eps: float = 1e-5
+    encoder: LongNetConfig = field(default=_encoder(1024))
+
+    def __post_init__(self) -> None:
+        require_integers(self, "image_size", "patch_size", "in_chans", optional=("num_classes",))
+        require_number(self, "norm_eps", 0)
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size}: must be a multiple of patch_size={self.patch_size}")
+        if not isinstance(self.encoder, LongNetConfig) or self.encoder.vocab_size is not None:
+            raise ValueError(f"encoder={self.encoder!r}: must be a LongNetConfig with vocab_size=None")
+
+
+class LongViT(Pretrained):
+    """forward: images `(batch, in_chans, rows, columns)` -> states of the patches `(batch, patches, embed_dim)`, row by
+    row; with `num_classes` logits `(batch, num_classes)` of LN(mean over patches).
+
+    An image of another size than the configuration's has its positions interpolated, bicubically, as in the released
+    code. Sides are multiples of the patch size.
+    """
+
+    configuration = LongViTConfig
+    config: LongViTConfig
+
+    def __init__(self, config: LongViTConfig, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        dim, side = config.encoder.embed_dim, config.image_size // config.patch_size
+        self.patches = nn.Conv2d(config.in_chans, dim, config.patch_size, config.patch_size)
+        self.positions = nn.Parameter(torch.empty(side * side, dim))
+        self.encoder = LongNetEncoder(config.encoder, backend=backend)
+        self.norm = None if config.num_classes is None else nn.LayerNorm(dim, config.norm_eps)
+        self.head = None if config.num_classes is None else nn.Linear(dim, config.num_classes)
+        nn.init.trunc_normal_(self.positions, std=0.02)
+
+    def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
+        config = self.config
+        if (
+            images.dim() != 4
+            or images.shape[1] != config.in_chans
+            or any(n % config.patch_size for n in images.shape[2:])
+        ):
+            raise ValueError(
+                f"images must be (batch, {config.in_chans}, rows, columns), sides multiples of {config.patch_size}; "
+                f"got shape {tuple(images.shape)}"
+            )
+        x = self.patches(images)
+        x = x.flatten(2).transpose(1, 2) + self._positions(*x.shape[2:])
+        x = self.encoder(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x.mean(1)))
+
+    def _positions(self, rows: int, columns: int) -> Tensor:
+        side = math.isqrt(len(self.positions))
+        if (rows, columns) == (side, side):
+            return self.positions
+        grid = self.positions.unflatten(0, (side, side)).permute(2, 0, 1)[None]
+        scale = [(n + 0.1) / side for n in (rows, columns)]  # the released code's guard against a rounded-down size
+        return F.interpolate(grid, scale_factor=scale, mode="bicubic")[0].flatten(1).T

@@ -1,0 +1,427 @@
+"""Checkpoints of other implementations against their recorded outputs; golden/README.md says what is in the files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    LongNet,
+    LongNetAttention,
+    LongNetEncoder,
+    LongNetLM,
+    LongViT,
+    load_gigapath,
+    load_longvit,
+    load_torchscale,
+    read_checkpoint,
+)
+from tolerances import GOLDEN
+
+FOLDER = Path(__file__).parent / "golden"
+MODULES = sorted(path.stem for path in FOLDER.glob("ts_module_*.npz"))
+ENCODERS = sorted(path.stem for path in FOLDER.glob("ts_longnet_encoder_*.npz"))
+GIGAPATH = "gigapath_slide_segs_small_aligned"
+
+
+class Golden:
+    """A recorded file: arrays by name, its configuration, its state_dict, and the arguments that no weight tells."""
+
+    def __init__(self, name: str):
+        with numpy.load(FOLDER / f"{name}.npz") as file:
+            self.meta = json.loads(str(file["meta"]))
+            self.arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+        self.weights = {key[3:]: x for key, x in self.arrays.items() if key.startswith("sd/")}
+        self.options = {
+            "segment_lengths": self.meta["segment_length"],
+            "dilation_rates": self.meta["dilated_ratio"],
+            "num_heads": self.meta.get("heads") or self.meta["num_heads"],
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.arrays[name]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, **GOLDEN)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torchscale_attention(name):
+    golden = Golden(name)
+    model = load_torchscale(golden.weights, **golden.options)
+    assert isinstance(model, LongNetAttention)
+    x = golden["x"].clone().requires_grad_()
+    out = model(x, is_causal=golden.meta["is_causal"])
+    close(out, golden["out"])
+    out.backward(golden["g"])
+    dim = golden.meta["embed_dim"]
+    # Q2: torchscale cuts the gradient of the mixing weights, and with it a part of those of q and k, and so of x.
+    exact = {
+        "grad/v_proj.weight": model.attention.input.weight.grad[2 * dim :],
+        "grad/v_proj.bias": model.attention.input.bias.grad[2 * dim :],
+        "grad/out_proj.weight": model.attention.output.weight.grad,
+        "grad/out_proj.bias": model.attention.output.bias.grad,
+    }
+    if golden.meta["subln"]:
+        exact["grad/inner_attn_ln.weight"] = model.attention.norm.weight.grad
+        exact["grad/inner_attn_ln.bias"] = model.attention.norm.bias.grad
+    for key, gradient in exact.items():
+        close(gradient, golden[key])
+    assert (x.grad - golden["dx"]).norm() > 0.01 * golden["dx"].norm()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_torchscale_encoder(name):
+    golden = Golden(name)
+    model = load_torchscale(golden.weights, **golden.options)
+    assert isinstance(model, LongNetEncoder)
+    assert not golden["padding_mask"].any()
+    states = model(golden["x"], all_layers=True)
+    close(states[0], golden["x"])
+    close(states[1], golden["hidden1"])
+    close(states[-1], golden["out"])
+    assert len(states) == golden.meta["layers"] + 2
+    close(model(golden["x"]), golden["out"])
+
+
+def test_torchscale_decoder():
+    golden = Golden("ts_longnet_decoder_xpos")
+    model = load_torchscale(golden.weights, **{**golden.options, "num_heads": None})
+    assert isinstance(model, LongNetLM)
+    assert (model.config.num_heads, model.config.positions) == (4, "xpos")
+    close(model(golden["tokens"]), golden["logits"])
+    logits, cache = model.prefill(golden["tokens"][:, :20])
+    for position in range(20, 60):
+        close(logits, golden["logits"][:, position - 1])
+        logits = model.decode(golden["tokens"][:, position], cache)
+
+
+def test_gigapath():
+    golden = Golden(GIGAPATH)
+    model = load_gigapath(golden.weights, **golden.options, slide_ngrids=16)
+    x, coords = golden["x"], golden["coords"]
+    close(model(x, coords), golden["cls_out"])
+    close(model(x, coords, global_pool=True), golden["global_pool_out"])
+    close(model(x, coords, all_layers=True), golden["all_layer_cls"])
+    close(model.tokens(x, coords)[0], golden["encoder_tokens"])
+
+
+def test_gigapath_positions_are_those_of_the_table():
+    golden = Golden(GIGAPATH)
+    model = load_gigapath(golden.weights, **golden.options, slide_ngrids=16)
+    places = torch.cartesian_prod(torch.arange(16), torch.arange(16))
+    coords = places * 256 + torch.randint(256, places.shape)
+    sines = model._places(coords[None], [256], torch.float32)[0]
+    torch.testing.assert_close(sines, golden["pos_embed"][0, 1:], rtol=1e-6, atol=1e-6)
+
+
+def test_corrected_results_are_offered_by_name():
+    """Without padding both are one; with it the difference is what attended zeros make, and exact is what a longer
+    grid gives."""
+    aligned, ragged = (Golden(f"ts_longnet_encoder_{name}") for name in ("aligned", "ragged"))
+    close(load_torchscale(aligned.weights, **aligned.options, compat=None)(aligned["x"]), aligned["out"])
+    exact = load_torchscale(ragged.weights, **ragged.options, compat=None)
+    assert exact.config.compat is None
+    assert exact.config.pattern.offsets == "head_block"
+    out = exact(ragged["x"])
+    assert (out - ragged["out"]).norm() > 0.01 * out.norm()
+    # The last segment of each branch alone, 70 = 2 x 24 + 22 = 8 x 8 + 6: the second half of two is the same as padded.
+    literal = load_torchscale(ragged.weights, **ragged.options)
+    whole = literal(ragged["x"][:, :48])
+    close(exact(ragged["x"][:, :48]), whole)
+    golden = Golden(GIGAPATH)
+    model = load_gigapath(golden.weights, **golden.options, slide_ngrids=16, compat=None)
+    assert (model(golden["x"], golden["coords"]) - golden["cls_out"]).abs().max() > 1e-3
+
+
+def encoder_decoder_weights(layers=2, dim=16, hidden=24, vocab=11, embedded=False) -> dict[str, torch.Tensor]:
+    """As torchscale names them: sub-LN everywhere but in cross-attention, no positions."""
+    weights: dict[str, torch.Tensor] = {}
+
+    def linear(name, rows, columns):
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = torch.randn(rows, columns) / 4, torch.randn(rows) / 4
+
+    def norm(name, size):
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + torch.randn(size) / 4, torch.randn(size) / 4
+
+    for half in ("encoder", "decoder"):
+        for i in range(layers):
+            layer = f"{half}.layers.{i}"
+            for attention in ("self_attn", "encoder_attn") if half == "decoder" else ("self_attn",):
+                for part in ("q", "k", "v", "out"):
+                    linear(f"{layer}.{attention}.{part}_proj", dim, dim)
+                norm(f"{layer}.{attention}_layer_norm", dim)
+            norm(f"{layer}.self_attn.inner_attn_ln", dim)
+            linear(f"{layer}.ffn.fc1", hidden, dim)
+            linear(f"{layer}.ffn.fc2", dim, hidden)
+            norm(f"{layer}.ffn.ffn_layernorm", hidden)
+            norm(f"{layer}.final_layer_norm", dim)
+        norm(f"{half}.layer_norm", dim)
+    for name in ["decoder", "encoder"][: 1 + embedded]:
+        weights[f"{name}.embed_tokens.weight"] = torch.randn(vocab, dim)
+    weights["decoder.output_projection.weight"] = torch.randn(vocab, dim)
+    return weights
+
+
+BRANCHES = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "num_heads": 4}
+
+
+def test_torchscale_encoder_decoder():
+    weights = encoder_decoder_weights()
+    model = load_torchscale(weights, **BRANCHES)
+    assert isinstance(model, LongNet)
+    source, target = torch.randn(2, 16, 16), torch.randint(11, (2, 16))
+    halves = {
+        half: {name.removeprefix(f"{half}."): x for name, x in weights.items() if name.startswith(half)}
+        for half in ("encoder", "decoder")
+    }
+    states = load_torchscale(halves["encoder"], **BRANCHES)(source)
+    close(model.encoder(source), states)
+    # The decoder, its cross-attentions written out, between the self-attentions and MLPs of a decoder without them.
+    plain = {name: x for name, x in halves["decoder"].items() if "encoder_attn" not in name}
+    decoder = load_torchscale(plain, **BRANCHES)
+
+    def cross(i, x):
+        def linear(name, x):
+            return torch.nn.functional.linear(
+                x, *(weights[f"decoder.layers.{i}.encoder_attn.{name}_proj.{part}"] for part in ("weight", "bias"))
+            )
+
+        norm = [weights[f"decoder.layers.{i}.encoder_attn_layer_norm.{part}"] for part in ("weight", "bias")]
+        q = linear("q", torch.nn.functional.layer_norm(x, (16,), *norm)).unflatten(-1, (4, 4))
+        k, v = (linear(name, states).unflatten(-1, (4, 4)) for name in ("k", "v"))
+        p = torch.einsum("bqhd,bkhd->bhqk", q, k).div(2).softmax(-1)
+        return x + linear("out", torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2))
+
+    x = decoder.embed(target)
+    for i, block in enumerate(decoder.blocks):
+        x = x + block.attention(block.attention_norm(x), None, True)
+        x = cross(i, x)
+        x = x + block.mlp(block.mlp_norm(x))
+    close(model(source, target), decoder.logits(decoder.norm(x)))
+
+
+def test_a_tied_output_stays_tied():
+    weights = {name: x for name, x in encoder_decoder_weights().items() if name.startswith("decoder.")}
+    weights = {name.removeprefix("decoder."): x for name, x in weights.items() if "encoder_attn" not in name}
+    assert load_torchscale(weights, **BRANCHES).output is not None
+    weights["output_projection.weight"] = weights["embed_tokens.weight"].clone()
+    assert load_torchscale(weights, **BRANCHES).output is None
+    encoder = load_torchscale(
+        {name: x for name, x in weights.items() if "output" not in name}, **BRANCHES, architecture="encoder"
+    )
+    assert isinstance(encoder, LongNetEncoder)
+    assert encoder(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 16)
+
+
+def longvit_weights(side=4, patch=2, dim=16, prefix="", classes=None) -> dict[str, torch.Tensor]:
+    encoder = {
+        f"{prefix}{name}": x
+        for name, x in encoder_decoder_weights(dim=dim).items()
+        if name.startswith("encoder.") and not name.startswith("encoder.layer_norm")
+    }
+    encoder[f"{prefix}patch_embed.proj.weight"] = torch.randn(dim, 3, patch, patch)
+    encoder[f"{prefix}patch_embed.proj.bias"] = torch.randn(dim)
+    encoder[f"{prefix}pos_embed"] = torch.randn(1, side * side, dim)
+    if classes:
+        encoder |= {"fc_norm.weight": torch.randn(dim), "fc_norm.bias": torch.randn(dim)}
+        encoder |= {"head.weight": torch.randn(classes, dim), "head.bias": torch.randn(classes)}
+    return encoder
+
+
+def test_longvit():
+    weights = longvit_weights(prefix="model.", classes=3)
+    model = load_longvit(weights, **BRANCHES)
+    assert isinstance(model, LongViT)
+    images = torch.randn(2, 3, 8, 8)
+    layers = {name.removeprefix("model."): x for name, x in weights.items() if "encoder." in name}
+    encoder = load_torchscale(layers, **BRANCHES)
+    x = torch.nn.functional.conv2d(
+        images, weights["model.patch_embed.proj.weight"], weights["model.patch_embed.proj.bias"], stride=2
+    )
+    states = encoder(x.flatten(2).transpose(1, 2) + weights["model.pos_embed"])
+    mean = torch.nn.functional.layer_norm(states.mean(1), (16,), weights["fc_norm.weight"], weights["fc_norm.bias"])
+    close(model(images), mean @ weights["head.weight"].T + weights["head.bias"])
+    bare = load_longvit({name.removeprefix("model."): x for name, x in longvit_weights().items()}, **BRANCHES)
+    assert bare(images).shape == (2, 16, 16)
+    assert bare(torch.randn(1, 3, 12, 6)).shape == (1, 18, 16)  # interpolated positions
+    with pytest.raises(ValueError, match="sides multiples of 2"):
+        bare(torch.randn(1, 3, 7, 8))
+    with pytest.raises(ValueError, match="image size 8: not of a released model"):
+        load_longvit(longvit_weights(), num_heads=4)
+
+
+def test_longvit_of_a_released_size_has_its_segments():
+    model = load_longvit(longvit_weights(side=32, patch=32), num_heads=4)
+    assert model.config.image_size == 1024
+    assert model.config.encoder.pattern.segment_lengths == (64, 128, 256, 512, 1024)
+
+
+LOADERS = {
+    "ts_longnet_encoder_aligned": (load_torchscale, LongNetEncoder, {}),
+    "ts_longnet_decoder_xpos": (load_torchscale, LongNetLM, {}),
+    "ts_module_plain": (load_torchscale, LongNetAttention, {}),
+    GIGAPATH: (load_gigapath, GigaPathSlideEncoder, {"slide_ngrids": 16}),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("form", ["safetensors", "torch", "wrapped", "legacy"])
+def test_files(name, form, tmp_path):
+    golden = Golden(name)
+    load, kind, options = LOADERS[name]
+    expected = load(golden.weights, **golden.options, **options)
+    path = tmp_path / "weights"
+    if form == "safetensors":
+        save_file(golden.weights, path)
+    else:
+        held = {"model": golden.weights, "epoch": 3} if form == "wrapped" else golden.weights
+        torch.save(held, path, _use_new_zipfile_serialization=form != "legacy")
+    loaded = load(path, **golden.options, **options)
+    assert type(loaded) is kind
+    assert not loaded.training
+    for key, x in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], x)
+    loaded.save_pretrained(tmp_path / "folder")
+    again = kind.from_pretrained(tmp_path / "folder")
+    assert again.config == loaded.config
+    assert all(torch.equal(again.state_dict()[key], x) for key, x in expected.state_dict().items())
+
+
+def test_a_loaded_model_owns_its_weights():
+    golden = Golden("ts_longnet_encoder_aligned")
+    before = {name: x.clone() for name, x in golden.weights.items()}
+    model = load_torchscale(golden.weights, **golden.options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.requires_grad
+            parameter.zero_()
+    assert all(torch.equal(golden.weights[name], x) for name, x in before.items())
+
+
+class Malicious:
+    def __reduce__(self):
+        return (print, ("a pickle ran code",))
+
+
+def test_a_pickle_that_is_not_plain_tensors_is_never_run(tmp_path, capsys):
+    path = tmp_path / "weights.pth"
+    for held in ({"model": Malicious()}, Malicious()):
+        torch.save(held, path)
+        with pytest.raises(ValueError, match="a pickle of more than plain tensors, which is never run"):
+            load_gigapath(path)
+    path.write_bytes(pickle.dumps(Malicious(), protocol=2))
+    with pytest.raises(ValueError, match="never run"):
+        load_gigapath(path)
+    assert "ran code" not in capsys.readouterr().out
+    for held, message in (
+        ({"a": [1, 2], "b": torch.zeros(1)}, r"not plain tensors: a \(list\)"),
+        ([torch.zeros(1)], "expected a state_dict, names to tensors; got list"),
+        ({"a": torch.zeros(2, dtype=torch.int64)}, r"weights must be floating-point; got a \(torch.int64\)"),
+    ):
+        torch.save(held, path)
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(path)
+
+
+def test_damaged_files(tmp_path):
+    golden = Golden(GIGAPATH)
+    options = {**golden.options, "slide_ngrids": 16}
+    safe, pth = tmp_path / "weights.safetensors", tmp_path / "weights.pth"
+    save_file(golden.weights, safe)
+    torch.save(golden.weights, pth)
+    for path, lengths in ((safe, (0, 5, 2000, -1)), (pth, (3, 2000, -1))):
+        whole = path.read_bytes()
+        for length in lengths:
+            path.write_bytes(whole[:length])
+            with pytest.raises(ValueError, match=r"weights\.\w+: (truncated|damaged)"):
+                load_gigapath(path, **options)
+        path.write_bytes(whole)
+    whole = bytearray(safe.read_bytes())
+    whole[200:260] = b"x" * 60  # inside the header
+    safe.write_bytes(whole)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_gigapath(safe, **options)
+    with zipfile.ZipFile(pth, "w") as file:
+        file.writestr("readme.txt", "no tensors")
+    with pytest.raises(ValueError, match="damaged"):
+        load_gigapath(pth, **options)
+    with pytest.raises(ValueError, match="nowhere: cannot be read"):
+        load_gigapath(tmp_path / "nowhere", **options)
+
+
+@pytest.mark.parametrize(
+    ("drop", "change", "message"),
+    [
+        (
+            ["norm.bias", "encoder.layers.1.ffn.fc1.bias"],
+            {},
+            r"missing: encoder\.layers\.1\.ffn\.fc1\.bias, norm\.bias$",
+        ),
+        ([], {"head.weight": torch.zeros(2)}, r"surplus: head\.weight$"),
+        ([], {"cls_token": torch.zeros(1, 2, 64)}, r"of another shape: cls_token \(1, 2, 64\) for \(1, 1, 64\)$"),
+        (["cls_token"], {"a": torch.zeros(1), "b": torch.zeros(1)}, r"missing: cls_token; surplus: a, b$"),
+        ([], {"encoder.layers.1.self_attn.k_proj.weight": torch.zeros(64, 32)}, r"of another shape: encoder\.layers"),
+        (["encoder.layers.0.self_attn.q_proj.weight"], {}, r"of no LongNet of torchscale: no matrix encoder"),
+        ([], {f"x{i}": torch.zeros(1) for i in range(20)}, r"surplus: x0, x1, x10, .*, \.\.\. \(20 in all\)$"),
+    ],
+)
+def test_weights_that_do_not_fit(drop, change, message):
+    golden = Golden(GIGAPATH)
+    weights = {name: x for name, x in golden.weights.items() if name not in drop} | change
+    with pytest.raises(ValueError, match=message):
+        load_gigapath(weights, **golden.options, slide_ngrids=16)
+
+
+def test_surplus_may_be_left_with_a_warning():
+    golden = Golden(GIGAPATH)
+    options = {**golden.options, "slide_ngrids": 16, "surplus": "warn"}
+    more = {**golden.weights, "mask_token": torch.zeros(3), "pos_embed": golden["pos_embed"]}
+    with pytest.warns(UserWarning, match="not loaded, GigaPath's slide encoder has no place for them: mask_token"):
+        load_gigapath(more, **options)
+    with pytest.raises(ValueError, match=r"missing: norm\.weight; surplus: mask_token"):
+        load_gigapath({name: x for name, x in more.items() if name != "norm.weight"}, **options)
+
+
+def test_another_architecture():
+    gigapath, encoder = Golden(GIGAPATH), Golden("ts_longnet_encoder_aligned")
+    bert = {"bert.embeddings.word_embeddings.weight": torch.zeros(4, 4), "bert.pooler.dense.bias": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"of no LongNet of torchscale: .* its names: bert\.embeddings"):
+        load_torchscale(bert, **BRANCHES)
+    with pytest.raises(ValueError, match="of no LongNet of torchscale"):
+        load_torchscale(gigapath.weights, **gigapath.options)
+    with pytest.raises(ValueError, match="of no LongNet of torchscale"):
+        load_gigapath(encoder.weights)
+    with pytest.raises(ValueError, match=r"does not fit LongViT: missing: patch_embed\.proj\.weight, pos_embed"):
+        load_longvit(encoder.weights)
+    with pytest.raises(ValueError, match=r"missing: embed_tokens\.weight"):
+        load_torchscale(encoder.weights, **encoder.options, architecture="decoder")
+    with pytest.raises(ValueError, match="architecture='gpt'"):
+        load_torchscale(encoder.weights, **encoder.options, architecture="gpt")
+    plain = {name: x for name, x in encoder.weights.items() if "ln" not in name.split(".")[-2] or "ffn" in name}
+    plain = {name: x for name, x in plain.items() if "layernorm" not in name and not name.startswith("layer_norm")}
+    with pytest.raises(ValueError, match="it is of a post-norm model"):
+        load_torchscale(plain, **encoder.options)
+
+
+def test_heads_that_the_weights_contradict():
+    golden = Golden("ts_longnet_decoder_xpos")
+    with pytest.raises(ValueError, match=r"num_heads=8: .*xpos\.scale has 4 entries, of 4 heads"):
+        load_torchscale(golden.weights, **{**golden.options, "num_heads": 8})
+    encoder = Golden("ts_longnet_encoder_aligned")
+    with pytest.raises(ValueError, match="num_heads: the weights do not tell"):
+        load_torchscale(encoder.weights, **{**encoder.options, "num_heads": None})
+    with pytest.raises(ValueError, match="embed_dim=32: must be a multiple of num_heads=5"):
+        load_torchscale(encoder.weights, **{**encoder.options, "num_heads": 5})
+    other = {**golden.weights, "layers.1.self_attn.xpos.scale": torch.ones(4)}
+    with pytest.raises(ValueError, match=r"layers\.1.self_attn\.xpos\.scale is not"):
+        load_torchscale(other, **golden.options)
