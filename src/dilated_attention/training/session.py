@@ -25,7 +25,7 @@ from dilated_attention.patterns import Dilated
 from dilated_attention.plots import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text
+from dilated_attention.training.text import read_text, readable
 
 PROMPT_BYTES = 128
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
@@ -163,17 +163,17 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 
 def write_sample(training: Training, length: int) -> str:
-    """A held-out prompt, a bar, and `length` sampled bytes; what a terminal would obey is shown as a dot."""
+    """A held-out prompt, a bar, and `length` sampled bytes."""
     middle = len(training.split.held_out) // 2
     prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
     tokens = training.model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
 
-    def readable(part: torch.Tensor) -> str:
-        text = bytes(part.tolist()).decode("utf-8", errors="replace")
-        return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-
-    return f"{readable(tokens[0, : prompt.shape[1]])}▌{readable(tokens[0, prompt.shape[1] :])}\n"
+    before, after = (
+        readable(bytes(part.tolist()).decode("utf-8", errors="replace"))
+        for part in tokens[0].tensor_split([prompt.shape[1]])
+    )
+    return f"{before}▌{after}\n"
 
 
 def _quantiles(training: Training) -> dict[str, float]:
