@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance import excesses
-from dilated_attention import BlockLayout, Dilated, attention, autograd, block_sparse_attention, plan_cache
+from dilated_attention import (
+    BlockLayout,
+    Dilated,
+    attention,
+    attention_weights,
+    autograd,
+    block_sparse_attention,
+    explain,
+    plan_cache,
+)
 from dilated_attention.backends import blocks
 from dilated_attention.plan import plan_dilated
 
@@ -277,7 +286,7 @@ KEPT = {
     "per head": lambda n: (some(n, (16, 32), (1, 4), 0.5, 0), {}),
     "per sample": lambda n: (some(n, (16, 32), (2, 4), 0.5, 0), {"is_causal": True}),
     "ragged": lambda n: (some(n, (16, 32), (2, 1), 0.5, 0), {"lengths": torch.tensor([n, n // 2])}),
-    "product": lambda n: (Dilated((64, 150), (1, 2)) * functools.cache(lambda m: BlockLayout.local(m, 20, 16)), {}),
+    "product": lambda n: (Dilated((64, 150), (1, 2)) * (lambda m: BlockLayout.local(m, 20, 16)), {}),
 }
 
 
@@ -354,3 +363,82 @@ class TestCache:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_for_key_value_heads(backend, is_causal):
+    """As routing makes them with per_kv_head=True: each is the list of all query heads of its group."""
+    n = 100
+    layout = some(n, (16, 32), (2, 2), 0.5, 0)
+    repeated = BlockLayout.from_mask(layout.dense_blocks().repeat_interleave(3, 1), n, (16, 32))
+    q, k, v = (torch.randn(2, n, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    found = []
+    for x in (layout, repeated):
+        out = block_sparse_attention(q, k, v, x, is_causal=is_causal, backend=backend)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(map(torch.equal, *found))
+    assert explain(q, k, k, layout).flops == explain(q, k, k, repeated).flops
+    weights = (attention_weights(q, k, x, is_causal=is_causal).to_dense() for x in (layout, repeated))
+    assert torch.equal(*weights)
+    with pytest.raises(ValueError, match="layout has lists for 2 heads, got 6"):
+        block_sparse_attention(q, q, q, layout)
+
+
+GRADIENTS = {
+    "local": lambda n: (BlockLayout.local(n, 20, 16), {}),
+    "empty rows": lambda n: (some(n, (16, 16), (1, 1), 0.3, 1), {}),
+    "causal, per head": lambda n: (some(n, (16, 32), (1, 2), 0.6, 0), {"is_causal": True}),
+    "padding": lambda n: (BlockLayout.random(n, 0.5, 0, 16), {"key_padding_mask": torch.arange(n)[None] % 3 == 0}),
+    "product": lambda n: (Dilated((20, n), (1, 2)) * (lambda m: BlockLayout.local(m, 1, 16)), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradcheck(name):
+    pattern, options = GRADIENTS[name](37)
+    q, k, v = (torch.randn(1, 37, h, 2, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1))
+
+    def run(q, k, v):
+        out, lse = attention(q, k, v, pattern, return_lse=True, **options)
+        return out, lse[lse.isfinite()]
+
+    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
+
+
+def test_compiles_in_one_graph(fresh_python):
+    """Layouts and products, forward and backward, to the same bits; a static layout is found in the cache again."""
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache
+        from dilated_attention.nn import BlockSparseDilatedAttention
+
+        n = 100
+        q, k, v = (torch.randn(2, n, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+
+        def gradients(call):
+            out, lse = call(q, k, v, return_lse=True)
+            return out, lse, *torch.autograd.grad(out.sin().sum() + lse[lse.isfinite()].sum(), (q, k, v))
+
+        shared = BlockLayout.bigbird(n, 30, 20, 1, 0, 16)
+        per_head = BlockLayout.from_mask(torch.rand(1, 4, 7, 4) < 0.4, n, (16, 32))
+        product = Dilated((50,), (1,)) * BlockLayout.local(50, 20, 16)
+        for call in (
+            lambda *x, **y: block_sparse_attention(*x, shared, **y),
+            lambda *x, **y: block_sparse_attention(*x, per_head, is_causal=True, **y),
+            lambda *x, **y: attention(*x, product, **y),
+            lambda *x, **y: attention(*x, Dilated((60, n), (1, 2)) * (lambda m: BlockLayout.local(m, 20, 16)), **y),
+            BlockSparseDilatedAttention(shared),
+        ):
+            expected = gradients(call)
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            assert all(map(torch.equal, expected, gradients(compiled)))
+        call = torch.compile(lambda *x: block_sparse_attention(*x, shared), fullgraph=True, backend="aot_eager")
+        call(q, k, v)
+        before = plan_cache.info()
+        call(q, k, v).sum().backward()
+        after = plan_cache.info()
+        assert after.misses == before.misses and after.hits > before.hits
+        """
+    )

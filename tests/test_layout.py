@@ -369,6 +369,29 @@ def test_plot(seq_len, tmp_path):
         layout.plot(head=1)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lead", [(1, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("seq_len", "block_size"), SIZES)
+def test_coverage_and_flops(seq_len, block_size, lead, is_causal):
+    q_block, k_block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    mask = torch.rand(*lead, -(-seq_len // q_block), -(-seq_len // k_block)) < 0.4
+    layout = BlockLayout.from_mask(mask, seq_len, block_size)
+    cut = layout.causal() if is_causal else layout
+    seen = cut.dense_mask().sum(-1).expand(-1, 4, -1)
+    if bool((seen == 0).any()):
+        with pytest.warns(UserWarning, match=f"^{int((seen == 0).sum())} of {seen.numel()} .head, token. pairs"):
+            found = cut.coverage(seq_len, 4)
+    else:
+        found = cut.coverage(seq_len, 4)
+    assert torch.equal(found, seen if lead[0] > 1 else seen[0])
+    assert layout.flops(seq_len, 4, 16, is_causal) == 4 * 16 * int(seen.sum())
+    with pytest.raises(ValueError, match="got seq_len="):
+        layout.flops(seq_len + 1, 4, 16)
+    if lead[1] == 4:
+        with pytest.raises(ValueError, match="lists for 4 heads, got 3"):
+            layout.coverage(seq_len, 3)
+
+
 # Bad input: one clear error each
 
 L = BlockLayout

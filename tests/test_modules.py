@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention import UnsupportedError, dilated_attention
-from dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, TransformerBlock, rotary_tables, rotate
+from dilated_attention import BlockLayout, UnsupportedError, attention, dilated_attention
+from dilated_attention.nn import (
+    BlockSparseDilatedAttention,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    TransformerBlock,
+    rotary_tables,
+    rotate,
+)
 from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
 
@@ -234,3 +243,75 @@ def test_block_dense_equals_one_segment_and_is_causal(kv_heads):
     changed = x.clone()
     changed[:, 11:] = 0
     same(dilated(changed, tables, True)[:, :11], dense(x, tables, True)[:, :11])
+
+
+class TestBlockSparse:
+    """The modules hold a layout, or what gives one for a length; the layout is no parameter and no state."""
+
+    layout = BlockLayout.bigbird(75, 20, 5, 1, 0, 16)
+
+    @pytest.mark.parametrize("kind", [BlockSparseDilatedAttention, BlockSparseRingDilatedAttention])
+    def test_module_holds_the_options_of_the_function(self, kind):
+        q, k, v = (torch.randn(2, 75, h, 8, **F64) for h in (4, 2, 2))
+        product = Dilated((30, 75), (1, 3)) * (lambda n: BlockLayout.local(n, 20, 16))
+        for module, pattern in (
+            (kind(self.layout, scale=0.3), self.layout),
+            (kind(lambda n: BlockLayout.local(n, 20, 16), scale=0.3), BlockLayout.local(75, 20, 16)),
+            (kind(product.layout, [30, 75], [1, 3], scale=0.3), product),
+        ):
+            expected = attention(q, k, v, pattern, scale=0.3, is_causal=True, return_lse=True)
+            for actual, wanted in zip(module(q, k, v, is_causal=True, return_lse=True), expected, strict=True):
+                same(actual, wanted)
+        assert "BlockLayout(seq_len=75" in repr(kind(self.layout))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_moves_as_any_module(self, dtype):
+        module = BlockSparseRingMultiheadDilatedAttention(32, 4, layout=self.layout)
+        before = module(*(torch.ones(1, 75, 32),) * 3)[0].dtype
+        module.to("cpu", dtype)
+        x = torch.randn(2, 75, 32, dtype=dtype)
+        out = module(x, x, x)[0]
+        assert (before, out.dtype) == (torch.float32, dtype)
+        assert {p.dtype for p in module.parameters()} == {dtype}
+        meta = module.to("meta")
+        assert {p.device.type for p in meta.parameters()} == {"meta"}
+        assert meta.attention.layout is self.layout  # shared, and as it was: calls follow q to its device
+        assert self.layout.device.type == "cpu"
+
+    def test_state_is_that_of_pytorch(self):
+        theirs = nn.MultiheadAttention(24, 3, batch_first=True, **F64)
+        everything = BlockLayout.local(75, 75, 16)
+        ours = BlockSparseRingMultiheadDilatedAttention(24, 3, layout=everything, **F64)
+        ours.load_state_dict(theirs.state_dict())
+        theirs.load_state_dict(ours.state_dict())
+        x = torch.randn(2, 75, 24, **F64)
+        compare(ours, theirs, (x, x, x))
+        compare(ours, theirs, (x, x, x), causal=True)
+        again = copy.deepcopy(ours)
+        same(again(x, x, x)[0], ours(x, x, x)[0])
+
+    def test_what_a_builder_gives_is_kept(self):
+        asked = []
+
+        def layout(length: int) -> BlockLayout:
+            asked.append(length)
+            return BlockLayout.local(length, 20, 16)
+
+        module = BlockSparseDilatedAttention(layout)
+        for length in (40, 75, 40, 75):
+            q = torch.randn(1, length, 2, 8)
+            module(q, q, q)
+        assert asked == [40, 75]
+
+    def test_refusals(self, unchecked):
+        q = torch.randn(1, 75, 2, 8)
+        with pytest.raises(ValueError, match="layout must be a BlockLayout or a callable"):
+            BlockSparseDilatedAttention([1, 2])
+        with pytest.raises(ValueError, match="segment_lengths and dilation_rates go together"):
+            BlockSparseDilatedAttention(self.layout, [4])
+        with pytest.raises(ValueError, match="are of a dilated pattern"):
+            BlockSparseDilatedAttention(self.layout, head_groups=True)
+        with pytest.raises(ValueError, match=r"layout\(75\) must give a BlockLayout; got NoneType"):
+            BlockSparseDilatedAttention(lambda n: None)(q, q, q)
+        with pytest.raises(ValueError, match="layout is for 75 tokens, got seq_len=74"):
+            BlockSparseDilatedAttention(self.layout)(q[:, :74], q[:, :74], q[:, :74])

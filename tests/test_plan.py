@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dilated_attention import BackendError, Dilated, explain, plan_cache
+from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain, plan_cache
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.plan import PlanCache, plan_dilated, row_counts
 
@@ -138,7 +138,72 @@ def test_coverage_flops_and_rows_are_those_of_the_definition(pattern, seq_len):
     assert row_counts(*branches, seq_len) == {g.queries.count for g in plan_dilated(*branches, seq_len).groups}
 
 
+def dense_product(product: Product, seq_len: int, heads: int, kv_heads: int) -> torch.Tensor:
+    """Counts of a product from the definition, (heads, seq, seq)."""
+    counts = torch.zeros(heads, seq_len, seq_len, dtype=torch.int64)
+    dilated, ratio = product.dilated, heads // kv_heads
+    branches = zip(dilated.segment_lengths, dilated.dilation_rates, dilated.offset_table(kv_heads), strict=True)
+    for w, r, offsets in branches:
+        for h in range(heads):
+            for first in range(0, seq_len, w):
+                tokens = torch.tensor(range(first + offsets[h // ratio], min(first + w, seq_len), r))
+                if len(tokens):
+                    mask = product.layout_of(len(tokens)).dense_mask()
+                    counts[h, tokens[:, None], tokens] += mask[0, h % mask.shape[1]]
+    return counts
+
+
+PRODUCTS = [
+    Dilated((40, 90), (1, 2)) * (lambda n: BlockLayout.local(n, 20, 16)),
+    Dilated((40, 90), (1, 3)) * (lambda n: BlockLayout.random(n, 0.5, 0, (16, 32)).causal()),
+    Dilated((64,), (2,)) * BlockLayout.from_mask(torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]]] * 2) > 0, 32, 16),
+]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_coverage_flops_and_explanation_of_products(product, kv_heads):
+    n = 128
+    counts = dense_product(product, n, 4, kv_heads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(product.coverage(n, 4, kv_heads), counts.sum(-1))
+    for is_causal in (False, True):
+        pairs = int((counts.tril() if is_causal else counts).sum())
+        assert product.flops(n, 4, 16, is_causal, kv_heads) == 4 * 16 * pairs
+        q, k = torch.empty(3, n, 4, 16), torch.empty(3, n, kv_heads, 16)
+        assert explain(q, k, k, product, is_causal=is_causal).flops == 3 * 4 * 16 * pairs
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads=4; got 3"):
+        product.flops(n, 4, 16, num_kv_heads=3)
+
+
 class TestExplain:
+    def test_layouts_say_what_runs(self):
+        q, k = torch.empty(2, 1000, 4, 8), torch.empty(2, 1000, 2, 8)
+        layout = BlockLayout.longformer(1000, 100, 20, 64)
+        for is_causal in (False, True):
+            found = explain(q, k, k, layout, is_causal=is_causal)
+            assert found.flops == 2 * layout.flops(1000, 4, 8, is_causal)
+            text = str(found)
+            assert "layout of 1000 tokens" in text
+            assert text.count("viewed") + text.count("copied") == sum(len(x) for x in found.calls.values()) > 1
+            assert ("cuts" in text) == is_causal
+            pairs = (layout.causal() if is_causal else layout).dense_mask().sum()
+            blocks = sum(call.rows * call.queries * call.keys for call in found.calls[1000])
+            assert pairs <= blocks <= 1.3 * pairs
+
+    def test_bytes_of_one_dense_layout(self):
+        q, k = torch.empty(2, 32, 4, 8), torch.empty(2, 32, 4, 8)
+        found = explain(q, k, k, BlockLayout.local(32, 32, 32))
+        assert found.bytes == explain(q, k, k, Dilated((32,), (1,))).bytes
+
+    def test_lists_per_head_and_sample(self):
+        q = torch.empty(2, 64, 4, 8)
+        layout = BlockLayout.from_mask(torch.rand(2, 4, 4, 4) < 0.5, 64, 16)
+        assert explain(q, q, q, layout).flops == 4 * 8 * int(layout.dense_mask().sum())
+        with pytest.raises(ValueError, match="layout is for 64 tokens, got seq_len=60"):
+            explain(q[:, :60], q[:, :60], q[:, :60], layout)
+
     def test_counts_query_heads_and_batch(self):
         pattern = Dilated((8, 32), (1, 2))
         q, k = torch.empty(3, 61, 4, 16), torch.empty(3, 61, 2, 16)

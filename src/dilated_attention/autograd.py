@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends import native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
-from dilated_attention.layout import BlockLayout, table_name
+from dilated_attention.layout import BlockLayout, name_of
 from dilated_attention.plan import Plan, plan_dilated, plan_layout
 
 
@@ -76,7 +76,7 @@ def _layouts(
         at = 0 if batch is not None and len(tables) == 2 else sizes[::4].index(length)
         indptr, indices, size = tables[2 * at], tables[2 * at + 1], tuple(sizes[4 * at : 4 * at + 4])
         rows = range(batch.start, batch.stop) if batch is not None and indptr.shape[0] > 1 else None
-        found[length] = _layout(indptr, indices, size, rows, length, is_causal, q.device)
+        found[length] = _layout(indptr, indices, size, rows, q.shape[2], length, is_causal, q.device)
     return found
 
 
@@ -85,6 +85,7 @@ def _layout(
     indices: Tensor,
     size: tuple[int, ...],
     batch: range | None,
+    heads: int,
     length: int,
     is_causal: bool,
     device: torch.device,
@@ -93,10 +94,12 @@ def _layout(
 
     def make() -> BlockLayout:
         seq_len, q_block, k_block, cut = size
-        layout = BlockLayout(indptr, indices, seq_len, q_block, k_block, bool(cut)).select(batch=batch).prefix(length)
+        layout = BlockLayout(indptr, indices, seq_len, q_block, k_block, bool(cut)).select(batch=batch).for_heads(heads)
+        layout = layout.prefix(length)
         return (layout.causal() if is_causal else layout).to(device)
 
-    return plan_layout((table_name(indptr), table_name(indices), size, batch, length, is_causal, device), make)
+    heads = heads if indptr.shape[1] > 1 else 1
+    return plan_layout((name_of(indptr), name_of(indices), size, batch, heads, length, is_causal, device), make)
 
 
 def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:

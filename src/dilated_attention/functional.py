@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import autograd
-from dilated_attention.backends import reference, table
+from dilated_attention.backends import blocks, reference, table
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Offsets, Product
@@ -149,8 +149,8 @@ def block_sparse_attention(
     `dilated_attention`, and:
 
     Args:
-        layout: for q's length, with lists that all heads share or one a query head, shared by the batch or one an
-            element. With `lengths` or `cu_seqlens` each sample has the layout's lists for its first tokens.
+        layout: for q's length, with lists that all heads share, one a query head or one a key-value head, shared by the
+            batch or one an element. With `lengths` or `cu_seqlens` each sample has the lists for its first tokens.
         is_causal: blocks above the diagonal are left out, those that it cuts are masked by token.
     """
     if not isinstance(layout, BlockLayout):
@@ -205,7 +205,7 @@ def _attend(
     choice = table.choose(backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale))
     dilated = _dilated(pattern, q.shape[1])
     offsets = _table(dilated, compat, k.shape[2], head_offset)
-    layouts = _layouts(pattern, q, offsets, lengths, cu_seqlens)
+    layouts = _layouts(pattern, q, k.shape[2], offsets, lengths, cu_seqlens)
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None
     first_head = head_offset * (q.shape[2] // k.shape[2])
     if choice.backend == "reference":
@@ -216,7 +216,7 @@ def _attend(
             ratio = q.shape[2] // k.shape[2]  # layouts count query heads, the oracle's counts key-value heads
             k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
             offsets = tuple(tuple(o for o in row for _ in range(ratio)) for row in offsets)
-            visible = _dense_layouts(layouts)
+            visible = _dense_layouts(layouts, q.shape[2])
         out, lse = reference.reference_attention(
             q, k, v, dilated.segment_lengths, dilated.dilation_rates, offsets, is_causal=is_causal, scale=scale,
             compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible,
@@ -255,6 +255,7 @@ def _dilated(pattern: Pattern, seq_len: int) -> Dilated:
 def _layouts(
     pattern: Pattern,
     q: Tensor,
+    kv_heads: int,
     offsets: tuple[tuple[int, ...], ...],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -264,7 +265,7 @@ def _layouts(
         return []
     if isinstance(pattern, BlockLayout):
         # Packed samples have the layout of their first tokens, whatever their common length.
-        pattern.check(q.shape[0], q.shape[1] if cu_seqlens is None else pattern.seq_len, q.shape[2])
+        pattern.check(q.shape[0], q.shape[1] if cu_seqlens is None else pattern.seq_len, q.shape[2], kv_heads)
         found = [pattern]
     else:
         dilated = pattern.dilated
@@ -274,12 +275,13 @@ def _layouts(
             counts |= row_counts(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
-            layout.check(1, layout.seq_len, q.shape[2])
+            layout.check(1, layout.seq_len, q.shape[2], kv_heads)
     return found
 
 
-def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:
+def _dense_layouts(layouts: list[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
     """For the oracle: which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
+    layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
     longest = max(layouts, key=lambda layout: layout.seq_len)
 
@@ -387,7 +389,8 @@ class Explanation:
         groups: the strided groups of the plan, in order of execution.
         flops: of the forward: 4 head_dim a score entry.
         bytes: that the forward must move at least: rows of q, k and v read, and of out and lse read and written, per
-            group.
+            group, or per call inside a layout.
+        calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
     """
 
     backend: str
@@ -396,6 +399,7 @@ class Explanation:
     groups: tuple[StridedGroup, ...]
     flops: int
     bytes: int
+    calls: dict[int, tuple[blocks.Calls, ...]]
 
     def __str__(self) -> str:
         lines = [f"backend   {self.backend}: {self.reason}"]
@@ -409,6 +413,13 @@ class Explanation:
             lines.append(
                 f"{i:<6} {heads:<18} {rows.segments:<9} {rows.count:<7} {rows.stride:<7} {rows.start:<12} {how}"
             )
+        for length, calls in self.calls.items():
+            lines.append(f"layout of {length} tokens, inside each segment of as many")
+            lines.append("rows    queries  keys     keys are  diagonal  written")
+            for call in calls:
+                keys, cut = "copied" if call.copied else "viewed", "cuts" if call.masked else ""
+                how = "directly" if call.first else "merged"
+                lines.append(f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {keys:<9} {cut:<9} {how}")
         return "\n".join(lines)
 
 
@@ -430,10 +441,23 @@ def explain(
     offsets = _table(dilated, compat, k.shape[2], head_offset)
     plan = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, q.shape[1], compat)
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
-    entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * q.shape[0]
-    moved = 0
+    layouts = {x.seq_len: x.causal() if is_causal else x for x in _layouts(pattern, q, k.shape[2], offsets, None, None)}
+    calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}
+    pairs, moved = 0, 0
     for group in plan.groups:
-        problems = group.heads * group.queries.segments * q.shape[0]
+        problems, queries, keys = group.queries.segments * q.shape[0], group.queries.count, group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
-        moved += problems * (group.queries.count * ratio * (row + written * (row + 4)) + group.keys.count * 2 * row)
-    return Explanation(choice.backend, choice.reason, choice.refusals, plan.groups, 4 * q.shape[3] * entries, moved)
+        if not layouts:
+            pairs += q.shape[0] * ratio * group.entries(is_causal)
+            moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
+            continue
+        heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
+        layout = layouts[queries].for_heads(q.shape[2])
+        layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
+        each = problems * len(heads) // (layout.batch_size * layout.num_heads)
+        pairs += each * int(layout.seen.sum())
+        for call in blocks.calls(layout):
+            read = call.queries * row + call.keys * 2 * row
+            moved += each * call.rows * (read + (1 if call.first else 2) * written * call.queries * (row + 4))
+    flops = 4 * q.shape[3] * pairs
+    return Explanation(choice.backend, choice.reason, choice.refusals, plan.groups, flops, moved, calls)

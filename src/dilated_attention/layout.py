@@ -13,11 +13,12 @@ work on intervals of keys per query block: time and memory are O(active blocks),
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +36,10 @@ Spans = Sequence[tuple[Tensor, Tensor]]
 _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
-def table_name(table: Tensor) -> int:
-    """A number that stands for a tensor which never changes, while it lives: a key that reads no content.
+def name_of(table: Any) -> int:
+    """A number that stands for a thing which never changes, while it lives: a key that reads no content.
 
-    A tensor is the same on both sides of the dispatcher, whose operators take no layouts.
+    A table is the same tensor on both sides of the dispatcher, whose operators take no layouts.
     """
     name: int = _names.setdefault(table, next(_numbers))
     return name
@@ -439,7 +440,7 @@ class BlockLayout:
     @cached_property
     def key(self) -> Hashable:
         """Stands for this layout in caches. Equal layouts that were made apart have different keys."""
-        return (table_name(self.indptr), table_name(self.indices), self.seq_len, *self.block_size, self.is_causal)
+        return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
     def density(self) -> float:
@@ -491,6 +492,40 @@ class BlockLayout:
         last_key = ((self.indices + 1) * self.k_block).clamp_(max=self.seq_len) - 1
         return last_key > self.row % self.query_blocks * self.q_block
 
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many keys each token sees, int64 `(batch or 1, heads or 1, seq)`."""
+        size = torch.full((self.key_blocks,), self.k_block, device=self.device)
+        size[-1] = self.seq_len - (self.key_blocks - 1) * self.k_block
+        row, number = self.row, size[self.indices]
+        cut, rows = self.masked, self.indptr[..., 1:].numel()
+        whole = number.new_zeros(rows).index_add_(0, row[~cut], number[~cut])
+        query = (row[cut] % self.query_blocks * self.q_block)[:, None] + torch.arange(self.q_block, device=self.device)
+        before = (query + 1 - (self.indices[cut] * self.k_block)[:, None]).clamp_(min=0)
+        partial = number.new_zeros(rows, self.q_block).index_add_(0, row[cut], before.minimum(number[cut][:, None]))
+        seen = (whole[:, None] + partial).view(self.batch_size, self.num_heads, -1)
+        return seen[..., : self.seq_len].contiguous()
+
+    def coverage(self, seq_len: int, num_heads: int) -> Tensor:
+        """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
+        `(batch, num_heads, seq_len)`.
+
+        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        """
+        self.check(self.batch_size, seq_len, num_heads)
+        keys = self.seen.expand(-1, num_heads, -1)
+        warn_of_blind(keys, "Unite with a layout that covers every row, such as BlockLayout.local(seq_len, 1)")
+        return keys if self.batch_size > 1 else keys[0]
+
+    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
+
+        Of one batch element; of all of them where they have lists of their own.
+        """
+        self.check(self.batch_size, seq_len, num_heads)
+        layout = self.causal() if is_causal else self
+        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // self.num_heads)
+
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
         """Raise unless the layout fits tensors of this batch size, length and number of heads.
 
@@ -512,7 +547,7 @@ class BlockLayout:
             return self
         return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
 
-    def select(self, *, batch: range | None = None, heads: range | None = None) -> BlockLayout:
+    def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """The lists of these batch elements and heads alone."""
         if batch is heads is None:
             return self
@@ -525,6 +560,12 @@ class BlockLayout:
         shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
         entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
         return replace(self, indptr=start, indices=self.indices[entry])
+
+    def for_heads(self, num_heads: int) -> BlockLayout:
+        """With a list for each of `num_heads` query heads, where it has one for each of fewer key-value heads."""
+        if self.num_heads in (1, num_heads):
+            return self
+        return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
     def prefix(self, seq_len: int) -> BlockLayout:
         """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
@@ -838,6 +879,17 @@ class BlockLayout:
             return found & (k <= q) if self.is_causal else found
 
         return mask_mod
+
+
+def warn_of_blind(keys: Tensor, remedy: str) -> None:
+    """Warn the caller's caller if some of `keys`, the numbers of keys seen, are 0."""
+    blind = int((keys == 0).sum())
+    if blind:
+        warnings.warn(
+            f"{blind} of {keys.numel()} (head, token) pairs see no key at {keys.shape[-1]} tokens and "
+            f"{keys.shape[-2]} heads; their output is 0. {remedy}",
+            stacklevel=3,
+        )
 
 
 def _block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

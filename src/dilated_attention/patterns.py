@@ -6,7 +6,6 @@ that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from dilated_attention.layout import BlockLayout
+from dilated_attention.layout import BlockLayout, name_of, warn_of_blind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,13 +168,7 @@ class Dilated:
                 (group.head_stride * seq_len, rows.segment, rows.stride),
                 group.head * seq_len + rows.start,
             ).add_(group.keys.count)
-        blind = int((keys == 0).sum())
-        if blind:
-            warnings.warn(
-                f"{blind} of {keys.numel()} (head, token) pairs see no key at {seq_len} tokens and {num_heads} heads; "
-                "their output is 0. A branch of dilation rate 1 covers every token",
-                stacklevel=2,
-            )
+        warn_of_blind(keys, "A branch of dilation rate 1 covers every token")
         return keys
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
@@ -191,10 +184,24 @@ class Dilated:
         Args:
             num_heads: heads of k and v; default: as many as `head` needs to exist, at least one per branch.
         """
-        from dilated_attention.plots import plot_counts
+        return _plot(self, seq_len, head, num_heads, ax)
 
-        heads = num_heads or max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
-        return plot_counts(self, seq_len, head, heads, ax)
+
+def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
+    """The layout for `length` tokens; what a callable gives is kept in `plan_cache` while the callable lives."""
+    from dilated_attention.plan import plan_layout
+
+    if isinstance(layout, BlockLayout):
+        return layout
+
+    def make() -> BlockLayout:
+        made = layout(length)
+        if not isinstance(made, BlockLayout):
+            raise ValueError(f"layout({length}) must give a BlockLayout; got {type(made).__name__}")
+        return made
+
+    # torch.compile cannot trace the cache's lock: it traces the builder.
+    return make() if torch.compiler.is_compiling() else plan_layout((name_of(layout), length), make)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,8 @@ class Product:
 
     Args:
         layout: a `BlockLayout`, where all segments of all branches have as many tokens as it has, or a callable that
-            gives the layout for n tokens. It may have lists per query head, not per batch element.
+            gives the layout for n tokens, always the same for the same n: it is kept. It may have lists per query
+            head, not per batch element.
     """
 
     dilated: Dilated
@@ -219,9 +227,7 @@ class Product:
 
     def layout_of(self, length: int) -> BlockLayout:
         """The layout inside a segment of which `length` tokens take part."""
-        layout = self.layout if isinstance(self.layout, BlockLayout) else self.layout(length)
-        if not isinstance(layout, BlockLayout):
-            raise ValueError(f"layout({length}) must give a BlockLayout; got {type(layout).__name__}")
+        layout = layout_for(self.layout, length)
         if layout.seq_len != length:
             raise ValueError(
                 f"layout is for {layout.seq_len} tokens, but a segment has {length} that take part; give a callable, "
@@ -232,3 +238,89 @@ class Product:
                 f"layout has lists for a batch of {layout.batch_size}; inside segments they must be shared"
             )
         return layout
+
+    def coverage(self, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> Tensor:
+        """How many keys each token of each query head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
+
+        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+
+        Args:
+            num_kv_heads: heads of k and v, which have the offsets; default: num_heads.
+        """
+        keys = self._seen(seq_len, num_heads, num_kv_heads, False)
+        warn_of_blind(keys, "A branch of dilation rate 1, with a layout without empty rows, covers every token")
+        return keys
+
+    def flops(
+        self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False, num_kv_heads: int | None = None
+    ) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
+
+    def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
+        """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
+
+        Args:
+            num_heads: heads, as many of k and v; default: as many as `head` needs to exist.
+        """
+        return _plot(self, seq_len, head, num_heads, ax)
+
+    def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
+        from dilated_attention.plan import plan_dilated
+
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
+        dilated, ratio = self.dilated, num_heads // kv_heads
+        table = dilated.offset_table(kv_heads)
+        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+        for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
+            rows = group.queries
+            layout = self.layout_of(rows.count)
+            layout.check(1, rows.count, num_heads, kv_heads)
+            layout = layout.for_heads(num_heads)
+            seen = (layout.causal() if is_causal else layout).seen[0].cpu().expand(num_heads, -1)
+            for member in range(ratio):
+                first, step = group.head * ratio + member, group.head_stride * ratio
+                keys.as_strided(
+                    (group.heads, rows.segments, rows.count),
+                    (step * seq_len, rows.segment, rows.stride),
+                    first * seq_len + rows.start,
+                ).add_(seen[first : first + group.heads * step : step][:, None])
+        return keys
+
+
+def _plot(pattern: Dilated | Product, seq_len: int, head: int, num_heads: int | None, ax: Axes | None) -> Axes:
+    """One square a pixel: a pair of tokens, or the mean over neighbouring pairs of long sequences."""
+    from dilated_attention.plan import plan_dilated
+    from dilated_attention.plots import PIXELS, draw_counts
+
+    dilated = pattern if isinstance(pattern, Dilated) else pattern.dilated
+    heads = num_heads or max(head + 1, len(dilated.segment_lengths) if dilated.head_groups else 1)
+    if not 0 <= head < heads:
+        raise ValueError(f"head must lie in [0, {heads}); got {head}")
+    table = tuple((row[head],) for row in dilated.offset_table(heads))
+    pixels = min(seq_len, PIXELS)
+    image, is_causal = torch.zeros(pixels, pixels, dtype=torch.float64), False
+    for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
+        rows = group.queries
+        at = torch.arange(rows.count) * rows.stride + rows.start
+        blocks, q_block, k_block = torch.ones(1, 1, dtype=torch.float64), rows.count, rows.count
+        if isinstance(pattern, Product):
+            layout = pattern.layout_of(rows.count).to("cpu")
+            is_causal |= layout.is_causal
+            (q_block, k_block), blocks = layout.block_size, layout.dense_blocks()[0, head % layout.num_heads].double()
+        for first in range(0, rows.segments * rows.segment, rows.segment):
+            pixel = (at + first) * pixels // seq_len
+            low, high = int(pixel[0]), int(pixel[-1]) + 1
+            sides = []
+            for size, number in ((q_block, blocks.shape[0]), (k_block, blocks.shape[1])):
+                cell = torch.arange(rows.count) // size * (high - low) + pixel - low
+                tokens = torch.bincount(cell, minlength=number * (high - low))
+                sides.append(tokens.view(number, high - low).double())
+            image[low:high, low:high] += sides[0].T @ blocks @ sides[1]
+    tokens = torch.bincount(torch.arange(seq_len) * pixels // seq_len).double()
+    image /= tokens.outer(tokens)
+    ax = draw_counts((image.tril() if is_causal else image).numpy(), seq_len, len(table), ax)
+    ax.set_title(f"head {head}")
+    return ax

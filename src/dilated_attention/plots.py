@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 LINES = ("-", "--", ":", "-.")
+PIXELS = 512  # a side of a pattern's picture, at most
 
 
 @runtime_checkable
@@ -88,14 +89,27 @@ def plot_counts(
     pattern: Branches, seq_len: int, head: int, num_heads: int, ax: Axes | None = None, *, is_causal: bool = False
 ) -> Axes:
     """One square a (query row, key column) of one head: white where unseen, darker the more branches show the key."""
-    axes = Figure(figsize=(4, 4), layout="constrained").add_subplot() if ax is None else ax
     counts = _counts(pattern, seq_len, head, num_heads)
-    counts = np.tril(counts) if is_causal else counts
-    axes.imshow(counts, cmap="Greys", vmin=0, vmax=len(pattern.segment_lengths), interpolation="nearest")
-    axes.set(title=f"head {head}", xlabel="key", ylabel="query")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
+    axes = draw_counts(np.tril(counts) if is_causal else counts, seq_len, len(pattern.segment_lengths), ax)
+    axes.set_title(f"head {head}")
     return axes
+
+
+def draw_counts(counts: np.ndarray, seq_len: int, most: int, ax: Axes | None = None) -> Axes:
+    """An image of (query, key) pairs, one pixel a pair or several, white for 0 and black for `most`.
+
+    Without `ax`, on a figure of pyplot, which a notebook shows.
+    """
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        ax = plt.figure(figsize=(4, 4), layout="constrained").add_subplot()
+    extent = (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5)
+    ax.imshow(counts, cmap="Greys", vmin=0, vmax=most, extent=extent, interpolation="nearest")
+    ax.set(xlabel="key", ylabel="query")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+    return ax
 
 
 def _counts(pattern: Branches, seq_len: int, head: int, num_heads: int) -> np.ndarray:

@@ -48,6 +48,7 @@ def attention_weights(
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
         indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
         for group, layout in _groups(pattern, seq_len, kv_heads):
+            layout = None if layout is None else layout.for_heads(heads)
             sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads, is_causal)
             sample, head = sample.to(q.device)[:, None], head.to(q.device)[:, None]
             query, key = (

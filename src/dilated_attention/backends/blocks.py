@@ -87,6 +87,33 @@ class _BlockPlan:
         )
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Rows of one head that a fused call takes together, as many of them as memory allows.
+
+    Attributes:
+        rows: how many, over all lists of the layout; queries, keys: tokens of each.
+        copied: the keys are gathered; else they are a view.
+        masked: the diagonal cuts them. first: they are written; else merged into what earlier calls wrote.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    copied: bool
+    masked: bool
+    first: bool
+
+
+def calls(layout: BlockLayout) -> tuple[Calls, ...]:
+    """What runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
+    return tuple(
+        Calls(len(g.rows), g.q_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
+        for batch in range(layout.batch_size)
+        for g in _plan(layout, batch).groups
+    )
+
+
 def _plan(layout: BlockLayout, batch: int) -> _BlockPlan:
     batch = batch if layout.batch_size > 1 else 0
     key = ("blocks", layout.key, batch)

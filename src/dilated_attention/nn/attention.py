@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import Pattern, attention, dilated_attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, LayoutOfLength, Product
+from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
 from dilated_attention.weights import attention_weights
 
 
@@ -139,9 +139,8 @@ class BlockSparseDilatedAttention(_Attention):
     forward: as `DilatedAttention`. No parameters; the layout follows q to its device.
 
     Args:
-        layout: a `BlockLayout`, or a callable that gives the layout for n tokens, called in every forward (wrap it in
-            `functools.cache` to build each length once). Alone it is for seq; with segment_lengths, for the tokens of
-            a segment that take part (`Product`).
+        layout: a `BlockLayout`, or a callable that gives the layout for n tokens, always the same for the same n: it is
+            kept. Alone it is for seq; with segment_lengths, for the tokens of a segment that take part (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: of `Dilated`; left out: no dilation.
     """
 
@@ -181,10 +180,7 @@ class BlockSparseDilatedAttention(_Attention):
     def pattern_of(self, seq_len: int) -> BlockLayout | Product:
         if self.dilated is not None:
             return self.dilated * self.layout
-        layout = self.layout if isinstance(self.layout, BlockLayout) else self.layout(seq_len)
-        if not isinstance(layout, BlockLayout):
-            raise ValueError(f"layout({seq_len}) must give a BlockLayout; got {type(layout).__name__}")
-        return layout
+        return layout_for(self.layout, seq_len)
 
     def extra_repr(self) -> str:
         dilated = "" if self.dilated is None else f"{self.dilated}, "
