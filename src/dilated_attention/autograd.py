@@ -9,13 +9,15 @@ v, out and lse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import native, triton
+from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.layout import BlockLayout, name_of
 from dilated_attention.plan import Plan, plan_dilated, plan_layout
@@ -118,7 +120,13 @@ def dropout(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: Tens
     return dropout_of(dropout_p, seed, q.shape[0], q.shape[2], queries, keys[:, None], head_offset)
 
 
-_BACKENDS: dict[str, Any] = {"native": native, "triton": triton}
+_BACKENDS: dict[str, Any] = {
+    "native": native,
+    "triton": triton,
+    "flash": SimpleNamespace(
+        forward=partial(native.forward, operators=flash), backward=partial(native.backward, operators=flash)
+    ),
+}
 
 _OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "

@@ -74,7 +74,8 @@ def dilated_attention(
             segment grid that starts at its own first token.
         key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`).
         return_lse: also return lse.
-        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet) or
+        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet),
+            `"flash"` (FlashAttention, where it is installed; no masks but the causal one, no dropout, no layouts) or
             `"reference"` (dense, float64 inside, any derivative).
         mesh, seq_len, transport: context parallelism; not supported yet.
         head_offset: global index of the first key-value head of these tensors (tensor parallelism).
@@ -202,8 +203,16 @@ def _attend(
         raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    choice = table.choose(backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale))
     dilated = _dilated(pattern, q.shape[1])
+    asked = {
+        "key_padding_mask": key_padding_mask is not None,
+        "dropout_p": dropout_p > 0,
+        "a block layout": not isinstance(pattern, Dilated),
+    }
+    choice = table.choose(
+        backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale),
+        needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
+    )  # fmt: skip
     offsets = _table(dilated, compat, k.shape[2], head_offset)
     layouts = _layouts(pattern, q, k.shape[2], offsets, lengths, cu_seqlens)
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None
@@ -250,6 +259,14 @@ def _dilated(pattern: Pattern, seq_len: int) -> Dilated:
     if isinstance(pattern, BlockLayout):
         return Dilated((max(seq_len, 1),), (1,))
     return pattern.dilated if isinstance(pattern, Product) else pattern
+
+
+def _work(dilated: Dilated, q: Tensor) -> int:
+    """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
+    rows = sum(
+        min(w, q.shape[1]) // r**2 + 1 for w, r in zip(dilated.segment_lengths, dilated.dilation_rates, strict=True)
+    )
+    return rows * q.numel()
 
 
 def _layouts(
