@@ -18,7 +18,7 @@ from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step, attention, dilation, foundation, huggingface, real, strategies
+from dilated_attention.bench.suites import Step, attention, dilation, foundation, huggingface, model, real, strategies
 from dilated_attention.bench.tables import describe, number, write
 from dilated_attention.environment import require_device
 
@@ -36,6 +36,7 @@ SUITES = {
     "strategies": strategies,
     "real": real,
     "huggingface": huggingface,
+    "model": model,
 }
 
 

@@ -139,15 +139,19 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
     where the system does not tell.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
-    request["threads"] = torch.get_num_threads()
+    return in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
+
+
+def in_new_process(module: str, request: Mapping[str, object]) -> int | None:
+    """What `python -m module REQUEST` prints: a whole number, or null."""
     process = subprocess.run(
-        [sys.executable, "-m", "dilated_attention.bench.measure", json.dumps(request)],
+        [sys.executable, "-m", module, json.dumps(request)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
     )
     if process.returncode:
-        raise RuntimeError(f"measuring the memory of {case} ended with {process.returncode}: {process.stderr[-2000:]}")
+        raise RuntimeError(f"{module} {request} ended with {process.returncode}: {process.stderr[-2000:]}")
     answer: int | None = json.loads(process.stdout)
     return answer
 
@@ -160,10 +164,14 @@ def _measure_peak(request: dict[str, object]) -> int | None:
     for _ in Case(**{**case.parameters, "seq_len": 64}).contender(device, backward=backward)():
         pass  # loads the operators and starts the threads
     work = case.contender(device, backward=backward)
+    return peak_above_now(lambda: list(work()), device)
+
+
+def peak_above_now(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that a call adds, at its peak, to what this process holds; None where the system does not tell."""
     _forget_peak(device)
     before = peak_memory(device)
-    for _ in work():
-        pass
+    call()
     synchronize(device)
     after = peak_memory(device)
     return None if before is None or after is None else after - before

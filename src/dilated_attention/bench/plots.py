@@ -186,6 +186,26 @@ def _strategies(rows: list[Record]) -> Figure | None:
     return _bars(rows, {"": ""}, "dilated_attention", "time over dilated_attention")
 
 
+def _decoding(rows: list[Record]) -> Figure | None:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    drawn = False
+    wanted = (("time a token", "ms", "decoding", 1.0), ("bytes of the cache", "MiB", "KV cache", 2.0**20))
+    for axes, (what, unit, title, size) in zip(_axes(figure, 2), wanted, strict=True):
+        points: dict[str, dict[float, float]] = {}
+        for row in rows:
+            method = row["parameters"].get("method")
+            if row["name"] == f"decoding, {method}: {what}" and row["value"] is not None:
+                points.setdefault(method, {})[row["parameters"]["seq_len"]] = row["value"] / size
+        drawn |= _lines(axes, points)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.set(xlabel="tokens before", ylabel=f"{unit} a token" if unit == "ms" else unit, title=title)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    if drawn:
+        figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure if drawn else None
+
+
 def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(2.7 * count, height), layout="constrained")
     axes = list(figure.subplots(1, count, squeeze=False)[0])
@@ -269,4 +289,5 @@ PICTURES: dict[str, dict[str, Callable[[list[Record]], Figure | None]]] = {
     "attention": {"time": _time, "memory": _memory, "density": _density},
     "dilation": {"dilation": _dilation},
     "strategies": {"strategies": _strategies},
+    "model": {"decoding": _decoding},
 }
