@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, name_of
 from dilated_attention.plan import Plan, plan_dilated, plan_layout
 
@@ -250,6 +251,26 @@ def _in_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a call under `torch.func.vmap`, as one call whose batch has the mapped dimension inside."""
+    folded = []
+    for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
+        if argument.name == "cu_seqlens" and x is not None:
+            raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
+        if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
+            raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
+        if isinstance(x, Tensor) and x.dim():
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = x.flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in results)
+    return unfolded, (0,) * len(unfolded)
+
+
 class _Attention(torch.autograd.Function):
     """`dilated_attention::forward` with its gradient."""
 
@@ -276,6 +297,10 @@ class _Attention(torch.autograd.Function):
         )
         return (*gradients, *(None,) * 15)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _unfold(info, attend(*_fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)))
+
 
 class _AttentionBackward(torch.autograd.Function):
     """`dilated_attention::backward`, which has no gradient."""
@@ -295,6 +320,11 @@ class _AttentionBackward(torch.autograd.Function):
             "second derivatives of attention are not fused; "
             'call with backend="reference", which differentiates any number of times'
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        folded = _fold(torch.ops.dilated_attention.backward, info, in_dims, arguments)
+        return _unfold(info, _AttentionBackward.apply(*folded))
 
 
 @torch.library.impl("dilated_attention::forward", "Autograd")
