@@ -308,6 +308,22 @@ def test_refusals(case):
         model(torch.randint(3, 60, (2, 8)), **arguments)
 
 
+def test_dropout_acts_in_training_alone():
+    model = dilate(model_of("Llama", attention_dropout=0.5), **NESTED)
+    tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]
+    still, other = (model.eval()(tokens, attention_mask=mask).logits for _ in range(2))
+    assert torch.equal(still, other)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(model.train()(tokens, attention_mask=mask).logits)
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[2], atol=1e-2)
+    cache = model.eval()(tokens, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.5 with a cache"):
+        model.train()(tokens, past_key_values=cache)
+
+
 def test_refused_models():
     gemma = transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**WIDTH, **MLP, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2)

@@ -93,6 +93,30 @@ def test_gradients_under_vmap():
     assert relative_error(fused, dense) <= TOLERANCE[torch.float64]
 
 
+def test_dropout_under_vmap_differs_from_element_to_element():
+    q, k, v = (x[:1].expand_as(x).contiguous().requires_grad_() for x in tensors(3))
+
+    def dropped(*x):
+        return call(*x, dropout_p=0.5)
+
+    out = vmap(dropped, randomness="different")(q, k, v)
+    assert not torch.equal(out[0], out[1])
+
+    def loss(q):
+        torch.manual_seed(5)
+        return vmap(dropped, randomness="different")(q, k, v).sin().sum()
+
+    (gradient,) = torch.autograd.grad(loss(q), q)
+    step = 1e-5 * torch.randn_like(q)
+    difference = (loss(q + step) - loss(q - step)) / 2
+    torch.testing.assert_close(difference, (gradient * step).sum(), rtol=1e-6, atol=0)
+    with pytest.raises(UnsupportedError, match='only with randomness="different"'):
+        vmap(dropped, randomness="same")(q, k, v)
+    x = torch.randn(1, 5, 1, 2, **F64)
+    with pytest.raises(UnsupportedError, match='only with randomness="different"'):
+        jacrev(lambda q: dilated_attention(q, x, x, [4], [1], dropout_p=0.5))(x)
+
+
 def test_what_vmap_refuses():
     q, k, v = tensors(3)
     packed = (x[:, :1] for x in (q, k, v))

@@ -259,7 +259,11 @@ def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[A
             raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
         if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
-        if isinstance(x, Tensor) and x.dim():
+        if argument.name == "seed" and x is not None:
+            if dim is None:  # pairs are chosen by their place in the batch, which folding changes
+                raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
+            x = x.movedim(dim, 0)[0]
+        elif isinstance(x, Tensor):
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             x = x.flatten(0, 1)
         folded.append(x)
