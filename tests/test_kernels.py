@@ -98,7 +98,11 @@ def dilated(seq_len, kv_heads, w, r, **options):
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout"])
 def test_in_the_interpreter(name):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", f"{__file__}::{name}"]
+    in_a_child_process(f"{__file__}::{name}")
+
+
+def in_a_child_process(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", tests]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout + child.stderr

@@ -66,6 +66,7 @@ class Case:
         segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
         blocks, density, block_size: of the layout: a window as wide as the density asks, or random blocks.
         dtype: as in torch, `float32`.
+        backend: as in `dilated_attention`.
     """
 
     method: Method
@@ -81,6 +82,7 @@ class Case:
     head_dim: int = 64
     is_causal: bool = False
     dtype: str = "float32"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
@@ -98,6 +100,7 @@ class Case:
         """What a row of results records: what the method reads."""
         unread = set() if self.method in DILATED else {"segment_lengths", "dilation_rates", "offsets"}
         unread |= set() if self.method in SPARSE else {"blocks", "density", "block_size"}
+        unread |= {"backend"} if self.backend == "auto" else set()
         return {name: value for name, value in asdict(self).items() if name not in unread}
 
     @property
@@ -172,12 +175,13 @@ class Case:
 
     def prepare(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The call, with its layout made: from q, k and v to out."""
+        options: dict[str, Any] = {"is_causal": self.is_causal, "backend": self.backend}
         if self.method == "block-sparse":
             layout = self.layout(self.seq_len)
-            return lambda q, k, v: block_sparse_attention(q, k, v, layout, is_causal=self.is_causal)  # type: ignore[return-value]
+            return lambda q, k, v: block_sparse_attention(q, k, v, layout, **options)  # type: ignore[return-value]
         if self.method == "block-sparse dilated":
             product = self.pattern * cache(self.layout)
-            return lambda q, k, v: attention(q, k, v, product, is_causal=self.is_causal)  # type: ignore[return-value]
+            return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
         if self.method == "flex":
             if self.seq_len % self.block_size:
                 raise ValueError(f"method='flex' needs whole blocks of {self.block_size}; got seq_len={self.seq_len}")
@@ -194,7 +198,14 @@ class Case:
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.method == "dilated":
             return dilated_attention(
-                q, k, v, self.segment_lengths, self.dilation_rates, offsets=self.offsets, is_causal=self.is_causal
+                q,
+                k,
+                v,
+                self.segment_lengths,
+                self.dilation_rates,
+                offsets=self.offsets,
+                is_causal=self.is_causal,
+                backend=self.backend,
             )  # type: ignore[return-value]
         if self.method == "dense":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

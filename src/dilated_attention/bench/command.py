@@ -18,9 +18,19 @@ from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step, attention, dilation, foundation, huggingface, model, real, strategies
+from dilated_attention.bench.suites import (
+    Step,
+    attention,
+    dilation,
+    foundation,
+    gpu,
+    huggingface,
+    model,
+    real,
+    strategies,
+)
 from dilated_attention.bench.tables import describe, number, write
-from dilated_attention.environment import require_device
+from dilated_attention.environment import require_device, unavailable
 
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
@@ -37,6 +47,7 @@ SUITES = {
     "real": real,
     "huggingface": huggingface,
     "model": model,
+    "gpu": gpu,
 }
 
 
@@ -54,7 +65,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="the steps whose label, as the progress bar shows it, holds it"
     )
-    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.add_argument("--device", help="a PyTorch device (default: cpu; of the gpu suite cuda)")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
@@ -66,26 +77,30 @@ def add_parsers(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    names = dict.fromkeys(options.suite)
+    if "check" in names:
+        return _check(options.baseline, options.update)
     try:
-        device = require_device(options.device)
+        if "gpu" in names and options.device is None and (why := unavailable("cuda")):
+            raise ValueError(f"the gpu suite needs a GPU: {why}")
+        device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
+        if "all" in names:
+            names = dict.fromkeys(name for name in SUITES if name != "gpu" or device.type == "cuda")
+        steps = {name: SUITES[name].steps(device, options.quick) for name in names}
     except ValueError as error:
         print(f"dilated-attention bench: error: {error}", file=sys.stderr)
         return 2
-    if "check" in options.suite:
-        return _check(options.baseline, options.update)
-    suites = list(SUITES) if "all" in options.suite else list(dict.fromkeys(options.suite))
-    steps = {name: SUITES[name].steps(device, options.quick) for name in suites}
     steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
     if not any(steps.values()):
-        print(f"dilated-attention bench: error: --only {options.only!r}: no step of {suites} fits", file=sys.stderr)
+        print(f"dilated-attention bench: error: --only {options.only!r}: no step of {[*steps]} fits", file=sys.stderr)
         return 2
     folder = options.out or Path("runs/results" if options.quick else "results")
     console = Console()
-    for name in suites:
+    for name, chosen in steps.items():
         recorder = Recorder(folder, name, device)
         rows: list[Row] = []
         try:
-            measure_suite(steps[name], device, recorder, rows)
+            measure_suite(chosen, device, recorder, rows)
         except KeyboardInterrupt:
             console.print(table(f"{name}, interrupted", rows))
             return 130

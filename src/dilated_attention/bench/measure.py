@@ -75,16 +75,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleave(
-    contenders: Mapping[str, Contender], *, seconds: float, device: torch.device, least: int = 3, most: int = 50
+    contenders: Mapping[str, Contender],
+    *,
+    seconds: float,
+    device: torch.device,
+    least: int = 3,
+    most: int = 50,
+    dtype: torch.dtype = torch.float32,
 ) -> Rounds:
     """Run the contenders in rounds until about `seconds` are spent.
 
     Args:
         contenders: a phase's time counts from the contender's start.
+        dtype: of the matrix product.
         least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
     """
     size = 1536 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     everyone = {MATMUL: contender(lambda: a @ b), **contenders}
     names = list(everyone)
     begin = time.perf_counter()
