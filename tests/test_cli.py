@@ -193,6 +193,54 @@ def test_picture_of_a_pattern(tmp_path):
     assert (tmp_path / "pattern.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dilated --segments 64,256 --rates 1,4 --tokens 256", "sees 64 to 128 keys"),
+        ("dilated --segments 64,256 --rates 2,4 --head 1 --heads 4 --tokens 256", "128 tokens see none"),
+        ("dilated --segments 64,256 --rates 1,2 --head-groups --head 1 --tokens 256", "sees 0 to 128 keys"),
+        ("dilated --segments 64,256 --rates 1,4 --offsets head_block --tokens 256", "sees 64 to 128 keys"),
+        ("local --window 65 --block-size 16 --tokens 256", "sees 80 to 144 keys"),
+        ("local --density 0.5 --causal --tokens 4096", "sees 1 to"),
+        ("global --global-tokens 16 --block-size 16,32", "sees 32 to 1,024 keys"),
+        ("strided --stride 128", "sees 512 to 512 keys"),
+        ("dilated-blocks --block-rates 1,4 --reach 1", "sees 192 to 320 keys"),
+        ("hierarchical --levels 1:64,256:", "keys"),
+        ("random --density 0.25 --seed 3", "sees 256 to 256 keys"),
+        ("longformer --window 64 --global-tokens 1", "keys"),
+        ("bigbird --window 64 --global-tokens 1 --random-blocks 2", "keys"),
+        ("local --window 16 --block-size 16 --segments 128 --rates 2 --heads 2 --tokens 256", "128 tokens see none"),
+    ],
+)
+def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
+    assert exit_code(["plot", *words.split(), "--out", tmp_path / "a" / "pattern.png"]) == 0
+    assert said in capsys.readouterr().out
+    assert (tmp_path / "a" / "pattern.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dilated --segments 64", "--segments and --rates go together"),
+        ("dilated", "'dilated' needs --segments and --rates"),
+        ("dilated --segments 64 --rates 1 --window 3", "--window is not of 'dilated'"),
+        ("local", "give either window or density"),
+        ("local --window 3 --stride 4", "--stride is not of 'local'"),
+        ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
+        ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
+        ("random --density 2", "density must lie in (0, 1], got 2.0"),
+        ("local --window 3 --block-size 7", "block_size must be"),
+        ("local --window 3 --tokens 0", "seq_len must be"),
+        ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
+        ("hierarchical --levels a", "invalid list of levels value: 'a'"),
+        ("nowhere", "nowhere: no files of results"),
+    ],
+)
+def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in failure(capsys, "plot", *words.split())
+
+
 def test_divergence_is_one_line(capsys, tmp_path, text):
     words = ["--out", tmp_path / "run", *TINY, "--lr", "1e30", "--steps", "50", "--warmup", "0"]
     assert exit_code(["train", text, *words]) == 1

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.bench import check, plots
+from dilated_attention.bench import check, patterns, plots
 from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
@@ -176,13 +176,21 @@ def _add_profile(commands: Any) -> None:
 def _add_plot(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
-        help="draw the pictures and write the tables of the documents from the files of results",
-        description="Draw what <results>/<device>/*.jsonl hold, as <out>/<device>/*.png, and write the figures that "
-        "documents ask for between <!-- results: ... --> and <!-- end of results -->.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="draw a pattern; or the pictures and tables of the documents, from the files of results",
+        description="plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl "
+        "hold, as <out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
+        "<!-- end of results -->.",
     )
-    parser.add_argument("results", type=Path, nargs="?", default=Path("results"), help="folder of results")
-    parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of pictures")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        default="results",
+        metavar="PATTERN|RESULTS",
+        help=f"a pattern ({', '.join(patterns.NAMES)}), or a folder of results (results)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
+    )
     parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
     parser.add_argument(
         "--documents",
@@ -191,16 +199,23 @@ def _add_plot(commands: Any) -> None:
         default=[Path("README.md"), Path("docs")],
         help="Markdown files, or folders",
     )
+    patterns.add_options(parser)
     parser.set_defaults(run=_plot)
 
 
 def _plot(options: argparse.Namespace) -> int:
     try:
-        written = list(plots.draw(options.results, options.out))
-        written += plots.draw_patterns(options.out) if options.patterns else []
+        if options.what in patterns.NAMES:
+            path = options.out or Path("runs/pattern.png")
+            print(patterns.picture(options.what, vars(options), path))
+            print(f"written: {path}")
+            return 0
+        results, out = Path(options.what), options.out or Path("docs/pictures")
+        written = list(plots.draw(results, out))
+        written += plots.draw_patterns(out) if options.patterns else []
         for place in options.documents:
             files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
-            written += [file for file in files if write(file, options.results)]
+            written += [file for file in files if write(file, results)]
     except (ValueError, OSError) as error:
         print(f"dilated-attention plot: error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,144 @@
+"""`plot PATTERN`: any pattern as options of the command line spell it, and its picture."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated, Product
+
+BUILDERS: dict[str, Callable[..., BlockLayout]] = {
+    "local": BlockLayout.local,
+    "global": BlockLayout.global_,
+    "strided": BlockLayout.strided,
+    "dilated-blocks": BlockLayout.dilated,
+    "hierarchical": BlockLayout.hierarchical,
+    "random": BlockLayout.random,
+    "longformer": BlockLayout.longformer,
+    "bigbird": BlockLayout.bigbird,
+}
+NAMES = ("dilated", *BUILDERS)
+# What the builders' own arguments are called on the command line.
+OPTIONS = {
+    "window": "window",
+    "tokens": "global_tokens",
+    "global_tokens": "global_tokens",
+    "stride": "stride",
+    "rates": "block_rates",
+    "reach": "reach",
+    "levels": "levels",
+    "density": "density",
+    "random_blocks": "random_blocks",
+    "seed": "seed",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of patterns; the namespace holds those that are given."""
+    group = parser.add_argument_group("patterns", argument_default=argparse.SUPPRESS)
+    group.add_argument("--tokens", type=int, metavar="N", help="length of the sequence (1024)")
+    group.add_argument("--segments", type=_integers, metavar="N,N", help="segment lengths; with a layout, a product")
+    group.add_argument("--rates", type=_integers, metavar="N,N", help="dilation rate of each segment length")
+    group.add_argument("--offsets", choices=["head", "head_block"], help="offsets of the heads")
+    group.add_argument("--head-groups", action="store_true", help="a run of heads for each branch")
+    group.add_argument("--heads", type=int, metavar="N", help="heads of the model")
+    group.add_argument("--head", type=int, metavar="N", help="the one to draw (0)")
+    group.add_argument("--causal", action="store_true", help="of layouts: no query sees a later key")
+    group.add_argument("--block-size", type=_integers, metavar="N", help="of layouts (64), or N,N: of queries and keys")
+    for name, kind, text in (
+        ("window", int, "local, longformer, bigbird: tokens on either side"),
+        ("global-tokens", int, "global, longformer, bigbird: leading tokens that all see"),
+        ("stride", int, "strided: tokens"),
+        ("block-rates", _integers, "dilated-blocks: rates, in blocks"),
+        ("reach", int, "dilated-blocks: steps of each rate"),
+        ("levels", _levels, "hierarchical: STRIDE:WINDOW,STRIDE:WINDOW in tokens, fine to coarse"),
+        ("density", float, "local, global, dilated-blocks, random: share of the blocks"),
+        ("random-blocks", int, "bigbird: blocks a row"),
+        ("seed", int, "random, bigbird (0)"),
+    ):
+        group.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
+
+
+def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Product:
+    """The pattern that a name and the options given mean. ValueError for what is missing, or not the pattern's."""
+    dilated = _dilated(options)
+    if name == "dilated":
+        if dilated is None:
+            raise ValueError("'dilated' needs --segments and --rates")
+        _refuse(name, options, set())
+        return dilated
+    builder = BUILDERS[name]
+    parameters = {key: p for key, p in inspect.signature(builder).parameters.items() if key in OPTIONS}
+    _refuse(name, options, {OPTIONS[key] for key in parameters} | {"block_size", "causal"})
+    given = {"seed": 0, **options}
+    values = {key: given[OPTIONS[key]] for key in parameters if OPTIONS[key] in given}
+    missing = [f"--{OPTIONS[key]}" for key, p in parameters.items() if p.default is p.empty and key not in values]
+    if missing:
+        raise ValueError(f"{name!r} needs {', '.join(missing)}".replace("_", "-"))
+    block = options.get("block_size", (64,))
+    block_size = block[0] if len(block) == 1 else block
+
+    def layout(length: int) -> BlockLayout:
+        return builder(length, block_size=block_size, is_causal=options.get("causal", False), **values)
+
+    return layout(options.get("tokens", 1024)) if dilated is None else dilated * layout
+
+
+def picture(name: str, options: dict[str, Any], path: Path) -> str:
+    """Draw the pattern as PNG; what there is to say about it, in a line."""
+    pattern = pattern_of(name, options)
+    tokens, head = options.get("tokens", 1024), options.get("head", 0)
+    figure = Figure(figsize=(5, 5.3), layout="constrained")
+    axes = figure.add_subplot()
+    least = 1 if not isinstance(pattern, Dilated) or not pattern.head_groups else len(pattern.segment_lengths)
+    heads = options.get("heads", max(head + 1, least))
+    if isinstance(pattern, BlockLayout):
+        pattern.plot(axes)
+    else:
+        pattern.plot(tokens, head, heads, axes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keys = pattern.coverage(tokens, heads)[head]
+    figure.suptitle(f"{name}, {tokens:,} tokens", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    blind = f"; {int((keys == 0).sum()):,} tokens see none" if caught and bool((keys == 0).any()) else ""
+    mean = keys.double().mean().item()
+    return f"a token of head {head} sees {int(keys.min()):,} to {int(keys.max()):,} keys, {mean:,.0f} on average{blind}"
+
+
+def _dilated(options: dict[str, Any]) -> Dilated | None:
+    if ("segments" in options) != ("rates" in options):
+        raise ValueError("--segments and --rates go together")
+    if "segments" not in options:
+        for name in ("offsets", "head_groups"):
+            if name in options:
+                raise ValueError(f"--{name.replace('_', '-')} is of a dilated pattern: give --segments and --rates")
+        return None
+    offsets, groups = options.get("offsets", "head"), options.get("head_groups", False)
+    return Dilated(options["segments"], options["rates"], offsets, groups)
+
+
+def _refuse(name: str, options: dict[str, Any], read: set[str]) -> None:
+    for option in ({"block_size", "causal", *OPTIONS.values()} - read) & options.keys():
+        raise ValueError(f"--{option.replace('_', '-')} is not of {name!r}; it would change nothing")
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _levels(text: str) -> list[tuple[int, int | None]]:
+    pairs = (part.partition(":") for part in text.split(","))
+    return [(int(stride), int(window) if window else None) for stride, _, window in pairs]
+
+
+_integers.__name__ = "list of integers"  # argparse names the type in its error
+_levels.__name__ = "list of levels"
