@@ -45,6 +45,7 @@ def dilated_attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
 
@@ -82,6 +83,7 @@ def dilated_attention(
         transport: how rows travel between ranks: `"exchange"`, `"doubling"`, `"ring"`, `"all_gather"`, `"ulysses"`, or
             `"auto"`: see `explain` for what it takes and why.
         head_offset: global index of the first key-value head of these tensors (tensor parallelism).
+        layer: what errors of a mesh call this place.
 
     Returns:
         out, as q; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for float64), natural logarithm,
@@ -95,7 +97,7 @@ def dilated_attention(
     return _attend(
         q, k, v, pattern, compat=compat, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -117,6 +119,7 @@ def attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
 
@@ -125,7 +128,7 @@ def attention(
     return _attend(
         q, k, v, pattern, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -147,6 +150,7 @@ def block_sparse_attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Block-sparse attention: one softmax a row over all keys of the key blocks that the layout lists for it.
 
@@ -163,7 +167,7 @@ def block_sparse_attention(
     return _attend(
         q, k, v, layout, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -186,6 +190,7 @@ def _attend(
     seq_len: int | None,
     head_offset: int,
     transport: str,
+    layer: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     context = None if mesh is None else _context(mesh)
     try:
@@ -230,7 +235,7 @@ def _attend(
 
         out, lse = context_parallel_attention(
             q, k, v, segments, rates, offsets, mesh=mesh, seq_len=seq_len, **options, **ragged, layouts=layouts,
-            backend=choice.backend, transport=transport,
+            backend=choice.backend, transport=transport, layer=layer,
         )  # fmt: skip
     else:
         out, lse = autograd.attend(

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.nn import TransformerBlock, rotary_tables
+from dilated_attention.parallel.sharding import cp_mean, mesh_size, sequence_range, shard_sequence
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_tensors, require_same, write_tensors, write_text
 
@@ -104,6 +106,7 @@ class LongNetLM(nn.Module):
 
     forward: tokens `(batch, seq)` integers -> logits `(batch, seq, vocab_size)`; logits at t see tokens <= t.
     With `config.pattern=None` it is the same model (same parameters, same draws) with dense attention.
+    After `parallel.set_context_parallel(model, mesh)` tokens and logits are this rank's shard of a sequence.
     """
 
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
@@ -117,7 +120,12 @@ class LongNetLM(nn.Module):
             for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(config.embed_dim)
+        self.mesh: Any = None
         self.reset_parameters()
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """What `parallel.set_context_parallel` calls; use that, which reaches the attention of every block too."""
+        self.mesh = mesh
 
     def reset_parameters(self) -> None:
         """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers)."""
@@ -127,23 +135,40 @@ class LongNetLM(nn.Module):
                 nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], *, positions: Int[Tensor, "*batch seq"] | None = None
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        seq_len: int | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
-        """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ..."""
+        """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ..., counted from
+        the start of the whole sequence. seq_len: its length over a mesh; None: equal shards."""
         x = self.embedding(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+            if self.mesh is not None:
+                whole = tokens.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+                positions = positions + sequence_range(whole, self.mesh)[0]
         exact = torch.promote_types(x.dtype, torch.float32)
         head_dim = self.config.embed_dim // self.config.num_heads
         rotary = rotary_tables(positions, head_dim, self.config.rope_base, exact)
         for block in self.blocks:
-            x = block(x, rotary, is_causal=True)
+            x = block(x, rotary, is_causal=True, seq_len=seq_len)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, tokens: Int[Tensor, "batch seq_and_one"]) -> Float[Tensor, ""]:
-        """Mean cross entropy in nats of tokens[:, 1:] given all before each."""
-        logits = self(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        """Mean cross entropy in nats of tokens[:, 1:] given all before each.
+
+        Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
+        scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
+        """
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        if self.mesh is None:
+            return F.cross_entropy(self(inputs).flatten(0, 1), labels.flatten())
+        shard, own = shard_sequence(inputs, self.mesh), shard_sequence(labels, self.mesh)
+        logits = self(shard, seq_len=inputs.shape[1])
+        total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+        return cp_mean(total, own.numel(), self.mesh)
 
     @torch.no_grad()
     def generate(
@@ -158,6 +183,8 @@ class LongNetLM(nn.Module):
 
         Each token costs a forward of the whole prefix.
         """
+        if self.mesh is not None:
+            raise UnsupportedError("generate runs on one device; call parallel.set_context_parallel(model, None) first")
         if tokens.shape[1] == 0:
             raise ValueError("tokens: empty prompt; give at least one token")
         if temperature < 0:

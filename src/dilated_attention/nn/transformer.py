@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dilated_attention.functional import dilated_attention
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import rotate
+from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated
 
 
 class SelfAttention(nn.Module):
     """W_o A(R W_q x, R W_k x, W_v x): rotary positions R, grouped queries, no biases.
 
-    A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None.
+    A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None; over a mesh
+    dense attention is the pattern of one segment.
     """
 
     def __init__(
@@ -36,14 +41,30 @@ class SelfAttention(nn.Module):
                 backend=backend,
             )
         )
+        self.backend = backend
+        self.mesh, self.transport, self.layer = None, "auto", ""
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Run over `mesh`, None for one device. See `parallel.set_context_parallel`."""
+        self.mesh, self.transport, self.layer = mesh, transport, layer
 
     def forward(
-        self, x: Float[Tensor, "batch seq embed_dim"], rotary: tuple[Tensor, Tensor], is_causal: bool = False
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: tuple[Tensor, Tensor],
+        is_causal: bool = False,
+        seq_len: int | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         q, k = rotate(q, rotary), rotate(k, rotary)
         if self.attention is not None:
-            out = self.attention(q, k, v, is_causal=is_causal)
+            out = self.attention(q, k, v, is_causal=is_causal, seq_len=seq_len)
+        elif self.mesh is not None:
+            whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+            out = dilated_attention(
+                q, k, v, (max(whole, 1),), (1,), is_causal=is_causal, backend=self.backend,
+                mesh=self.mesh, seq_len=whole, transport=self.transport, layer=self.layer,
+            )  # fmt: skip
         else:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -76,7 +97,11 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "batch seq embed_dim"], rotary: tuple[Tensor, Tensor], is_causal: bool = False
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: tuple[Tensor, Tensor],
+        is_causal: bool = False,
+        seq_len: int | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        x = x + self.attention(self.attention_norm(x), rotary, is_causal)
+        x = x + self.attention(self.attention_norm(x), rotary, is_causal, seq_len)
         return x + self.mlp(self.mlp_norm(x))

@@ -64,9 +64,10 @@ torch.library.define(
 
 @dataclass(frozen=True)
 class _Description:
-    """What must be equal on every rank for messages to fit, one `name=value` a line."""
+    """What must be equal on every rank for messages to fit, one `name=value` a line; and the plan in a few words."""
 
     text: str
+    plan: str
     nbytes: int
 
 
@@ -121,7 +122,6 @@ class _Call:
     def open(self, q: Tensor, k: Tensor, sharding: Sharding, transport: str) -> Link:
         """The link, once every rank has been found to make the same call."""
         link = link_of(self.group)
-        link.place = self.layer
         start, stop = sharding.shard(link.rank)
         problem = None
         if q.shape[1] != stop - start:
@@ -132,6 +132,7 @@ class _Call:
         shapes = q.shape[0], q.shape[2], q.shape[3], q.dtype
         key = ("description", sharding, len(self.bounds), *shapes, self.scale, transport)
         description = plan_cache.get(key, lambda: self._describe(sharding, *shapes, transport))
+        link.place = f"{self.layer}, {description.plan}" if self.layer else description.plan
         link.agree(description.text, problem, q.device)
         return link
 
@@ -157,7 +158,11 @@ class _Call:
             "transport": transport,
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
-        return _Description(text, len(text) + sharding.nbytes)
+        branches = ", ".join(
+            [f"{w}/{r}" for w, r in zip(sharding.segment_lengths, sharding.dilation_rates, strict=True)]
+        )
+        plan = f"{transport} of {sharding.seq_len} tokens, branches {branches}"
+        return _Description(text, plan, len(text) + len(plan) + sharding.nbytes)
 
 
 def _digest(layout: BlockLayout) -> str:
