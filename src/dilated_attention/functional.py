@@ -204,7 +204,7 @@ def _attend(
         choice = table.choose(backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale)
         dilated = _dilated(pattern, seq_len)
         offsets = _table(dilated, compat, k.shape[2], head_offset)
-        layouts = _layouts(pattern, q, seq_len, offsets, lengths, cu_seqlens)
+        layouts = [x.to(q.device) for x in _layouts(pattern, q, seq_len, offsets, lengths, cu_seqlens)]
         if context is not None and choice.backend == "reference":
             raise UnsupportedError("backend='reference' sees one device; with a mesh use backend='auto'")
         if context is not None and context.size > 1 and key_padding_mask is not None:
@@ -332,7 +332,7 @@ def _layouts(
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
             layout.check(1, layout.seq_len, q.shape[2])
-    return [layout.to(q.device) for layout in found]
+    return found
 
 
 def _dense_layouts(layouts: list[BlockLayout]) -> Callable[[int, int], Tensor]:

@@ -112,6 +112,7 @@ class LongNetLM(nn.Module):
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
+        self.backend = backend
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.blocks = nn.ModuleList(
             TransformerBlock(

@@ -35,7 +35,7 @@ class _Attention(nn.Module):
         self.layer = ""
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, None for one device; errors call this module `layer`. See `parallel.set_context_parallel`."""
+        """Run over `mesh`, None for one device; `layer` in errors. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = mesh, transport, layer
 
     def pattern_of(self, seq_len: int) -> Pattern:

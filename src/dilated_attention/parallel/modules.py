@@ -24,4 +24,4 @@ def set_context_parallel(module: nn.Module, mesh: Mesh | None, transport: str = 
             "alone. Use nn.MultiheadDilatedAttention or nn.DilatedAttention in it"
         )
     for child, name in found:
-        child.set_context_parallel(mesh, transport, name)  # type: ignore[operator]
+        child.set_context_parallel(mesh, transport, name)
