@@ -20,7 +20,7 @@ from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import session
-from dilated_attention.training.loop import Training, read_checkpoint
+from dilated_attention.training.loop import read_checkpoint
 from dilated_attention.training.ranks import Ranks
 
 MODEL = {"embed_dim": 16, "num_layers": 2, "num_heads": 2, "pattern": Dilated((16, 65), (1, 4))}
@@ -67,7 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """The folder of a run on two ranks, one of which was killed in its sixth step; and the losses of one that was not."""
+    """A run on two ranks, one of which was killed in its sixth step; and the losses of a run that went through."""
     out = tmp_path_factory.mktemp("interrupted")
     whole, _ = processes.run(2, train, write_text(out), out / "whole", 2)
     survivor, killed = processes.World(2, train, write_text(out), out, 2, False, 5, timeout=5.0).outcomes(60)
