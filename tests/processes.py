@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "dilated_attention.parallel.attention"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "dilated_attention.training.session", "dilated_attention.training.ranks"]
+)
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,7 +137,8 @@ class Link:
     traffic: Traffic = field(default_factory=Traffic)
     fingerprint: int = 0
     place: str = ""
-    _agreed: set[str] = field(default_factory=set)
+    calls: int = 0
+    _agreed: set[int] = field(default_factory=set)
     _collectives: int = 0
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
@@ -164,22 +165,39 @@ class Link:
             problem: why this rank refuses its own call, if it does.
         """
         self.require_alive()
-        text = description if problem is None else f"refused={problem}"
-        self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        if text in self._agreed:
+        self.calls += 1
+        self.fingerprint = _fingerprint(description)
+        if self.fingerprint in self._agreed:
+            if problem is not None:
+                self._report_refusal(problem)
+                raise ValueError(problem)
             return
+        text = description if problem is None else f"refused={problem}"
+        self.fingerprint = _fingerprint(text)
         words = torch.tensor([self.fingerprint, -self.fingerprint], device=device)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
             largest, smallest = words.tolist()
             if largest == -smallest and problem is None:
-                self._agreed.add(text)
+                self._agreed.add(self.fingerprint)
                 return
             texts: list[str] = [text] * self.size
             if largest != -smallest:
                 dist.all_gather_object(texts, text, group=self.group)
         raise ValueError(_difference(texts))
+
+    def refuse(self, problem: str, device: torch.device) -> None:
+        """Raise what makes this rank's call impossible: in the group's first call on every rank.
+
+        Later the others may be past their comparisons and wait for this rank's rows: their error quotes the problem.
+        """
+        if self._agreed:
+            self.require_alive()
+            self.calls += 1
+            self._report_refusal(problem)
+            raise ValueError(problem)
+        self.agree("", problem, device)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
@@ -253,25 +271,39 @@ class Link:
         self._death = f"rank {self.rank} of {self.size}{place}, {what}: {reason}"
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
+    def _store(self) -> dist.Store:
+        """The rendezvous store's part for this group."""
+        return dist.PrefixStore(
+            f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+        )
+
+    def _report_refusal(self, problem: str) -> None:
+        """Leave word of why this rank stays away from its current call."""
+        _within_a_second(lambda: self._store().set(f"refusal/{self.rank}", f"{self.calls} {problem}"))
+
     def _roll_call(self) -> str:
         """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits."""
         if self.size > _ROLL_CALL_RANKS:
             return ""
         answered: set[int] = set()
+        refusals: list[str] = []
 
         def call() -> None:
-            store = dist.PrefixStore(
-                f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
-            )
+            store = self._store()
             store.set(str(self.rank), "failed")
+            answered.add(self.rank)
+            for j in range(self.size):
+                if store.check([f"refusal/{j}"]):
+                    number, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
+                    if int(number) == self.calls:
+                        refusals.append(f"; rank {j} refused the call: {problem}")
             while len(answered) < self.size:
                 answered.update([j for j in range(self.size) if j not in answered and store.check([str(j)])])
                 time.sleep(0.02)
 
-        # The store may itself be gone or frozen with its host: ask from a thread that may be left behind.
-        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
-        thread.start()
-        thread.join(_ROLL_CALL_SECONDS)
+        _within_a_second(call)
+        if refusals:
+            return "".join(refusals)
         if not answered:
             return "; the rendezvous store does not answer: its host is likely lost"
         missing = sorted(set(range(self.size)) - answered)
@@ -322,16 +354,30 @@ class Link:
         return Transfer(self, works, buffer, received, seal, what)
 
 
-def _quietly(call: object) -> None:
-    try:
-        call()  # type: ignore[operator]
-    except RuntimeError:
-        return  # the store is gone; the roll call stays unanswered and says so
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _within_a_second(call: Callable[[], object]) -> None:
+    """Talk to the rendezvous store, which may itself be gone or frozen with its host: in a thread that may be left
+    behind."""
+
+    def quietly() -> None:
+        try:
+            call()
+        except RuntimeError:
+            return  # the store is gone; what it was asked stays unanswered
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(_ROLL_CALL_SECONDS)
 
 
 def _difference(texts: Sequence[str]) -> str:
     """Which ranks' descriptions differ from the most frequent one, and in what."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
+    if len(refusals) == len(texts) and len(set(texts)) == 1:
+        return refusals[0]
     if refusals:
         ranks = ", ".join(map(str, refusals))
         return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
