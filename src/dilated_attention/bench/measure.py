@@ -160,7 +160,7 @@ def _measure_peak(request: dict[str, object]) -> int | None:
     for _ in Case(**{**case.parameters, "seq_len": 64}).contender(device, backward=backward)():
         pass  # loads the operators and starts the threads
     work = case.contender(device, backward=backward)
-    _forget_peak(device)
+    forget_peak(device)
     before = peak_memory(device)
     for _ in work():
         pass
@@ -169,7 +169,7 @@ def _measure_peak(request: dict[str, object]) -> int | None:
     return None if before is None or after is None else after - before
 
 
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
     """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
