@@ -37,6 +37,7 @@ def _enter(rank: int, size: int, port: int, timeout: float, function: Callable, 
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
+    dist.barrier()  # or a rank that is done leaves before its peers have connected
     try:
         pipe.send(("result", function(*arguments)))
     except Exception:

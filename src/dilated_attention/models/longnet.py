@@ -43,6 +43,7 @@ class LongNetStack(Pretrained):
     ) -> None:
         super().__init__()
         self.config = config
+        self.backend = backend
         self.gradient_checkpointing = False
         self.mesh: Any = None
         self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.embed_dim)

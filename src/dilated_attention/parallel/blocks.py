@@ -158,7 +158,7 @@ def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[
 
     class_heads = [head for _, lists in _heads(sharding, layout, crossing) for head in lists]
     per_list = len(class_heads)
-    selected = layout if layout.num_heads == 1 else layout.to("cpu").select(heads=class_heads)  # type: ignore[arg-type]
+    selected = layout if layout.num_heads == 1 else layout.to("cpu").select(heads=class_heads)
     indptr, indices = selected.to("cpu").indptr.numpy(), selected.to("cpu").indices.numpy()
     query_blocks = np.arange(own[0] // q_block, -(-own[1] // q_block))
     starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
