@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,43 +127,83 @@ class LongNetStack(Pretrained):
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         seq_len: int | None = None,
         cache: KeyValueCache | None = None,
-        sources: list[tuple[Tensor, Tensor]] | None = None,
-        source_mask: Tensor | None = None,
         all_layers: bool = False,
+        **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
         """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
         last].
 
         With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
         sees another; states are 0 where they are padding.
+
+        Args:
+            sources: `sources` and `source_mask` of cross-attention.
         """
         batch, seq, _ = x.shape
         if self.mesh is not None:
-            for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources)):
+            for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources.get("sources"))):
                 if given is not None:
                     raise UnsupportedError(
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                     )
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
-        rotary, origins = self.config.rotary, None
-        if rotary is not None:
-            positions, origins = self._positions(x, positions, counts, seq_len)
-        kept, cu_seqlens = None, None
-        if min(counts, default=seq) < seq:
-            ends = torch.tensor([0, *counts], device=x.device)
-            kept = torch.arange(seq, device=x.device) < ends[1:, None]
-            cu_seqlens = ends.cumsum(0)
-            x = x[kept][None]
-            if positions is not None and origins is not None:
-                positions, origins = (p.expand(batch, seq)[kept] for p in (positions, origins))
-        if cache is not None:
-            cache.begin(counts, packed=kept is not None)
+        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
+        options: dict[str, Any] = {"is_causal": is_causal, "cache": cache, "all_layers": all_layers, **sources}
+        options["seq_len"] = seq_len
+        if min(counts, default=seq) == seq:
+            return self._run(x, counts, places, None, **options)
+        kept = within(counts, seq, x.device)
+        if places is not None:
+            places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
+        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), **options)
+        return [padded(state, kept) for state in states]
+
+    def packed(
+        self,
+        x: Float[Tensor, "1 tokens embed_dim"],
+        counts: Sequence[int],
+        *,
+        is_causal: bool,
+        all_layers: bool = False,
+    ) -> list[Float[Tensor, "1 tokens embed_dim"]]:
+        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so."""
+        if self.mesh is not None:
+            raise UnsupportedError(
+                "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None)"
+            )
+        if len(set(counts)) == 1:  # nothing to pack
+            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, all_layers=all_layers)
+            return [state.view(x.shape) for state in states]
+        places = None
+        if self.config.rotary is not None:
+            kept = within(counts, max(counts, default=0), x.device)
+            both = self._positions(x.new_empty(*kept.shape, 0), None, list(counts), None)
+            places = (both[0].expand(kept.shape)[kept], both[1].expand(kept.shape)[kept])
+        cu_seqlens = cumulative(counts, x.device)
+        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, all_layers=all_layers)
+
+    def _run(
+        self,
+        x: Tensor,
+        counts: list[int],
+        places: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+        *,
+        is_causal: bool,
+        all_layers: bool,
+        seq_len: int | None = None,
+        cache: KeyValueCache | None = None,
+        sources: list[tuple[Tensor, Tensor]] | None = None,
+        source_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
         tables = None
-        if rotary is not None:
-            assert positions is not None
-            assert origins is not None
-            tables = rotary.tables(positions, origins, torch.promote_types(x.dtype, torch.float32))
+        if places is not None:
+            assert self.config.rotary is not None
+            tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
+        if cache is not None:
+            cache.begin(counts, packed=cu_seqlens is not None)
         states = [x]
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
@@ -178,18 +218,9 @@ class LongNetStack(Pretrained):
             else:
                 x = block(x, tables, is_causal, **options)
             states = [*states, x] if all_layers else [x]
-        x = self.norm(x)
-        states = [*states, x] if all_layers else [x]
         if cache is not None:
             cache.end(counts)
-        if kept is None:
-            return states
-        full = []
-        for state in states:
-            padded = state.new_zeros(batch, seq, state.shape[-1])
-            padded[kept] = state[0]
-            full.append(padded)
-        return full
+        return [*states, self.norm(x)] if all_layers else [self.norm(x)]
 
     def _positions(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
@@ -225,6 +256,25 @@ class LongNetStack(Pretrained):
         if not torch.compiler.is_compiling():
             rotary.check(int((positions - origins).abs().max()), x.dtype)
         return positions, origins
+
+
+def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:
+    """True at the tokens of each sample, False at its padding."""
+    return torch.arange(seq, device=device) < torch.tensor(counts, device=device)[:, None]
+
+
+def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " samples_and_one"]:
+    """Where each packed sample starts, and the end of the last."""
+    return torch.tensor([0, *counts], device=device).cumsum(0)
+
+
+def padded(
+    x: Float[Tensor, "1 tokens embed_dim"], kept: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq embed_dim"]:
+    """Packed samples, each at the start of a row of zeros."""
+    full = x.new_zeros(*kept.shape, x.shape[-1])
+    full[kept] = x[0]
+    return full
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
@@ -384,8 +434,7 @@ class LongNetLM(LongNetStack):
             counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
             if not min(counts):
                 raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
-            ends = torch.tensor(counts, device=source.device)[:, None, None, None]
-            mask = torch.arange(source.shape[1], device=source.device) < ends
+            mask = within(counts, source.shape[1], source.device)[:, None, None]
         return [cross.read(source) for cross in crosses], mask
 
     def loss(
