@@ -2,7 +2,7 @@
 
 Three kinds of figures come out, and are labelled as such everywhere:
 
-    measured   this rank's compute time and peak memory on this device;
+    measured   this rank's compute, in seconds of its one thread's CPU time, and peak memory on this device;
     counted    bytes, messages and rounds, where tensors are handed to `torch.distributed`;
     modelled   time of communication, latency x messages + bytes / bandwidth, and all of the other schemes.
 
@@ -194,10 +194,9 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
         yield Row(name=name, parameters=parameters, value=value, unit=unit, refused=refused)
 
 
-def rehearse(worlds: Sequence[World], rounds: int = 1, *, threads: int | None = None) -> list[Rehearsal]:
-    """Run the worlds one after another, `rounds` times, in one process of its own."""
+def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
+    """Run the worlds one after another, `rounds` times, in one process of its own, of one thread."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
-    request["threads"] = threads or torch.get_num_threads()
     process = subprocess.run(
         [sys.executable, "-m", "dilated_attention.bench.simulate", json.dumps(request)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -228,9 +227,9 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
     segments, rates = world.pattern.segment_lengths, world.pattern.dilation_rates
 
     def timed(work: Callable[[], Any]) -> tuple[Any, float, Traffic]:
-        link.traffic, filled, begin = Traffic(), link.filled, time.perf_counter()
+        link.traffic, filled, begin = Traffic(), link.filled, time.process_time()
         result = work()
-        seconds = time.perf_counter() - begin - (link.filled - filled)
+        seconds = time.process_time() - begin - (link.filled - filled)
         return result, seconds, link.traffic
 
     def run() -> tuple[float, float, Traffic, Traffic]:
@@ -282,7 +281,7 @@ def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
 
 
 def _main(request: dict[str, Any]) -> None:
-    torch.set_num_threads(request["threads"])
+    torch.set_num_threads(1)
     worlds = [World(**world) for world in request["worlds"]]
     print(json.dumps([asdict(found) for found in _rehearse(worlds, request["rounds"])]))
 

@@ -149,8 +149,9 @@ class LongNetStack(Pretrained):
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
-        options: dict[str, Any] = {"is_causal": is_causal, "cache": cache, "all_layers": all_layers, **sources}
-        options["seq_len"] = seq_len
+        options: dict[str, Any] = {
+            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers, **sources,
+        }  # fmt: skip
         if min(counts, default=seq) == seq:
             return self._run(x, counts, places, None, **options)
         kept = within(counts, seq, x.device)

@@ -408,7 +408,7 @@ class RehearsalLink(Link):
     """The end of a group that has no other ends: transfers are counted and take no time, normals arrive.
 
     Attributes:
-        filled: seconds spent drawing them, which no real rank spends.
+        filled: seconds of CPU time spent drawing them, which no real rank spends.
     """
 
     filled: float = 0.0
@@ -423,10 +423,10 @@ class RehearsalLink(Link):
         return []
 
     def received(self, transfer: Transfer) -> None:
-        begin = time.perf_counter()
+        begin = time.process_time()
         if transfer.buffer.is_floating_point():
             transfer.buffer.normal_()
-        self.filled += time.perf_counter() - begin
+        self.filled += time.process_time() - begin
 
 
 class PatientLink(Link):
