@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
 
 def test_long_bert():
     found = load("long_bert").main(steps=60)
-    assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.1
+    assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
 
 
 def test_slides():
