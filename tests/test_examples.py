@@ -30,9 +30,8 @@ def torchrun(name: str, ranks: int, *arguments: str) -> str:
 
 
 def test_long_bert():
-    losses = load("long_bert").main(steps=30)
-    assert losses["trained at 128 tokens"] < losses["untrained"] - 1
-    assert losses["fine-tuned at 512 tokens"] < losses["dilated, 512 tokens"]
+    found = load("long_bert").main(steps=60)
+    assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
 
 
 def test_slides():
