@@ -125,6 +125,16 @@ class TestInterpreted:
         assert len(rows) == 2
         assert all(row.met for row in rows), rows
 
+    def test_tile_shapes(self, monkeypatch):
+        monkeypatch.setattr(gpu, "CANDIDATES", {"dq": [(64, 64, 1, 1), (32, 64, 1, 1)]})
+        before = dict(gpu.ARCHITECTURES["interpreter"].shapes)
+        (row,) = gpu.tile_shapes("dq", TINY, CPU, 0.0)  # the first is the one that ships
+        assert row.name == "forward+backward: tiles of dq (32, 64, 1, 1) over those that ship, (64, 64, 1, 1)"
+        assert row.value > 0
+        assert gpu.ARCHITECTURES["interpreter"].shapes == before
+        with gpu.shaped("dq", TINY, CPU, gpu.Shape(16, 64, 1, 1)):
+            assert gpu.ARCHITECTURES["interpreter"].shape("dq", 4, 16, dropout=False).own == 16
+
     def test_threshold(self):
         *rows, last = gpu.threshold(CPU, budget=0.0, case=TINY, lengths=(32, 64))
         assert len(rows) == 4

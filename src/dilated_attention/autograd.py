@@ -19,9 +19,10 @@ from torch import Tensor
 
 from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
+from dilated_attention.backends.tiles import concatenate
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, name_of
-from dilated_attention.plan import Plan, plan_dilated, plan_layout
+from dilated_attention.plan import Plan, plan_cache, plan_dilated, plan_layout
 
 
 def _plan(
@@ -120,6 +121,23 @@ def _layout(
     return plan_layout((name_of(indptr), name_of(indices), size, batch, heads, length, is_causal, device), make)
 
 
+def _packed_plan(k: Tensor, slices: Sequence[tuple[slice, slice]], *pattern: Any) -> Plan:
+    """One plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch."""
+    starts = [batch.start * k.shape[1] + seq.start for batch, seq in slices]
+    lengths = [seq.stop - seq.start for _, seq in slices]
+    tokens = k.shape[0] * k.shape[1]
+
+    def make() -> Plan:
+        return concatenate([_plan(k, length, *pattern) for length in lengths], starts, tokens)
+
+    return plan_cache.get(("packed", tokens, k.shape[2], *starts, *lengths, *map(str, pattern)), make)
+
+
+def _packed(*tensors: Tensor | None) -> list[Any]:
+    """(batch, seq, ...) as (1, batch * seq, ...)."""
+    return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]
+
+
 def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     if key_padding_mask is None:
         return None
@@ -188,9 +206,16 @@ def _forward(
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables, dropout=dropped
         )
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
+    if backend == "triton" and not layouts:  # one launch for all samples
+        plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
+        q_, k_, v_, bias = _packed(q, k, v, bias)
+        dropped = None if dropped is None else dropped.packed()
+        out, lse = triton.forward(q_, k_, v_, plan, is_causal=is_causal, scale=scale, key_bias=bias, dropout=dropped)
+        return out.view(q.shape), lse.view(q.shape[:3])
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for batch, seq in samples(q.shape[1], lengths, cu_seqlens):
+    for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
@@ -241,8 +266,18 @@ def _backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables,
             dropout=dropped,
         )  # fmt: skip
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
+    if backend == "triton" and not layouts:
+        plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
+        dout_, dlse_, q_, k_, v_, out_, lse_, bias = _packed(dout, dlse, q, k, v, out, lse, bias)
+        dropped = None if dropped is None else dropped.packed()
+        gradients = triton.backward(
+            dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias, dropout=dropped
+        )
+        dq, dk, dv = (x.view(y.shape) for x, y in zip(gradients, (q, k, v), strict=True))
+        return dq, dk, dv
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for batch, seq in samples(q.shape[1], lengths, cu_seqlens):
+    for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))

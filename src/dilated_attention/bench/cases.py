@@ -185,12 +185,12 @@ class Case:
         if self.method == "flex":
             if self.seq_len % self.block_size:
                 raise ValueError(f"method='flex' needs whole blocks of {self.block_size}; got seq_len={self.seq_len}")
-            mask = _block_mask(self.layout(self.seq_len))
+            mask_on = cache(_block_mask(self.layout(self.seq_len)).to)
             compiled = torch.compile(flex_attention)
 
             def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+                return compiled(q, k, v, block_mask=mask_on(q.device)).transpose(1, 2)
 
             return flex
         return self._call

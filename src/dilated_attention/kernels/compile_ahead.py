@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dilated_attention.kernels import strided
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,8 +38,8 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 """Bytes of shared memory that one program may have."""
 
-MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 16, "tf32": 0}
-"""Bytes of stack a thread that may stay: in single precision without tf32 no shape of tiles was free of them."""
+MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 16, "tf32": 16}
+"""Bytes of stack a thread that may stay: in single precision no shape of tiles was free of them for every call."""
 
 KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
@@ -118,11 +118,15 @@ def variants(
             yield Variant(target, kernel, head_dim, dtype, call)
 
 
+def shape_of(variant: Variant) -> Shape:
+    """The tiles that a variant is compiled with."""
+    architecture, dropout = ARCHITECTURES[variant.target], "words" in CALLS[variant.call]
+    return architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, dropout)
+
+
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
-    shape = ARCHITECTURES[variant.target].shape(
-        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in CALLS[variant.call]
-    )
+    shape = shape_of(variant)
     queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
     constants = {
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from dilated_attention.bench.profile import profile
 from dilated_attention.bench.results import Row
 from dilated_attention.bench.suites import Step, peak, rates
 from dilated_attention.functional import attention
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 
@@ -39,6 +41,15 @@ RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward"
 """Bars: useful work over the matrix rate of the same rounds, by phase, head_dim and causality."""
 SPEED_UPS = {0.10: 7.0, 0.05: 13.0, 0.02: 25.0}
 """Bars: block-sparse forward over the fastest dense kernel at 32,768 tokens, by density."""
+CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
+    "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 3),
+                (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 3)],
+    "dq": [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+           (64, 32, 8, 2)],
+    "dkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+             (64, 32, 4, 3), (64, 16, 8, 3)],
+}  # fmt: skip
+"""Tiles to try: own, loop, warps, stages."""
 DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -66,10 +77,17 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
                 found.append(_step(f"{seq_len:,} tokens", partial(speed, case, names, device, budget), case.parameters))
     for density in SPEED_UPS:
         for case in _sparse(density):
-            label = f"{case.seq_len:,} tokens, {density:.0%} of blocks"
-            found.append(_step(label, partial(_block_sparse, case, device, 5.0 if quick else 15.0), case.parameters))
+            for flex in (False, True):
+                label = f"{case.seq_len:,} tokens, {density:.0%} of blocks" + ", flex" * flex
+                run = partial(_block_sparse, case, device, 5.0 if quick else 15.0, flex=flex)
+                found.append(_step(label, run, case.parameters))
     found.append(_step("4,096 tokens", partial(_small, device, 5.0), SMALL.parameters))
     found.append(_step("where triton overtakes native", partial(threshold, device), SMALL.parameters))
+    for head_dim in (64, 128, 256):
+        for kernel in CANDIDATES:
+            case = replace(PAPER, head_dim=head_dim)
+            label = f"tiles of {kernel}, head_dim {head_dim}"
+            found.append(_step(label, partial(tile_shapes, kernel, case, device, 2.0), case.parameters))
     long = replace(PAPER, seq_len=1 << 20, head_dim=64)
     found += [peak(long, device, bar=1.10), peak(long, device, backward=True)]
     for case in (SMALL, PAPER):
@@ -340,23 +358,26 @@ def _sparse(density: float) -> list[Case]:
     return [replace(base, seq_len=32768), replace(base, seq_len=4096, heads=8, head_dim=64, block_size=64)]
 
 
-def _block_sparse(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    full = replace(case, method="dense", backend="auto")
-    contenders = {"triton": case.contender(device)}
-    contenders["flex"] = replace(case, method="flex", backend="auto").contender(device)
-    rivals = _dense_contenders(full, device, backward=False)
-    rounds = measure.interleave(contenders | rivals, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
-    best = min(rivals, key=lambda name: rounds.spread(name).median)
-    assert case.density is not None
-    bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
-    work = {"triton": case.flops, "flex": case.flops} | dict.fromkeys(rivals, full.flops)
-    for rival, limit in ((best, bar), ("flex", 1.0)):
-        ratio = rounds.ratio("triton", rival)
-        yield Row(
-            name=f"forward: time over {rival}" + (", the fastest dense kernel" if rival == best else ""),
-            parameters=case.parameters, value=ratio.median, unit="x", bar=limit, spread=ratio,
-            times={name: rounds.spread(name) for name in work}, rates=rates(rounds, "forward", work),
-        )  # fmt: skip
+def _block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
+    """Against FlexAttention with the same blocks, or against dense kernels over the whole sequence."""
+    if flex:
+        bar, names = 1.0, {"flex": replace(case, method="flex", backend="auto").contender(device)}
+        work = {"triton": case.flops, "flex": case.flops}
+    else:
+        assert case.density is not None
+        bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
+        full = replace(case, method="dense", backend="auto")
+        names = _dense_contenders(full, device, backward=False)
+        work = {"triton": case.flops} | dict.fromkeys(names, full.flops)
+    contenders = {"triton": case.contender(device), **names}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    best = min(names, key=lambda name: rounds.spread(name).median)
+    ratio = rounds.ratio("triton", best)
+    yield Row(
+        name=f"forward: time over {best}" + ("" if flex else ", the fastest dense kernel"),
+        parameters=case.parameters, value=ratio.median, unit="x", bar=bar, spread=ratio,
+        times={name: rounds.spread(name) for name in work}, rates=rates(rounds, "forward", work),
+    )  # fmt: skip
 
 
 def _small(device: torch.device, budget: float) -> Iterator[Row]:
@@ -414,6 +435,50 @@ def threshold(
         parameters=case.parameters, value=float(faster[first][0]) if enough else None, unit="score entries x head_dim",
         refused=None if enough else "triton is not faster than native at any length measured",
     )  # fmt: skip
+
+
+@contextmanager
+def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
+    """The kernels of a case with other tiles than those that ship."""
+    shapes = ARCHITECTURES[triton.architecture(device)].shapes
+    key = kernel, getattr(torch, case.dtype).itemsize
+    shipped = shapes[key]
+    wide = (case.head_dim > 64) + (case.head_dim > 128)
+    shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        shapes[key] = shipped
+
+
+def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """The times of other tiles over those that ship, each in rounds with them: what to enter in configurations.py."""
+    from triton.runtime.errors import OutOfResources
+
+    shipped = ARCHITECTURES[triton.architecture(device)].shape(
+        kernel, getattr(torch, case.dtype).itemsize, case.head_dim, dropout=False
+    )
+    phase = "forward" if kernel == "forward" else "forward+backward"
+
+    def contender(shape: Shape) -> Contender:
+        plain = case.contender(device, backward=kernel != "forward")
+
+        def work() -> Iterator[str]:
+            with shaped(kernel, case, device, shape):
+                yield from plain()
+
+        return work
+
+    for shape in [Shape(*x) for x in CANDIDATES[kernel] if x != shipped]:
+        name = f"{phase}: tiles of {kernel} {tuple(shape)} over those that ship, {tuple(shipped)}"
+        try:
+            list(contender(shape)())
+        except OutOfResources as error:
+            yield Row(name=name, parameters=case.parameters, value=None, unit="x", refused=str(error))
+            continue
+        contenders = {"other": contender(shape), "shipped": contender(shipped)}
+        ratio = measure.interleave(contenders, seconds=budget, device=device, most=30).ratio("other", "shipped", phase)
+        yield Row(name=name, parameters=case.parameters, value=ratio.median, unit="x", spread=ratio)
 
 
 def _launches(case: Case, device: torch.device) -> Iterator[Row]:
