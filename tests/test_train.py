@@ -162,7 +162,6 @@ def test_checkpoint_holds_no_pickle_and_says_what_it_is(checkpoint, text):
     state, about = read_checkpoint(checkpoint)
     assert (about.config, about.recipe, about.text, about.paths) == (CONFIG, RECIPE, text.digest, text.paths)
     assert {name.split(".")[0] for name in state} == {"model", "optimizer", "rng"}
-    assert len(about.losses) == len(about.seconds) > 0
 
 
 def test_checkpoint_of_another_run(checkpoint, text, tmp_path):
