@@ -32,9 +32,9 @@ check: .venv/installed-dev ## format check, lint, types, documents and tests: wh
 guard: .venv/installed ## compare ratios of time, memory and calls with results/baseline.json
 	$(BIN)/python -m dilated_attention bench check
 
-# The variable silences an advertisement of the theme, which is no warning of the build.
+# Not --quiet: it hides the warnings from --strict. The variable silences a notice of the theme's authors.
 docs: .venv/installed-dev ## build the documents into site/, every warning and dead link an error
-	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 pictures: .venv/installed-dev ## draw the pictures of the documents; needs chromium on PATH
 	$(BIN)/python -m dilated_attention plot --patterns

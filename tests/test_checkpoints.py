@@ -32,13 +32,17 @@ ENCODERS = sorted(path.stem for path in FOLDER.glob("ts_longnet_encoder_*.npz"))
 GIGAPATH = "gigapath_slide_segs_small_aligned"
 
 
+def recorded(name: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    with numpy.load(FOLDER / f"{name}.npz") as file:
+        arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+        return json.loads(str(file["meta"])), arrays
+
+
 class Golden:
     """A recorded file: arrays by name, its configuration, its state_dict, and the arguments that no weight tells."""
 
     def __init__(self, name: str):
-        with numpy.load(FOLDER / f"{name}.npz") as file:
-            self.meta = json.loads(str(file["meta"]))
-            self.arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+        self.meta, self.arrays = recorded(name)
         self.weights = {key[3:]: x for key, x in self.arrays.items() if key.startswith("sd/")}
         self.options = {
             "segment_lengths": self.meta["segment_length"],
@@ -120,7 +124,7 @@ def test_gigapath_positions_are_those_of_the_table():
     model = load_gigapath(golden.weights, **golden.options, slide_ngrids=16)
     places = torch.cartesian_prod(torch.arange(16), torch.arange(16))
     coords = places * 256 + torch.randint(256, places.shape)
-    sines = model._places(coords[None], [256], torch.float32)[0]
+    sines = model._places(coords, [256], torch.float32)
     torch.testing.assert_close(sines, golden["pos_embed"][0, 1:], rtol=1e-6, atol=1e-6)
 
 

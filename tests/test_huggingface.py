@@ -308,6 +308,22 @@ def test_refusals(case):
         model(torch.randint(3, 60, (2, 8)), **arguments)
 
 
+def test_dropout_acts_in_training_alone():
+    model = dilate(model_of("Llama", attention_dropout=0.5), **NESTED)
+    tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]
+    still, other = (model.eval()(tokens, attention_mask=mask).logits for _ in range(2))
+    assert torch.equal(still, other)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(model.train()(tokens, attention_mask=mask).logits)
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[2], atol=1e-2)
+    cache = model.eval()(tokens, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.5 with a cache"):
+        model.train()(tokens, past_key_values=cache)
+
+
 def test_refused_models():
     gemma = transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**WIDTH, **MLP, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2)
@@ -355,6 +371,32 @@ def test_dilate_changes_nothing_when_it_refuses():
     with pytest.raises(ValueError, match="one entry per branch"):
         dilate(model, [4], [1, 2])
     assert model.config._attn_implementation == "eager"
+
+
+def test_compiled_in_one_graph(fresh_python):
+    """With attention_mask: without one, transformers takes a traced batch for packed sequences."""
+    fresh_python("""
+        import torch
+        from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+        from dilated_attention.integrations.huggingface import dilate
+
+        width = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60)
+        llama = LlamaForCausalLM(LlamaConfig(**width, num_key_value_heads=2, use_cache=False))
+        tokens, mask = torch.randint(60, (2, 21)), torch.ones(2, 21, dtype=torch.int64)
+        mask[0, :5], mask[1, 7] = 0, 0
+        for model in (llama, BertModel(BertConfig(**width)).eval()):
+            dilate(model, [4, 16], [1, 4])
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            out, expected = (m(tokens, attention_mask=mask)[0][mask.bool()] for m in (compiled, model))
+            torch.testing.assert_close(out, expected)
+            out.sin().sum().backward()
+        try:
+            torch.compile(llama, fullgraph=True, backend="aot_eager")(tokens)
+        except Exception as error:
+            assert "give it too under torch.compile" in str(error), error
+        else:
+            raise AssertionError("packed sequences passed")
+    """)
 
 
 def test_importing_registers_nothing(fresh_python):

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import test_dropout
 from conformance import excesses
+from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.reference import count_matrix, phantom_counts
@@ -98,7 +99,11 @@ def dilated(seq_len, kv_heads, w, r, **options):
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout"])
 def test_in_the_interpreter(name):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", f"{__file__}::{name}"]
+    in_a_child_process(f"{__file__}::{name}")
+
+
+def in_a_child_process(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", tests]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout + child.stderr
@@ -390,13 +395,24 @@ class TestBlocks:
 
 @interpreted
 class TestDropout:
-    @pytest.mark.parametrize("name", ["dilated", "causal", "packed", "blocks inside dilation"])
+    @pytest.mark.parametrize(
+        "name", ["dilated", "causal", "lengths", "packed", "hidden keys", "phantoms", "blocks inside dilation"]
+    )
     def test_the_choice_is_every_backend_s(self, name):
         inputs = test_dropout.tensors(torch.float32)
         call = test_dropout.CALLS[name]
         expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
         for actual, wanted in zip(test_dropout.results(call, inputs, backend="triton"), expected, strict=True):
             assert relative_error(actual, wanted) <= TOLERANCE[torch.float32]
+
+    def test_a_ragged_batch_is_one_launch(self, monkeypatch):
+        plans = []
+        forward = backend.forward
+        monkeypatch.setattr(backend, "forward", lambda *x, **y: plans.append(x[3]) or forward(*x, **y))
+        q, k, v = tensors(3, 40, 2, 1, 16)
+        dilated_attention(q, k, v, (16, 40), (1, 2), lengths=[40, 7, 0], backend="triton")
+        assert len(plans) == 1
+        assert len(tiles.tables(plans[0], "queries", True, Shape(16, 16, 1, 1), None, q.device)) == 2  # branches
 
 
 # ---- tables

@@ -19,7 +19,7 @@ LAYERS = (
     {"decoding", "environment", "functional", "parallel", "routing", "weights"},
     {"nn"},
     {"models"},
-    {"bench", "integrations", "training"},
+    {"bench", "conversion", "integrations", "training"},
     {"cli"},
     {"__init__", "__main__"},
 )

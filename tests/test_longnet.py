@@ -1,4 +1,4 @@
-"""The LongNet language model: configuration, meaning, files."""
+"""LongNet as encoder, language model and encoder-decoder: configuration, meaning, ragged batches, files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM
+from dilated_attention.nn import Rotary, TransformerBlock, rotate
+from dilated_attention.nn.transformer import _ROWS
 from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
 
 SMALL = LongNetConfig(
     vocab_size=50, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, pattern=Dilated((8, 32), (1, 4))
 )
+VECTORS = dataclasses.replace(SMALL, vocab_size=None)
+MAGNETO = dataclasses.replace(VECTORS, sub_ln=True, bias=True, positions="xpos", num_kv_heads=None)
+FAMILY = {
+    "plain": VECTORS,
+    "MAGNETO, xPos": MAGNETO,
+    "torchscale": dataclasses.replace(MAGNETO, compat="torchscale", positions=None),
+    "dense": dataclasses.replace(VECTORS, pattern=None),
+    "no final norm": dataclasses.replace(VECTORS, final_norm=False, positions=None),
+}
+
+
+def pair(config: LongNetConfig = MAGNETO) -> EncoderDecoderConfig:
+    return EncoderDecoderConfig(encoder=config, decoder=dataclasses.replace(config, vocab_size=50, num_layers=3))
 
 
 @pytest.fixture
@@ -68,6 +83,198 @@ def test_positions_move_nothing_but_rotations(model):
     torch.testing.assert_close(shifted, model(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY.keys())
+def test_a_ragged_batch_is_each_sample_alone(config):
+    model = LongNetEncoder(config).double()
+    lengths = [37, 1, 50, 0, 24]
+    x = torch.randn(5, 50, 32, dtype=torch.float64, requires_grad=True)
+    states = model(x, lengths=lengths, all_layers=True)
+    torch.testing.assert_close(model(x, lengths=torch.tensor(lengths)), states[-1])
+    assert len(states) == 2 + config.num_layers
+    for i, length in enumerate(lengths):
+        assert not states[-1][i, length:].any()
+        if length:
+            alone = model(x[i : i + 1, :length], all_layers=True)
+            for state, expected in zip(states, alone, strict=True):
+                torch.testing.assert_close(state[i, :length], expected[0], rtol=1e-10, atol=1e-10)
+    (gradient,) = torch.autograd.grad(states[-1].sin().sum(), x)
+    padding = torch.arange(50) >= torch.tensor(lengths)[:, None]
+    assert not gradient[padding].any()
+    garbage = torch.where(padding[..., None], torch.full_like(x, torch.nan), x)
+    assert torch.equal(model(garbage, lengths=lengths), model(x, lengths=lengths))
+
+
+@pytest.mark.parametrize("counts", [[20, 3, 11], [7, 7]])
+def test_samples_that_are_packed_already(counts):
+    model = LongNetEncoder(MAGNETO).double()
+    x = torch.randn(1, sum(counts), 32, dtype=torch.float64)
+    packed = model.packed(x, counts, is_causal=False, all_layers=True)
+    alone = [model(sample, all_layers=True) for sample in x.split(counts, 1)]
+    for i, states in enumerate(packed):
+        torch.testing.assert_close(states, torch.cat([layers[i] for layers in alone], 1), rtol=1e-10, atol=1e-10)
+
+
+def test_a_ragged_batch_in_single_precision(model):
+    x, lengths = torch.randn(3, 700, 32), [700, 64, 333]
+    encoder = LongNetEncoder(dataclasses.replace(FAMILY["torchscale"], pattern=Dilated((128, 512), (1, 4))))
+    ragged = encoder(x, lengths=lengths)
+    for i, length in enumerate(lengths):
+        assert (ragged[i, :length] - encoder(x[i : i + 1, :length])[0]).abs().max() <= 1e-5
+    tokens = torch.randint(50, (3, 40))
+    torch.testing.assert_close(model(tokens, lengths=[40, 7, 0])[1, :7], model(tokens)[1, :7], rtol=1e-4, atol=1e-5)
+    losses = [model.loss(tokens[i : i + 1, :n]) * (n - 1) for i, n in ((0, 40), (1, 7))]
+    torch.testing.assert_close(model.loss(tokens, lengths=[40, 7, 1]), sum(losses) / (39 + 6))
+
+
+def test_positions_of_ragged_samples():
+    model = LongNetEncoder(MAGNETO).double()
+    x, lengths = torch.randn(2, 20, 32, dtype=torch.float64), [20, 9]
+    positions = torch.stack((torch.arange(20), torch.arange(100, 120)))
+    shifted = model(x, lengths=lengths, positions=positions)
+    torch.testing.assert_close(shifted, model(x, lengths=lengths), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match=r"positions must have shape \(seq,\) = \(20,\)"):
+        model(x, positions=positions[:, :7])
+    with pytest.raises(ValueError, match=r"xPos with scale_base=512\.0 cannot hold"):
+        model(x, positions=positions * 100_000)
+
+
+@pytest.mark.parametrize("lengths", [[3, 51], [3], [3, -1], [3, 2.0], "ab"])
+def test_wrong_lengths(lengths):
+    with pytest.raises(ValueError, match="lengths must"):
+        LongNetEncoder(VECTORS)(torch.zeros(2, 50, 32), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs", "message"),
+    [
+        (VECTORS, torch.zeros(2, 5, 31), r"inputs must be \(batch, seq, embed_dim=32\) vectors"),
+        (VECTORS, torch.zeros(2, 5, dtype=torch.int64), "inputs must be .* vectors"),
+        (SMALL, torch.zeros(2, 5, 32), r"inputs must be \(batch, seq\) token ids; got torch.float32"),
+        (SMALL, torch.zeros(5, dtype=torch.int64), "inputs must be .* token ids"),
+    ],
+)
+def test_wrong_inputs(config, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        LongNetEncoder(config)(inputs)
+
+
+def test_what_looks_like_seq_first_is_warned_of():
+    with pytest.warns(UserWarning, match=r"\(300, 1, 32\) is read as \(batch, seq, ...\)"):
+        LongNetEncoder(VECTORS)(torch.zeros(300, 1, 32))
+    LongNetEncoder(VECTORS)(torch.zeros(3, 1, 32))
+
+
+def test_without_gradients_the_mlp_runs_in_pieces():
+    """Pieces of `_ROWS` rows, and the rest, in place: the same values, and nothing of the input is overwritten."""
+    block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,)), sub_ln=True).double()
+    x = torch.randn(2, _ROWS // 2 + 77, 8, dtype=torch.float64)
+    before = x.clone()
+    with torch.no_grad():
+        pieces = block(x)
+        strided = block(x.transpose(0, 1).contiguous().transpose(0, 1))
+    torch.testing.assert_close(pieces, block(x))
+    torch.testing.assert_close(strided, pieces)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_gradient_checkpointing_changes_nothing_but_what_is_kept(ragged):
+    gradients, kept = [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = LongNetEncoder(dataclasses.replace(MAGNETO, dropout=0.3, attention_dropout=0.2)).double()
+        model.gradient_checkpointing = checkpointing
+        x = torch.randn(2, 40, 32, dtype=torch.float64)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            out = model(x, lengths=[40, 11] if ragged else None)
+        out.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        kept.append(sum(sizes))
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+    assert kept[1] < kept[0] / 5
+
+
+def test_magneto_initialisation():
+    def std(x):
+        return x.double().pow(2).mean().sqrt().item()
+
+    config = dataclasses.replace(MAGNETO, embed_dim=256, num_layers=3, vocab_size=50)
+    models = LongNetEncoder(config), LongNet(pair(config))
+    single, encoder, decoder = models[0], models[1].encoder, models[1].decoder
+    gains = {
+        single: math.sqrt(math.log(2 * 3)),
+        encoder: math.sqrt(math.log(3 * 3) * math.log(2 * 3) / 3),
+        decoder: math.sqrt(math.log(3 * 3)),
+    }
+    xavier = math.sqrt(2 / 512)
+    for model, gain in gains.items():
+        block = model.blocks[0]
+        q, k, v = block.attention.input.weight.chunk(3)
+        for weight, expected in (
+            (q, xavier),
+            (k, xavier),
+            (v, gain * xavier),
+            (block.attention.output.weight, gain * xavier),
+        ):
+            assert std(weight) == pytest.approx(expected, rel=0.02)
+        for weight in (block.mlp[0].weight, block.mlp[2].weight):
+            assert std(weight) == pytest.approx(gain * math.sqrt(2 / (256 + 1024)), rel=0.02)
+        assert not block.mlp[0].bias.any()
+    assert std(decoder.blocks[0].cross_attention.input.weight) == pytest.approx(xavier, rel=0.02)
+
+
+def test_xpos_decays_with_the_distance_and_not_with_the_place():
+    rotary = Rotary(8, scale_base=16.0)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def score(m, n, origin):
+        (m, n) = (torch.tensor([p]) for p in (m, n))
+        queries, keys = (rotary.tables(p, origin, torch.float64) for p in (m, n))
+        return (rotate(q, queries[:2]) * rotate(k, keys[-2:])).sum()
+
+    torch.testing.assert_close(score(9, 4, 0), score(1009, 1004, 990), rtol=1e-9, atol=1e-9)
+    plain = Rotary(8).tables(torch.tensor([5]), dtype=torch.float64)
+    at_zero = Rotary(8).tables(torch.tensor([0]), dtype=torch.float64)
+    decay = ((torch.arange(4) / 4 + 0.4) / 1.4) ** (5 / 16)
+    expected = (rotate(q, plain) * rotate(k, at_zero) * torch.cat((decay, decay))).sum()
+    torch.testing.assert_close(score(9, 4, 0), expected, rtol=1e-6, atol=1e-6)
+    assert Rotary(8).reach(torch.float32) is None
+    assert 31_000 < Rotary(8, scale_base=512.0).reach(torch.float32) < 34_000
+    rotary.check(rotary.reach(torch.float32), torch.float32)
+    far = torch.tensor([rotary.reach(torch.float32)])
+    assert all(x.isfinite().all() for x in rotary.tables(far))
+    with pytest.raises(ValueError, match="at most"):
+        rotary.check(int(far) + 1, torch.float32)
+
+
+def test_encoder_decoder():
+    model = LongNet(pair()).double()
+    source, target = torch.randn(2, 40, 32, dtype=torch.float64), torch.randint(50, (2, 30))
+    lengths = [40, 13]
+    logits = model(source, target, source_lengths=lengths)
+    assert logits.shape == (2, 30, 50)
+    alone = model(source[1:, :13], target[1:])
+    torch.testing.assert_close(logits[1:], alone, rtol=1e-9, atol=1e-9)
+    changed = target.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 50
+    again = model(source, changed, source_lengths=lengths)
+    torch.testing.assert_close(again[:, :20], logits[:, :20])
+    assert not torch.allclose(again[:, 20:], logits[:, 20:])
+    moved = source.clone()
+    moved[0, 39, 0] += 1
+    reached = (model(moved, target, source_lengths=lengths) - logits).abs().amax(-1) > 1e-6
+    assert reached[0].all()
+    assert not reached[1].any()
+    gradients = torch.autograd.grad(logits.sin().sum(), list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    with pytest.raises(ValueError, match="source_lengths must be positive"):
+        model(source, target, source_lengths=[40, 0])
+    with pytest.raises(ValueError, match="source: a decoder with cross_attention needs"):
+        model.decoder(target)
+
+
 def test_generate(model):
     prompt = torch.randint(50, (2, 5))
     greedy = model.generate(prompt, 4, temperature=0.0)
@@ -90,10 +297,59 @@ def test_generate(model):
         LongNetConfig(pattern=None),
         LongNetConfig(pattern=Dilated((4, 8), (1, 2), offsets=((0, 0, 0, 0), (0, 1, -1, 1)))),
         LongNetConfig(pattern=Dilated((4, 8), (1, 2), head_groups=True), mlp_dim=100),
+        LongNetConfig.preset("longnet-base"),
+        LongNetConfig.preset("longnet-base", num_layers=2, positions=None, dropout=0.1),
+        FAMILY["torchscale"],
     ],
 )
 def test_configuration_survives_json(config):
     assert LongNetConfig.from_json(config.to_json()) == config
+
+
+def test_the_paper_s_configuration():
+    config = LongNetConfig.preset("longnet-base")
+    assert config.pattern == Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+    assert (config.embed_dim, config.num_layers, config.num_heads, config.mlp_width) == (768, 12, 12, 3072)
+    assert (config.positions, config.sub_ln) == ("xpos", True)
+    model = LongNetLM.empty(config)
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+    assert 85e6 < blocks < 86e6
+    with pytest.raises(ValueError, match="preset='base': must be one of longnet-base"):
+        LongNetConfig.preset("base")
+
+
+def test_files_of_the_first_version_still_load(model, folder):
+    names = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "pattern", "rope_base")
+    edit_config(folder, lambda f: [f.pop(name) for name in set(f) - set(names)])
+    loaded = LongNetLM.from_pretrained(folder)
+    assert loaded.config == SMALL
+    blocks = {name.removeprefix("blocks.0.") for name in loaded.state_dict() if name.startswith("blocks.0.")}
+    assert blocks == {
+        *("attention_norm.weight", "attention_norm.bias", "attention.input.weight", "attention.output.weight"),
+        *("mlp_norm.weight", "mlp_norm.bias", "mlp.0.weight", "mlp.2.weight"),
+    }
+
+
+def test_an_encoder_decoder_is_saved_and_loaded(tmp_path):
+    model = LongNet(pair())
+    model.save_pretrained(tmp_path)
+    loaded = LongNet.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    source, target = torch.randn(1, 20, 32), torch.randint(50, (1, 10))
+    assert torch.equal(loaded(source, target), model(source, target))
+    edit_config(tmp_path, lambda f: f["decoder"].update(depth=3))
+    with pytest.raises(ValueError, match="configuration: decoder: unknown field depth"):
+        LongNet.from_pretrained(tmp_path)
+    for wrong, message in (
+        ({"decoder": VECTORS}, "decoder: vocab_size=None"),
+        ({"decoder": dataclasses.replace(SMALL, embed_dim=64)}, "embed_dim: encoder and decoder must have the same"),
+        ({"encoder": dataclasses.replace(VECTORS, final_norm=False)}, "encoder: final_norm=False"),
+        ({"encoder": None}, "encoder=None: must be a LongNetConfig"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(model.config, **wrong)
+    with pytest.raises(ValueError, match="vocab_size=None: a language model writes tokens"):
+        LongNetLM(VECTORS)
 
 
 def test_saved_and_loaded(model, folder):
@@ -117,6 +373,15 @@ def test_saved_and_loaded(model, folder):
         ({"rope_base": "big"}, "rope_base='big'"),
         ({"pattern": [4, 1]}, "pattern=.4, 1."),
         ({"pattern": Dilated((4, 8), (1, 2), offsets=((0,), (1,)))}, "offsets"),
+        ({"positions": "learned"}, "positions='learned'"),
+        ({"xpos_scale_base": 0}, "xpos_scale_base=0"),
+        ({"sub_ln": 1}, "sub_ln=1: must be true or false"),
+        ({"norm_eps": 0.0}, r"norm_eps=0\.0"),
+        ({"dropout": 1.0}, r"dropout=1\.0: must be a number of at least 0 and below 1"),
+        ({"attention_dropout": "0.1"}, r"attention_dropout='0\.1'"),
+        ({"compat": "longnet"}, "compat='longnet'"),
+        ({"compat": "torchscale", "pattern": None}, "compat='torchscale': needs a pattern"),
+        ({"embed_dim": 36, "num_heads": 8, "positions": None}, "multiple of num_heads=8$"),
     ],
 )
 def test_wrong_configuration(changes, message, unchecked):

@@ -169,8 +169,11 @@ def test_refusals(unchecked):
     compat = MultiheadDilatedAttention(16, 2, **COVER, compat="torchscale")
     with pytest.raises(UnsupportedError, match="need_weights=True: with compat='torchscale'"):
         compat(x, x, x, need_weights=True)
-    with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(8, 8\)"):
-        module(x, x, x, attn_mask=torch.zeros(8, 8))
+    for mask in (torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.bool).triu(), torch.ones(4, 8, 8).triu(1).bool()):
+        with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(.*8, 8\): .* only the causal one"):
+            module(x, x, x, attn_mask=mask)
+    with pytest.raises(UnsupportedError, match="attn_mask: a floating mask may hold 0 and -inf only"):
+        module(x, x, x, attn_mask=torch.ones(8, 8))
     with pytest.raises(UnsupportedError, match="same positions"):
         module(x, x[:, :5], x[:, :5])
     with pytest.raises(UnsupportedError, match="0 and -inf only"):
@@ -185,6 +188,91 @@ def test_refusals(unchecked):
             MultiheadDilatedAttention(*dims, **COVER)
     with pytest.raises(ValueError, match="segment_lengths"):
         DilatedAttention([4, 8], [1])
+
+
+def test_the_causal_mask_is_is_causal():
+    ours, theirs = twins(24, 3)
+    x = torch.randn(2, 9, 24, **F64)
+    floating = nn.Transformer.generate_square_subsequent_mask(9, **F64)
+    for mask in (floating, floating == -math.inf):
+        assert torch.equal(ours(x, x, x, attn_mask=mask)[0], ours(x, x, x, is_causal=True)[0])
+        out, weights = ours(x, x, x, attn_mask=mask, need_weights=True, average_attn_weights=False)
+        expected = theirs(x, x, x, attn_mask=mask, average_attn_weights=False)
+        same(out, expected[0])
+        same(weights.to_dense(), expected[1])
+
+
+@pytest.mark.parametrize("same_embed_dim", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_random_shapes(padded, same_embed_dim):
+    """PyTorch's own test of its module: many small shapes, a key padding mask drawn at random, layout (seq, batch)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for _ in range(25):
+        batch, seq, head_dim, heads = draw(2, 10), draw(2, 10), draw(3, 10), 2 * draw(2, 5)
+        dim = head_dim * heads
+        other = dim if same_embed_dim else draw(5, 20)
+        ours, theirs = twins(dim, heads, kdim=other, vdim=other, batch_first=False)
+        q, k, v = (torch.randn(seq, batch, d, **F64) for d in (dim, other, other))
+        ignored = torch.randint(0, 2, (1, seq), generator=generator).bool().repeat(batch, 1) if padded else None
+        if padded:
+            ignored[:, draw(0, seq - 1)] = False  # PyTorch gives NaN where nothing is left
+        for average in (False, True):
+            options = {"key_padding_mask": ignored, "need_weights": True, "average_attn_weights": average}
+            (out, weights), expected = (m(q, k, v, **options) for m in (ours, theirs))
+            same(out, expected[0])
+            same(weights.to_dense(), expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_shape_and_dtype_are_kept(batch_first, dtype):
+    module = MultiheadDilatedAttention(128, 8, batch_first=batch_first, dtype=dtype, **COVER)
+    q, k, v = torch.randn(3, 8, 10, 128, dtype=dtype)
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out = module(q, k, v)[0]
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+
+
+def test_shapes_that_do_not_fit(unchecked):
+    """Those of PyTorch's own test, each refused with the argument's name."""
+    module = MultiheadDilatedAttention(4, 4, **COVER)
+    x, flat = torch.randn(4, 4, 4), torch.randn(4, 4)
+    half = torch.tensor([False, False, True, True])
+    for arguments, options, message in (
+        ((x, flat, x), {}, "query, key, value have shapes"),
+        ((x, x, flat), {}, "query, key, value have shapes"),
+        ((flat, x, flat), {}, "query, key, value have shapes"),
+        ((flat, flat, x), {}, "query, key, value have shapes"),
+        ((x, x, x), {"key_padding_mask": half}, "key_padding_mask must have shape"),
+        ((flat, flat, flat), {"key_padding_mask": half[None]}, "key_padding_mask must have shape"),
+        ((x, x, x), {"attn_mask": half}, r"attn_mask of shape \(4,\)"),
+        ((flat, flat, flat), {"attn_mask": half}, r"attn_mask of shape \(4,\)"),
+        ((flat, flat, flat), {"attn_mask": torch.zeros(5, 4, 4).bool()}, r"attn_mask of shape \(5, 4, 4\)"),
+        ((torch.randn(4, 4, 5), x, x), {}, r"query has shape \(4, 4, 5\): its last dim must be 4"),
+        ((x, x, torch.randn(4, 4, 3)), {}, r"value has shape \(4, 4, 3\): its last dim must be 4"),
+        ((x[0, 0], x[0, 0], x[0, 0]), {}, r"query has shape \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(*arguments, **options)
+    ragged = torch.nested.nested_tensor([torch.randn(4, 4), torch.randn(6, 4)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"query has a nested layout: .* key_padding_mask"):
+        module(ragged, ragged, ragged)
+
+
+def test_a_probable_mistake_in_the_layout_is_said():
+    x = torch.randn(300, 1, 16)
+    with pytest.warns(UserWarning, match=r"\(300, 1, 16\) is read as 300 samples of one token .* batch_first=False"):
+        MultiheadDilatedAttention(16, 2, **COVER)(x, x, x)
+    x = x.transpose(0, 1)
+    with pytest.warns(UserWarning, match=r"\(1, 300, 16\) is read as 300 samples of one token .* batch_first=True"):
+        MultiheadDilatedAttention(16, 2, batch_first=False, **COVER)(x, x, x)
+    MultiheadDilatedAttention(16, 2, **COVER)(x, x, x)
+    MultiheadDilatedAttention(16, 2, **COVER)(x[:, :100].transpose(0, 1), *[x[:, :100].transpose(0, 1)] * 2)
 
 
 def test_module_holds_the_options_of_the_function():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,29 @@ LINK = re.compile(r"(?<=\]\()((?:\.\./)+)([^)\s#]+)")
 
 def _shown() -> list[Path]:
     """Files outside docs/ that pages may link to; they become part of the site."""
-    return [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.*"))]
+    return [
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted(path for path in (ROOT / "results").rglob("*") if path.is_file()),
+    ]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in _shown():
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    places = Counter(file.dest_uri for file in files if not file.inclusion.is_excluded())
+    for place in sorted(place for place, count in places.items() if count > 1):
+        log.warning("%s: two files of the repository become this page", place)
     return files
+
+
+def _results() -> str:
+    """Every file of results with its number of rows."""
+    lines = ["", "## All files", "", "| file | rows |", "|---|---|"]
+    for path in sorted((ROOT / "results").rglob("*.jsonl")):
+        name = path.relative_to(ROOT / "results").as_posix()
+        lines.append(f"| [{name}](results/{name}) | {len(path.read_text(encoding='utf-8').splitlines())} |")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -40,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         ups = link[1].count("../")
         return ("../" * depth if ups > depth else link[1]) + link[2]
 
-    return LINK.sub(shorten, markdown)
+    return LINK.sub(shorten, markdown) + (_results() if page.file.src_uri == "measured.md" else "")
 
 
 class _Page(HTMLParser):

@@ -9,16 +9,20 @@ v, out and lse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import native, triton
+from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
+from dilated_attention.backends.tiles import concatenate
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, name_of
-from dilated_attention.plan import Plan, plan_dilated, plan_layout
+from dilated_attention.plan import Plan, plan_cache, plan_dilated, plan_layout
 
 
 def _plan(
@@ -34,12 +38,11 @@ def _plan(
     return plan_dilated(tuple(segment_lengths), tuple(dilation_rates), table, seq_len, compat or None)
 
 
-def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """The (batch, seq) slices of a call's samples, each of which has a segment grid of its own.
 
-    Raises ValueError where the values do not fit q: this is the first place that reads them.
+    Raises ValueError where the values do not fit: this is the first place that reads them.
     """
-    seq_len = q.shape[1]
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
@@ -56,6 +59,22 @@ def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Ite
         yield slice(None), slice(None)
 
 
+def pack_layouts(layouts: Sequence[BlockLayout]) -> tuple[list[int], list[Tensor]]:
+    """Block layouts as an operator takes them: seq_len, q_block, k_block and is_causal of each; indptr and indices."""
+    sizes = [size for x in layouts for size in (x.seq_len, x.q_block, x.k_block, int(x.is_causal))]
+    return sizes, [table for x in layouts for table in (x.indptr, x.indices)]
+
+
+def unpack_layouts(sizes: Sequence[int], tables: Sequence[Tensor], is_causal: bool) -> dict[int, BlockLayout]:
+    """The layouts that `pack_layouts` packed, by their length; causal if the call is."""
+    made = {}
+    for i in range(0, len(tables), 2):
+        seq_len, q_block, k_block, cut = sizes[2 * i : 2 * i + 4]
+        layout = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(cut))
+        made[seq_len] = layout.causal() if is_causal else layout
+    return made
+
+
 def _layouts(
     q: Tensor,
     plan: Plan,
@@ -66,7 +85,7 @@ def _layouts(
 ) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, on q's device, from four sizes and two tables each.
 
-    The sizes are seq_len, q_block, k_block and is_causal, the tables indptr and indices. A ragged sample, shorter than
+    Sizes and tables are those of `pack_layouts`. A ragged sample, shorter than
     the layout, has the layout of its first tokens.
     """
     if not tables:
@@ -102,6 +121,23 @@ def _layout(
     return plan_layout((name_of(indptr), name_of(indices), size, batch, heads, length, is_causal, device), make)
 
 
+def _packed_plan(k: Tensor, slices: Sequence[tuple[slice, slice]], *pattern: Any) -> Plan:
+    """One plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch."""
+    starts = [batch.start * k.shape[1] + seq.start for batch, seq in slices]
+    lengths = [seq.stop - seq.start for _, seq in slices]
+    tokens = k.shape[0] * k.shape[1]
+
+    def make() -> Plan:
+        return concatenate([_plan(k, length, *pattern) for length in lengths], starts, tokens)
+
+    return plan_cache.get(("packed", tokens, k.shape[2], *starts, *lengths, *map(str, pattern)), make)
+
+
+def _packed(*tensors: Tensor | None) -> list[Any]:
+    """(batch, seq, ...) as (1, batch * seq, ...)."""
+    return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]
+
+
 def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     if key_padding_mask is None:
         return None
@@ -118,7 +154,13 @@ def dropout(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: Tens
     return dropout_of(dropout_p, seed, q.shape[0], q.shape[2], queries, keys[:, None], head_offset)
 
 
-_BACKENDS: dict[str, Any] = {"native": native, "triton": triton}
+_BACKENDS: dict[str, Any] = {
+    "native": native,
+    "triton": triton,
+    "flash": SimpleNamespace(
+        forward=partial(native.forward, operators=flash), backward=partial(native.backward, operators=flash)
+    ),
+}
 
 _OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, SymInt[] offsets, bool is_causal, float scale, str compat, "
@@ -164,9 +206,16 @@ def _forward(
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables, dropout=dropped
         )
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
+    if backend == "triton" and not layouts:  # one launch for all samples
+        plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
+        q_, k_, v_, bias = _packed(q, k, v, bias)
+        dropped = None if dropped is None else dropped.packed()
+        out, lse = triton.forward(q_, k_, v_, plan, is_causal=is_causal, scale=scale, key_bias=bias, dropout=dropped)
+        return out.view(q.shape), lse.view(q.shape[:3])
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for batch, seq in samples(q, lengths, cu_seqlens):
+    for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
@@ -217,8 +266,18 @@ def _backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables,
             dropout=dropped,
         )  # fmt: skip
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
+    if backend == "triton" and not layouts:
+        plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
+        dout_, dlse_, q_, k_, v_, out_, lse_, bias = _packed(dout, dlse, q, k, v, out, lse, bias)
+        dropped = None if dropped is None else dropped.packed()
+        gradients = triton.backward(
+            dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias, dropout=dropped
+        )
+        dq, dk, dv = (x.view(y.shape) for x, y in zip(gradients, (q, k, v), strict=True))
+        return dq, dk, dv
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for batch, seq in samples(q, lengths, cu_seqlens):
+    for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
@@ -237,9 +296,33 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _in_torch_func() -> bool:
+def in_torch_func() -> bool:
     """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
     return torch._C._are_functorch_transforms_active()
+
+
+def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a call under `torch.func.vmap`, as one call whose batch has the mapped dimension inside."""
+    folded = []
+    for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
+        if argument.name == "cu_seqlens" and x is not None:
+            raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
+        if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
+            raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
+        if argument.name == "seed" and x is not None:
+            if dim is None:  # pairs are chosen by their place in the batch, which folding changes
+                raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
+            x = x.movedim(dim, 0)[0]
+        elif isinstance(x, Tensor):
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = x.flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in results)
+    return unfolded, (0,) * len(unfolded)
 
 
 class _Attention(torch.autograd.Function):
@@ -262,11 +345,15 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, lengths, cu_seqlens, key_padding_mask, seed, *layouts = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        backward = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
+        backward = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
         gradients = backward(
             dout, dlse, q, k, v, out, lse, *ctx.options, layouts, lengths, cu_seqlens, key_padding_mask, seed
         )
         return (*gradients, *(None,) * 15)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _unfold(info, attend(*_fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)))
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -287,6 +374,11 @@ class _AttentionBackward(torch.autograd.Function):
             "second derivatives of attention are not fused; "
             'call with backend="reference", which differentiates any number of times'
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        folded = _fold(torch.ops.dilated_attention.backward, info, in_dims, arguments)
+        return _unfold(info, _AttentionBackward.apply(*folded))
 
 
 @torch.library.impl("dilated_attention::forward", "Autograd")
@@ -309,6 +401,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tens
             head, which dropout needs; the sizes and tables of block layouts, as in `_layouts`; lengths, cu_seqlens,
             key_padding_mask or None; the seed of dropout, None without.
     """
-    if _in_torch_func():
+    if in_torch_func():
         return _Attention.apply(q, k, v, *options)
     return torch.ops.dilated_attention.forward(q, k, v, *options)

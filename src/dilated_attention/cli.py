@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from rich.console import Console
+from rich.table import Table
 
 from dilated_attention.bench import command as bench
-from dilated_attention.environment import report
+from dilated_attention.environment import report, require_device
+from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.loop import Recipe
+
+if TYPE_CHECKING:
+    from dilated_attention.training.ranks import Ranks
 
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 
@@ -33,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
     _add_train(commands)
+    _add_generate(commands)
+    _add_convert(commands)
     _add_info(commands)
     bench.add_parsers(commands)
     options = parser.parse_args(arguments)
@@ -95,6 +104,12 @@ def _add_train(commands: Any) -> None:
     _plain(parser, "held-out", _positive, 16, "held-out windows to measure at the end")
     _plain(parser, "sample", _natural, 256, "bytes of sample text to write at the end")
 
+    ranks = parser.add_argument_group(
+        "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
+    )
+    _plain(ranks, "context-parallel", _positive, 1, "processes that share each sequence; the others share the batch")
+    _plain(ranks, "timeout", _positive, 300, "seconds after which a process waits no longer for a lost one")
+
     model = parser.add_argument_group("model")
     _given(model, "layers", int, "num_layers", "transformer blocks")
     _given(model, "dim", int, "embed_dim", "width")
@@ -115,7 +130,7 @@ def _add_train(commands: Any) -> None:
     parser.set_defaults(run=_train)
 
 
-def _plain(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+def _plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
     help_text = f"{text} (default: {default})"
     parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
 
@@ -143,7 +158,8 @@ def _train(options: argparse.Namespace) -> int:
             model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
         elif options.dense:
             model["pattern"] = None
-        where = {"device": options.device, "backend": options.backend}
+        ranks = _join(options)
+        where = {"device": options.device, "backend": options.backend, "ranks": ranks}
         if options.resume:
             training = session.resume(options.paths, options.out, model, recipe, **where)
         else:
@@ -155,7 +171,7 @@ def _train(options: argparse.Namespace) -> int:
         return session.run(
             training,
             options.out,
-            Console(),
+            Console(quiet=ranks is not None and not ranks.first),
             save_every=options.save_every,
             held_out_windows=options.held_out,
             sample_bytes=options.sample,
@@ -163,6 +179,130 @@ def _train(options: argparse.Namespace) -> int:
     except FloatingPointError as error:
         print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
         return 1
+    except ContextParallelError as error:
+        print(f"dilated-attention train: error: {error}; --resume continues {options.out}", file=sys.stderr)
+        return 1
+
+
+def _join(options: argparse.Namespace) -> Ranks | None:
+    """This process's place in a run of several; None alone."""
+    if "WORLD_SIZE" not in os.environ and options.context_parallel == 1:
+        return None
+    from dilated_attention.training.ranks import Ranks
+
+    return Ranks.join(options.context_parallel, torch.device(options.device), options.timeout)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a model that `train` has made",
+        description="Continue a prompt with a byte-level model, byte by byte, as it is drawn. The prompt is read once; "
+        "then every byte costs the same, however long the text has become.",
+    )
+    parser.add_argument("model", type=Path, nargs="?", default=Path("runs/train/model"), help="folder of the model")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, help="file to continue; - for standard input", metavar="FILE")
+    _plain(parser, "bytes", _natural, 1024, "bytes to write")
+    _plain(parser, "temperature", float, 0.8, "of the softmax; 0 takes the likeliest byte")
+    parser.add_argument("--top-k", type=_positive, help="sample among the N likeliest bytes", metavar="N")
+    parser.add_argument("--top-p", type=float, help="sample among the fewest that reach probability X", metavar="X")
+    _plain(parser, "seed", _natural, 0, "of the draws")
+    _plain(parser, "device", str, "cpu", "a PyTorch device")
+    _plain(parser, "backend", str, "auto", "of dilated attention")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from dilated_attention.training import writing
+
+    try:
+        if options.prompt_file is None:
+            prompt = options.prompt.encode()
+        elif str(options.prompt_file) == "-":
+            prompt = sys.stdin.buffer.read()
+        else:
+            prompt = options.prompt_file.read_bytes()
+        with Console(stderr=True).status("reading the model and the prompt"):
+            model = writing.load(options.model, require_device(options.device), options.backend)
+            pieces = writing.write(
+                model,
+                prompt,
+                options.bytes,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+            )
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention generate: error: {error}", file=sys.stderr)
+        return 2
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="convert a torchscale, GigaPath or LongViT checkpoint, and compare with its own algorithm",
+        description="Write a checkpoint as a folder that `from_pretrained` reads, and print how far the model is, on "
+        "random input, from what the released algorithm computes with the same weights. Files are never unpickled.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="what it is of")
+    architectures = ("attention", "encoder", "decoder", "encoder-decoder")
+    parser.add_argument("--architecture", choices=architectures, help="of torchscale's (default: recognised)")
+    parser.add_argument("--heads", type=_positive, help="attention heads (default: 16, or as xPos tells)", metavar="N")
+    parser.add_argument("--segments", type=_integers, help="segment lengths (default: the released)", metavar="N,N,...")
+    parser.add_argument("--rates", type=_integers, help="dilation rate of each segment length", metavar="N,N,...")
+    parser.add_argument(
+        "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
+    )
+    parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
+    _plain(parser, "tokens", _positive, 300, "of the random input")
+    _plain(parser, "seed", _natural, 0, "of the random input")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from dilated_attention.conversion import convert
+
+    given = {
+        "num_heads": options.heads,
+        "segment_lengths": options.segments,
+        "dilation_rates": options.rates,
+        "architecture": options.architecture,
+        "surplus": "warn" if options.leave_surplus else None,
+    }
+    console = Console(stderr=True)
+    try:
+        if options.kind == "torchscale" and (options.segments is None or options.rates is None):
+            raise ValueError("--segments and --rates: the weights do not tell; give both")
+        with console.status("converting and comparing"):
+            model, found = convert(
+                options.checkpoint,
+                options.out,
+                options.kind,
+                tokens=options.tokens,
+                seed=options.seed,
+                compat=None if options.corrected else "torchscale",
+                **{name: value for name, value in given.items() if value is not None},
+            )
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention convert: error: {error}", file=sys.stderr)
+        return 2
+    table = Table("difference between", title=f"{type(model).__name__}, random input", title_justify="left")
+    for heading in ("greatest of an entry", "in norm"):
+        table.add_column(heading, justify="right")
+    for row in found:
+        table.add_row(row.name, f"{row.greatest:.2g}", f"{row.relative:.2g}")
+    Console().print(table)
+    print(f"written: {options.out}/config.json, model.safetensors")
+    return 0
 
 
 def _add_info(commands: Any) -> None:

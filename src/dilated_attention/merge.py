@@ -13,6 +13,8 @@ its own is the exact gradient of the whole: both enter only through P = exp(s - 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -49,6 +51,6 @@ def merge(
 
 def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], number: int) -> None:
     """Merge in place with `number` keys of score 0 and value 0, whose partial result is (0, log number)."""
-    merged = torch.logaddexp(lse, torch.full_like(lse, float(number)).log_())
+    merged = torch.logaddexp(lse, lse.new_tensor(math.log(number)))
     out.mul_(torch.exp(lse - merged).unsqueeze(-1))
     lse.copy_(merged)

@@ -53,6 +53,11 @@ class Dropout:
         """That of some samples and tokens."""
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
 
+    def packed(self) -> Dropout:
+        """That of all samples as one sequence, one after another."""
+        keys = self.keys.repeat(self.queries.shape[0], 1)
+        return replace(self, queries=self.queries.flatten(0, 1).unsqueeze(0), keys=keys)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:

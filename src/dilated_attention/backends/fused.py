@@ -81,19 +81,30 @@ def backward(
 ) -> tuple[Queries, Keys, Keys]:
     """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse); lse is finite.
 
-    A gradient on lse enters as one more column: with q, k, v = 0, out = 1 and dout = -dlse there, sum(dout out) becomes
-    sum(dout out) - dlse, and no product changes.
+    A gradient on lse enters as one more column, see `append_column`.
     """
     if pairs is not None:
         return _dropped_backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
     if dlse is None:
         return _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
-    column = dlse.unsqueeze(-1).to(q.dtype)
-    dout = torch.cat([dout, -column], -1)
-    out = torch.cat([out, torch.ones_like(column)], -1)
-    q, k, v = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k, v))
-    dq, dk, dv = _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
-    return dq[..., :-1], dk[..., :-1], dv[..., :-1]
+    width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
+    gradients = _backward(*append_column(dout, dlse, q, k, v, out, width), lse, is_causal, scale, bias)
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return dq, dk, dv
+
+
+def append_column(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dout, q, k, v and out with `width` more columns, in which a gradient on lse enters a backward that takes none.
+
+    With q, k, v = 0, out = 1 and dout = -dlse in the first of them, sum(dout out) becomes sum(dout out) - dlse, and no
+    product changes.
+    """
+    dout, q, k, v, out = (torch.nn.functional.pad(x, (0, width)) for x in (dout, q, k, v, out))
+    out[..., -width] = 1
+    dout[..., -width] = -dlse
+    return dout, q, k, v, out
 
 
 def _forward(

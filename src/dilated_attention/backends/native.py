@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from jaxtyping import Float
@@ -225,6 +226,7 @@ def forward(
     key_bias: KeyBias | None = None,
     layouts: Layouts | None = None,
     dropout: Dropout | None = None,
+    operators: ModuleType = fused,
     state: tuple[Tokens, TokenStatistic] | None = None,
 ) -> tuple[Tokens, TokenStatistic]:
     """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
@@ -232,6 +234,8 @@ def forward(
     Args:
         key_bias: 0 or -inf a key, in q's dtype.
         layouts: for each number of rows that a group's segments have, the block layout inside such a segment.
+        dropout: which pairs survive.
+        operators: `fused`, or a module with its `forward` and `backward`.
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
     """
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
@@ -244,7 +248,7 @@ def forward(
         if layouts is not None:
             bias = None if bias is None else bias[:, 0, 0]
             return blocks.forward(*views, tile.layout(layouts, group), scale, bias, pairs)
-        out, lse = fused.forward(*views, is_causal and group.diagonal, scale, bias, pairs)
+        out, lse = operators.forward(*views, is_causal and group.diagonal, scale, bias, pairs)
         if group.phantoms and not is_causal:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
@@ -293,6 +297,7 @@ def backward(
     layouts: Layouts | None = None,
     state: tuple[Tokens, KeyTokens, KeyTokens] | None = None,
     dropout: Dropout | None = None,
+    operators: ModuleType = fused,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
     """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
     None.
@@ -315,7 +320,7 @@ def backward(
         if layouts is not None:
             bias = None if bias is None else bias[:, 0, 0]
             return blocks.backward(*views, tile.layout(layouts, group), scale, bias, pairs)
-        return fused.backward(*views, is_causal and group.diagonal, scale, bias, pairs)
+        return operators.backward(*views, is_causal and group.diagonal, scale, bias, pairs)
 
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]

@@ -11,6 +11,7 @@ import importlib.util
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """The row of kernels/configurations.py that serves a device."""
     if device.type == "cpu":
@@ -214,16 +216,15 @@ def _launches(
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    size, head_dim = q.element_size(), q.shape[-1]
+    shape = ARCHITECTURES[architecture(q.device)].shape(kernel, q.element_size(), q.shape[-1], dropout)
 
     def make() -> _Launches:
         side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
-        shape = ARCHITECTURES[architecture(q.device)].shape(kernel, size, head_dim, dropout)
-        shape = shape.cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device)
-        return _Launches(plan, tuple(Launch(kernel, table, shape) for table in tables))
+        cut = shape.cut(*tiles.longest(plan, side, layouts))
+        tables = tiles.tables(plan, side, is_causal, cut, layouts, q.device)
+        return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
-    key = "triton", id(plan), blocks, kernel, is_causal, size, head_dim, dropout, q.device
+    key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
     return plan_cache.get(key, make).launches
 
 

@@ -53,6 +53,7 @@ class Case:
         blocks, density, block_size: of the layout: a builder of `BlockLayout` and the density asked of it; dilated
             layouts take every second block.
         dtype: as in torch, `float32`.
+        backend: as in `dilated_attention`.
     """
 
     method: Method
@@ -68,6 +69,7 @@ class Case:
     head_dim: int = 64
     is_causal: bool = False
     dtype: str = "float32"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
@@ -85,6 +87,7 @@ class Case:
         """What a row of results records: what the method reads."""
         unread = set() if self.method in DILATED else {"segment_lengths", "dilation_rates", "offsets"}
         unread |= set() if self.method in SPARSE else {"blocks", "density", "block_size"}
+        unread |= {"backend"} if self.backend == "auto" else set()
         return {name: value for name, value in asdict(self).items() if name not in unread}
 
     @property
@@ -166,12 +169,13 @@ class Case:
 
     def prepare(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The call, with its layout made: from q, k and v to out."""
+        options: dict[str, Any] = {"is_causal": self.is_causal, "backend": self.backend}
         if self.method == "block-sparse":
             layout = self.layout(self.seq_len)
-            return lambda q, k, v: block_sparse_attention(q, k, v, layout, is_causal=self.is_causal)  # type: ignore[return-value]
+            return lambda q, k, v: block_sparse_attention(q, k, v, layout, **options)  # type: ignore[return-value]
         if self.method == "block-sparse dilated":
             product = self.pattern * cache(self.layout)
-            return lambda q, k, v: attention(q, k, v, product, is_causal=self.is_causal)  # type: ignore[return-value]
+            return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
         if self.method in RIVALS:
             return RIVALS[self.method](self.layout(self.seq_len))
         return self._call
@@ -179,7 +183,14 @@ class Case:
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.method == "dilated":
             return dilated_attention(
-                q, k, v, self.segment_lengths, self.dilation_rates, offsets=self.offsets, is_causal=self.is_causal
+                q,
+                k,
+                v,
+                self.segment_lengths,
+                self.dilation_rates,
+                offsets=self.offsets,
+                is_causal=self.is_causal,
+                backend=self.backend,
             )  # type: ignore[return-value]
         if self.method == "dense":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

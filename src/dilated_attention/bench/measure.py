@@ -75,16 +75,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleave(
-    contenders: Mapping[str, Contender], *, seconds: float, device: torch.device, least: int = 3, most: int = 50
+    contenders: Mapping[str, Contender],
+    *,
+    seconds: float,
+    device: torch.device,
+    least: int = 3,
+    most: int = 50,
+    dtype: torch.dtype = torch.float32,
 ) -> Rounds:
     """Run the contenders in rounds until about `seconds` are spent.
 
     Args:
         contenders: a phase's time counts from the contender's start.
+        dtype: of the matrix product.
         least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
     """
     size = 1536 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     everyone = {MATMUL: contender(lambda: a @ b), **contenders}
     names = list(everyone)
     begin = time.perf_counter()
@@ -139,15 +146,19 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
     where the system does not tell.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
-    request["threads"] = torch.get_num_threads()
+    return in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
+
+
+def in_new_process(module: str, request: Mapping[str, object]) -> int | None:
+    """What `python -m module REQUEST` prints: a whole number, or null."""
     process = subprocess.run(
-        [sys.executable, "-m", "dilated_attention.bench.measure", json.dumps(request)],
+        [sys.executable, "-m", module, json.dumps(request)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
     )
     if process.returncode:
-        raise RuntimeError(f"measuring the memory of {case} ended with {process.returncode}: {process.stderr[-2000:]}")
+        raise RuntimeError(f"{module} {request} ended with {process.returncode}: {process.stderr[-2000:]}")
     answer: int | None = json.loads(process.stdout)
     return answer
 
@@ -162,16 +173,20 @@ def _measure_peak(request: dict[str, object]) -> int | None:
     )():
         pass  # loads the operators and starts the threads
     work = case.contender(device, backward=backward)
-    _forget_peak(device)
+    return peak_above_now(lambda: list(work()), device)
+
+
+def peak_above_now(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that a call adds, at its peak, to what this process holds; None where the system does not tell."""
+    forget_peak(device)
     before = peak_memory(device)
-    for _ in work():
-        pass
+    call()
     synchronize(device)
     after = peak_memory(device)
     return None if before is None or after is None else after - before
 
 
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
     """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -50,6 +50,7 @@ _OPERATORS = {
     **dict.fromkeys(("add_", "add"), "sums of gradients"),
 }
 """Operators whose time counts as theirs where no stage runs them; allocation always does."""
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 DISPATCH = "Python and dispatch"
 OUTSIDE = "outside attention"
 
@@ -113,7 +114,7 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
         _total(fastest),
         *_memory(fastest),
         sum(event.name == "aten::copy_" for event in events),
-        sum(event.name in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel") for event in events),
+        sum(event.name in LAUNCHES for event in events),
         _idle(events) if device.type == "cuda" else None,
     )
 

@@ -7,6 +7,7 @@ the layout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,12 @@ def flex(layout: BlockLayout) -> Call:
     """FlexAttention, compiled."""
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='flex' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
-    mask = block_mask(layout)
+    mask_on = cache(block_mask(layout).to)
     compiled = torch.compile(flex_attention)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+        return compiled(q, k, v, block_mask=mask_on(q.device)).transpose(1, 2)
 
     return call
 

@@ -107,7 +107,10 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(f"{parameters['blocks']} blocks, {density:.1%}")
     if parameters.get("is_causal"):
         words.append("causal")
-    return ", ".join(words)
+    if backend := parameters.get("backend"):
+        words += [f"head_dim {parameters['head_dim']}"] if "head_dim" in parameters else []
+        words += [parameters.get("dtype", ""), backend]
+    return ", ".join(filter(None, words))
 
 
 def number(value: float) -> str:

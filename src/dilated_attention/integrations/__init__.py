@@ -1,1 +1,5 @@
-"""Other libraries' models with dilated attention: `nn.MultiheadAttention`, and transformers in `huggingface`."""
+"""Other libraries' models with dilated attention: `nn.MultiheadAttention` here, transformers in `huggingface`."""
+
+from dilated_attention.integrations.multihead import convert_attention
+
+__all__ = ["convert_attention"]

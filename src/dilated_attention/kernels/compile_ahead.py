@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dilated_attention.kernels import strided
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,9 +38,12 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 """Bytes of shared memory that one program may have."""
 
+MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 16, "tf32": 16}
+"""Bytes of stack a thread that may stay: in single precision no shape of tiles was free of them for every call."""
+
 KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
-HEAD_DIMS = (24, 64, 96, 128, 256)
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 _POINTERS = {
     **dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "BIAS"), "*{dtype}"),
     **dict.fromkeys(("DQ", "DK", "DV"), "*fp32"),
@@ -97,34 +100,39 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """Why this variant should not ship."""
-        matrix = "wgmma" if self.target == "sm_90" and self.dtype != "fp32" else "mma"
+        matrix = self.wgmma if self.target == "sm_90" and self.dtype in ("bf16", "fp16") else self.wgmma + self.mma
         checks = {
-            f"{self.spilled} bytes spilled": self.spilled > 0 and self.dtype != "fp32",
+            f"{self.spilled} bytes spilled": self.spilled > MAX_SPILLED[self.dtype],
             f"{self.shared} bytes of shared memory": self.shared > SHARED_LIMIT[self.target],
-            f"no {matrix}": self.dtype != "fp32" and not getattr(self, matrix),
+            "no matrix instructions": self.dtype != "fp32" and not matrix,
         }
         return [fault for fault, found in checks.items() if found]
 
 
 def variants(
-    targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32")
+    targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32", "tf32")
 ) -> Iterator[Variant]:
-    """Everything that ships; float16 has the code of bfloat16."""
+    """Everything that ships; float16 has the code of bfloat16, and tf32, NVIDIA's, is taken for the plainest calls."""
     for target, dtype, kernel, head_dim, call in itertools.product(targets, dtypes, KERNELS, head_dims, CALLS):
-        yield Variant(target, kernel, head_dim, dtype, call)
+        if dtype != "tf32" or (target != "gfx942" and call in ("even", "causal")):
+            yield Variant(target, kernel, head_dim, dtype, call)
+
+
+def shape_of(variant: Variant) -> Shape:
+    """The tiles that a variant is compiled with."""
+    architecture, dropout = ARCHITECTURES[variant.target], "words" in CALLS[variant.call]
+    return architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, dropout)
 
 
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
-    shape = ARCHITECTURES[variant.target].shape(
-        variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in CALLS[variant.call]
-    )
+    shape = shape_of(variant)
     queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
     constants = {
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
-        "PRECISION": "ieee", "QB": 128, "KB": 128, "LH": 1, "BIAS": None, "WQ": None, "WK": None,
-        "INDPTR": None, "INDICES": None,
+        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "QB": 128, "KB": 128, "LH": 1,
+        "BIAS": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
     }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
@@ -142,7 +150,7 @@ def build(variant: Variant) -> Report:
         if name in constants:
             signature[name] = "constexpr"
         elif name in _POINTERS:
-            signature[name] = _POINTERS[name].format(dtype=variant.dtype)
+            signature[name] = _POINTERS[name].format(dtype=variant.dtype.replace("tf32", "fp32"))
             alignment[i,] = [["tt.divisibility", 16]]
         else:
             signature[name] = _SCALARS.get(name, "i32")
@@ -201,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="compile_ahead", description=str(__doc__).splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32"])
+    parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32", "tf32"])
     parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import Pattern, attention, dilated_attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
 from dilated_attention.weights import attention_weights
+
+_MANY = 128
+"""Samples of one token each from which on they are more likely one sample in another layout."""
 
 
 class _Attention(nn.Module):
@@ -31,6 +36,11 @@ class _Attention(nn.Module):
         self.backend = backend
         self.mesh = mesh
         self.transport = transport
+        self.layer = ""
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Run over `mesh`, None for one device; `layer` in errors. See `parallel.set_context_parallel`."""
+        self.mesh, self.transport, self.layer = mesh, transport, layer
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """The pattern at this many tokens."""
@@ -63,11 +73,15 @@ class _Attention(nn.Module):
             backend=self.backend,
             mesh=self.mesh,
             seq_len=seq_len,
-            transport=self.transport,
+            transport=self.transport if self.mesh is not None else "auto",
+            layer=self.layer,
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        return attention(q, k, v, self.pattern_of(options["seq_len"] or q.shape[1]), **options)
+        seq_len = options["seq_len"]
+        if seq_len is None:
+            seq_len = q.shape[1] * (1 if self.mesh is None else mesh_size(self.mesh))
+        return attention(q, k, v, self.pattern_of(seq_len), **options)
 
 
 class DilatedAttention(_Attention):
@@ -280,43 +294,58 @@ class _MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        seq_len: int | None = None,
     ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
         """query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
 
         key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
+        attn_mask: the causal mask, `(seq, seq)`, True (or -inf) above the diagonal; the same as is_causal=True.
         need_weights: also return the probabilities, formed a second time as a sparse COO tensor (`attention_weights`):
             `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
             no batch where query has none.
+        seq_len: over a mesh, the global length; default: equal shards.
         """
+        if need_weights and self.attention.mesh is not None:
+            raise UnsupportedError("need_weights=True: over a mesh no rank holds a row of weights; pass False")
         if need_weights and self.attention.compat is not None:
             raise UnsupportedError(
                 f"need_weights=True: with compat={self.attention.compat!r} a part of each row's weight lies on padding "
                 "that the matrix has no column for; pass need_weights=False"
             )
-        if attn_mask is not None:
-            raise UnsupportedError(
-                f"attn_mask of shape {tuple(attn_mask.shape)}: masks over pairs are not supported; "
-                "pass is_causal=True for causality and key_padding_mask for padding"
-            )
-        if query.dim() not in (2, 3):
+        if query.is_nested or query.dim() not in (2, 3):
+            kind = "a nested layout" if query.is_nested else f"shape {tuple(query.shape)}"
             raise ValueError(
-                f"query has shape {tuple(query.shape)}: expected (batch, seq, embed_dim) or (seq, embed_dim)"
+                f"query has {kind}: expected (batch, seq, embed_dim) or (seq, embed_dim); pad ragged samples and pass "
+                "key_padding_mask (in nn.TransformerEncoder: enable_nested_tensor=False)"
             )
         if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
             raise UnsupportedError(
                 f"query, key, value have shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}: "
                 "dilated attention is among the same positions, so all but the last dim must be equal"
             )
+        for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.shape[-1] != dim:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}: its last dim must be {dim}")
         q, k, v = self._project(query, key, value)
         batched, swap = query.dim() == 3, query.dim() == 3 and not self.batch_first
         heads = []
         for x in (q, k, v):
             x = x if batched else x[None]
             heads.append((x.transpose(0, 1) if swap else x).unflatten(-1, (self.num_heads, self.head_dim)))
-        mask = None if key_padding_mask is None else _boolean(key_padding_mask)
+        if heads[0].shape[1] == 1 and len(heads[0]) >= _MANY and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"query of shape {tuple(query.shape)} is read as {len(heads[0])} samples of one token each; if it is "
+                f"one sample, construct with batch_first={not self.batch_first}",
+                stacklevel=2,
+            )
+        if attn_mask is not None:
+            _require_causal(attn_mask, heads[0].shape[1])
+            is_causal = True
+        mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
         if mask is not None and not batched:
             mask = mask[None]
-        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask).flatten(-2)
+        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
         out = out.transpose(0, 1) if swap else out
         out = self.out_proj(out if batched else out[0])
         if not need_weights:
@@ -348,9 +377,10 @@ class MultiheadDilatedAttention(_MultiheadAttention):
 
     Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
     whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
-    refused by name (`UnsupportedError`): attn_mask, add_bias_kv, add_zero_attn, a key whose length is not the query's.
-    Unlike PyTorch's, need_weights is False by default and gives a sparse tensor, and `is_causal=True` is no hint: it
-    needs no mask, and it masks.
+    refused by name (`UnsupportedError`): an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key
+    whose length is not the query's. Unlike PyTorch's, need_weights is False by default and gives a sparse tensor, and
+    `is_causal=True` is no hint: it needs no mask, and it masks. With a `mesh`, seq is sharded over it, as in
+    `RingDilatedAttention`.
 
     Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
     """
@@ -375,8 +405,10 @@ class MultiheadDilatedAttention(_MultiheadAttention):
         head_groups: bool = False,
         compat: str | None = None,
         backend: str = "auto",
+        mesh: Any = None,
+        transport: str = "auto",
     ) -> None:
-        attention = DilatedAttention(
+        attention = RingDilatedAttention(
             segment_lengths,
             dilation_rates,
             offsets=offsets,
@@ -384,6 +416,8 @@ class MultiheadDilatedAttention(_MultiheadAttention):
             compat=compat,
             dropout=dropout,
             backend=backend,
+            mesh=mesh,
+            transport=transport,
         )
         super().__init__(
             attention,
@@ -457,11 +491,31 @@ class BlockSparseRingMultiheadDilatedAttention(_MultiheadAttention):
         )
 
 
-def _boolean(mask: Tensor) -> Tensor:
+def _boolean(name: str, mask: Tensor) -> Tensor:
     """nn.TransformerEncoder hands on boolean masks as 0 / -inf."""
     if not mask.is_floating_point():
         return mask
     ignored = mask == -torch.inf
-    if not bool((ignored | (mask == 0)).all()):
-        raise UnsupportedError("key_padding_mask: a floating mask may hold 0 and -inf only; no bias is added to scores")
+    _require(
+        (ignored | (mask == 0)).all(), f"{name}: a floating mask may hold 0 and -inf only; no bias is added to scores"
+    )
     return ignored
+
+
+def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
+    message = (
+        f"attn_mask of shape {tuple(attn_mask.shape)}: of masks over pairs, only the causal one of shape "
+        f"{(seq_len, seq_len)} is supported; pass is_causal=True for causality and key_padding_mask for padding"
+    )
+    if attn_mask.shape != (seq_len, seq_len):
+        raise UnsupportedError(message)
+    future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=attn_mask.device).triu(1)
+    _require((_boolean("attn_mask", attn_mask) == future).all(), message)
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise UnsupportedError unless the one value of `condition` is true; in a compiled graph, when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise UnsupportedError(message)

@@ -108,6 +108,11 @@ def read_text(paths: Sequence[Path]) -> Text:
     return Text(content, len(pieces), skipped, tuple(path.resolve() for path in paths))
 
 
+def readable(text: str) -> str:
+    """What a terminal would obey is shown as a dot."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
 def standard_library() -> Path:
     """The folder of this interpreter's own Python sources."""
     return Path(sysconfig.get_path("stdlib"))

@@ -1,0 +1,138 @@
+"""FlashAttention's operators under `fused`'s signature, where one of its packages is installed: never required.
+
+FlashAttention reads rows at any stride, so the native backend's views pass as they are; its backward takes out and lse,
+the merged ones. It has no mask but the causal one and a dropout of its own: calls that need more are refused.
+
+The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
+Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends.dropout import Pairs
+from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, append_column
+
+MODULES = {
+    2: "flash_attn.flash_attn_interface",
+    3: "flash_attn_interface",
+    4: "flash_attn.cute.interface",
+}
+MAX_HEAD_DIM = 256
+
+
+def order(capability: tuple[int, int]) -> tuple[int, ...]:
+    """The versions that serve a compute capability, the preferred one first."""
+    if capability < (8, 0):
+        return ()
+    return {9: (3, 4, 2), 10: (4, 2)}.get(capability[0], (2,))
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, needs: Sequence[str]) -> str | None:
+    """Why FlashAttention cannot serve a call, and what would serve; None if it can.
+
+    Args:
+        needs: what the call asks for beyond q, k, v and causality.
+    """
+    if device.type != "cuda":
+        return f"FlashAttention needs a CUDA device; got {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if version(capability) is None:
+        wanted = " or ".join(MODULES[number] for number in order(capability)) or "compute capability 8.0"
+        return f"FlashAttention needs {wanted} on this device of capability {capability[0]}.{capability[1]}; not found"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention has no {dtype}; use float16 or bfloat16"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"FlashAttention needs a head_dim that 8 divides, at most {MAX_HEAD_DIM}; got {head_dim}"
+    if needs:
+        return f"FlashAttention does not serve {' or '.join(needs)}; use native or triton"
+    return None
+
+
+@cache
+def version(capability: tuple[int, int]) -> int | None:
+    """The installed version that serves a compute capability best."""
+    return next((number for number in order(capability) if _installed(MODULES[number])), None)
+
+
+def _installed(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _installed(parent)) and importlib.util.find_spec(module) is not None
+
+
+def forward(
+    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None, pairs: Pairs | None = None
+) -> tuple[Queries, Statistic]:
+    """As `fused.forward`; bias and pairs are None."""
+    assert bias is None
+    assert pairs is None
+    number, module = _library(q)
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    if number == 2:
+        out, lse = module._flash_attn_forward(
+            *views, dropout_p=0.0, softmax_scale=scale, causal=is_causal, window_size_left=-1, window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )[:2]  # fmt: skip
+    elif number == 3:
+        out, lse = module._flash_attn_forward(*views, softmax_scale=scale, causal=is_causal)[:2]
+    else:
+        out, lse = module._flash_attn_fwd(*views, softmax_scale=scale, causal=is_causal, return_lse=True)[:2]
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    dout: Queries,
+    dlse: Statistic | None,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    out: Queries,
+    lse: Statistic,
+    is_causal: bool,
+    scale: float,
+    bias: Bias | None,
+    pairs: Pairs | None = None,
+) -> tuple[Queries, Keys, Keys]:
+    """As `fused.backward`; bias and pairs are None."""
+    assert bias is None
+    assert pairs is None
+    if dlse is None:
+        return _backward(dout, q, k, v, out, lse, is_causal, scale)
+    gradients = _backward(*append_column(dout, dlse, q, k, v, out, 8), lse, is_causal, scale)
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return dq, dk, dv
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    number, module = _library(q)
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    lse = lse.contiguous()
+    if number == 4:
+        gradients = module._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal)[:3]
+    else:
+        gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if number == 2:
+            module._flash_attn_backward(
+                dout, q, k, v, out, lse, *gradients, dropout_p=0.0, softmax_scale=scale, causal=is_causal,
+                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+            )  # fmt: skip
+        else:  # releases call its last argument causal and is_causal
+            module._flash_attn_backward(dout, q, k, v, out, lse, *(None,) * 6, *gradients, scale, is_causal)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    return dq, dk, dv
+
+
+def _library(q: Tensor) -> tuple[int, Any]:
+    number = version(torch.cuda.get_device_capability(q.device))
+    assert number is not None, "`refusal` comes first"
+    return number, importlib.import_module(MODULES[number])

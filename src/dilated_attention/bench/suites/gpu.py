@@ -1,0 +1,496 @@
+"""`bench gpu`: the Triton kernels on a GPU: right, fast beside dense kernels, small, and where they overtake native.
+
+Steps do not stop at a failure: what a step raises becomes its row's refusal, and the steps after it still run. The
+dense kernels, cuDNN's and FlashAttention's, compute about as many score entries in one long sequence as the pattern
+has in all; times are compared per score entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dilated_attention.backends import flash, table, triton
+from dilated_attention.bench import measure
+from dilated_attention.bench.cases import Case, Contender
+from dilated_attention.bench.measure import Rounds, Spread
+from dilated_attention.bench.profile import profile
+from dilated_attention.bench.results import Row
+from dilated_attention.bench.suites import Step, peak, rates
+from dilated_attention.functional import attention
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated
+
+PAPER = Case(
+    method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",
+    segment_lengths=(2048, 4096, 8192, 16384), dilation_rates=(1, 2, 4, 8),
+)  # fmt: skip
+SMALL = replace(PAPER, seq_len=4096, heads=8, head_dim=64, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
+         ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38}  # fmt: skip
+"""Bars: useful work over the matrix rate of the same rounds, by phase, head_dim and causality."""
+SPEED_UPS = {0.10: 7.0, 0.05: 13.0, 0.02: 25.0}
+"""Bars: block-sparse forward over the fastest dense kernel at 32,768 tokens, by density."""
+CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
+    "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 3),
+                (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 3)],
+    "dq": [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+           (64, 32, 8, 2)],
+    "dkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+             (64, 32, 4, 3), (64, 16, 8, 3)],
+}  # fmt: skip
+"""Tiles to try: own, loop, warps, stages."""
+DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    """ValueError without a GPU."""
+    if device.type != "cuda":
+        raise ValueError("the gpu suite needs a GPU: --device cuda")
+    names = ["triton", "native"] + ["flash"] * (flash.version(torch.cuda.get_device_capability(device)) is not None)
+    found = [
+        _step(f"correctness of {name}, {check.name}", partial(correctness, check, name, device), check.parameters(name))
+        for name in names
+        for check in checks(777)
+        if name != "flash" or not check.needs
+    ]
+    found += [
+        _step("compiled, and as a CUDA graph", partial(captured, SMALL, device), SMALL.parameters),
+        _step("beyond 2^31 elements", partial(_far_rows, device), PAPER.parameters),
+        _step("1,048,576 tokens against native", partial(_million, device), PAPER.parameters),
+    ]
+    for head_dim in (128, 64):
+        for is_causal in (False, True):
+            for seq_len in (65536,) if quick else (65536, 262144, 1048576):
+                case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
+                budget = 5.0 if quick else 20.0
+                found.append(_step(f"{seq_len:,} tokens", partial(speed, case, names, device, budget), case.parameters))
+    for density in SPEED_UPS:
+        for case in _sparse(density):
+            for flex in (False, True):
+                label = f"{case.seq_len:,} tokens, {density:.0%} of blocks" + ", flex" * flex
+                run = partial(_block_sparse, case, device, 5.0 if quick else 15.0, flex=flex)
+                found.append(_step(label, run, case.parameters))
+    found.append(_step("4,096 tokens", partial(_small, device, 5.0), SMALL.parameters))
+    found.append(_step("where triton overtakes native", partial(threshold, device), SMALL.parameters))
+    for head_dim in (64, 128, 256):
+        for kernel in CANDIDATES:
+            case = replace(PAPER, head_dim=head_dim)
+            label = f"tiles of {kernel}, head_dim {head_dim}"
+            found.append(_step(label, partial(tile_shapes, kernel, case, device, 2.0), case.parameters))
+    long = replace(PAPER, seq_len=1 << 20, head_dim=64)
+    found += [peak(long, device, bar=1.10), peak(long, device, backward=True)]
+    for case in (SMALL, PAPER):
+        found.append(_step(f"launches at {case.seq_len:,} tokens", partial(_launches, case, device), case.parameters))
+    return found
+
+
+def _step(label: str, run: Callable[[], Iterator[Row]], parameters: Mapping[str, Any]) -> Step:
+    """A step whose failure is a row: a kernel that does not compile or a call that does not fit ends no session."""
+
+    def guarded() -> Iterator[Row]:
+        from triton.errors import TritonError
+
+        try:
+            yield from run()
+        except (RuntimeError, ValueError, TritonError) as error:  # PyTorch's errors of memory and of CUDA are the first
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            yield Row(name=f"failed: {label}", parameters=parameters, value=None, unit="", refused=why)
+
+    return Step(label, guarded)
+
+
+# ---- correctness
+
+
+@dataclass(frozen=True)
+class Check:
+    """Calls that differ from the oracle by rounding only, on out, lse, dq, dk and dv.
+
+    Attributes:
+        needs: whether the call asks for more than causality, which FlashAttention has not.
+        pattern, options: of `attention`, for the sequence length.
+    """
+
+    name: str
+    seq_len: int
+    pattern: Callable[[int], Dilated | BlockLayout | Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    head_dims: tuple[int, ...] = (64,)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    heads: int = 4
+    kv_heads: int = 2
+    batch: int = 2
+    needs: bool = False
+
+    def parameters(self, backend: str) -> dict[str, Any]:
+        return {"seq_len": self.seq_len, "heads": self.heads, "kv_heads": self.kv_heads, "backend": backend}
+
+
+BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def checks(seq_len: int) -> list[Check]:
+    """Every head_dim, type and feature, at a length that nothing divides."""
+
+    def branches(n: int) -> Dilated:
+        return Dilated((n // 3, n), (1, 3))
+
+    padded = torch.arange(seq_len) % 3 == 0
+    padded[: seq_len // 3 + 1] = True  # the first segment: rows that see nothing
+    every = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
+    return [
+        Check("every head_dim", seq_len, branches, head_dims=every),
+        Check("every head_dim, causal", seq_len, branches, {"is_causal": True}, head_dims=every),
+        Check("nested branches", seq_len, lambda n: Dilated((n // 4, n // 2, n), (1, 2, 4)), kv_heads=4),
+        Check("rows in no branch", seq_len, lambda n: Dilated((n // 2, n), (2, 6)), {"is_causal": True}),
+        Check("one token", 1, lambda n: Dilated((4,), (1,))),
+        Check("lengths", seq_len, branches, {"lengths": [seq_len, seq_len // 2]}),
+        Check("packed", seq_len, branches, {"cu_seqlens": torch.tensor([0, seq_len // 2, seq_len // 2 + 1, seq_len])},
+              batch=1),
+        Check("hidden keys", seq_len, branches, {"key_padding_mask": padded.expand(2, -1)}, needs=True),
+        Check("dropout", seq_len, branches, {"dropout_p": 0.2}, needs=True),
+        Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64), needs=True),
+        Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True},
+              needs=True),
+        Check("blocks inside dilation", seq_len, lambda n: branches(n) * (lambda m: BlockLayout.local(m, 64, 16)),
+              {"is_causal": True}, needs=True),
+    ]  # fmt: skip
+
+
+def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:
+    """The largest relative error of each dtype and head_dim, judged on the float64 oracle of the same inputs."""
+    options = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in check.options.items()}
+    for dtype in check.dtypes if backend != "flash" else check.dtypes[1:]:
+        for head_dim in check.head_dims:
+            if backend == "flash" and head_dim % 8:
+                continue
+            generator = torch.Generator(device).manual_seed(0)
+            inputs = [
+                torch.randn(check.batch, check.seq_len, heads, head_dim, generator=generator, device=device).to(dtype)
+                for heads in (check.heads, check.kv_heads, check.kv_heads)
+            ]
+            pattern = check.pattern(check.seq_len)
+            actual = _results(inputs, pattern, backend=backend, **options)
+            expected = _results([x.double() for x in inputs], pattern, backend="reference", **options)
+            errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+            worst = max(errors, key=errors.__getitem__)
+            yield Row(
+                name=f"{check.name}: largest relative error",
+                parameters=check.parameters(backend) | {"head_dim": head_dim, "dtype": str(dtype)[len("torch.") :]},
+                value=errors[worst], unit=f"({worst})", bar=BARS[dtype],
+            )  # fmt: skip
+
+
+def _results(inputs: list[Tensor], pattern: Any, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)  # of dropout
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    out, lse = attention(q, k, v, pattern, return_lse=True, **options)
+    wave = [torch.arange(x.numel(), device=x.device).view_as(x).cos().to(x.dtype) for x in (out, lse)]
+    gradients = torch.autograd.grad((out, lse), (q, k, v), wave)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """In norm, over what is finite; infinite where the two are not finite in the same places."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, actual.isfinite()):
+        return math.inf
+    difference = (actual.double() - expected)[finite].norm().item()
+    return difference and difference / max(expected[finite].norm().item(), torch.finfo(expected.dtype).tiny)
+
+
+def captured(case: Case, device: torch.device) -> Iterator[Row]:
+    """The forward compiled, and replayed as a CUDA graph on other inputs: the same numbers as without."""
+    call, parameters = case.prepare(), case.parameters
+    with torch.no_grad():
+        inputs, others = case.inputs(device)[0], case.inputs(device)[0]
+        static = tuple(x.clone() for x in inputs)
+        graph, out = graph_of(lambda: call(*static))
+        for x, y in zip(static, others, strict=True):
+            x.copy_(y)
+        graph.replay()
+        expected = call(*others).clone()
+        found = {"a CUDA graph": out, "torch.compile": torch.compile(call, fullgraph=True)(*others)}
+    for name, x in found.items():
+        difference = (x.float() - expected.float()).abs().max().item()
+        yield Row(
+            name=f"{name}: largest difference from eager", parameters=parameters, value=difference, unit="", bar=0.0
+        )
+
+
+def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+    """A CUDA graph of a call, and the tensor that each replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # compiles the kernels and makes the tables
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+def _far_rows(device: torch.device) -> Iterator[Row]:
+    """The last segments of more than 2^31 elements, which see nothing else, against a call on them alone."""
+    last = 16384
+    case = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
+    with torch.no_grad():
+        q, k, v = case.inputs(device)[0]
+        out = case.prepare()(q, k, v)[:, -last:]
+        alone = case.prepare()(*(x[:, -last:] for x in (q, k, v)))
+    yield Row(
+        name=f"last rows of {case.out_bytes // 2 / 2**31:.2f} x 2^31 elements: largest difference",
+        parameters=case.parameters, value=(out.float() - alone.float()).abs().max().item(), unit="", bar=0.0,
+    )  # fmt: skip
+
+
+def _million(device: torch.device) -> Iterator[Row]:
+    case = replace(PAPER, seq_len=1 << 20, head_dim=64)
+    q, k, v = (x.requires_grad_() for x in case.inputs(device)[0])
+    dout = torch.randn_like(q)
+    found = []
+    for backend in ("triton", "native"):
+        out = replace(case, backend=backend).prepare()(q, k, v)
+        found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+    for name, x, y in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        error = max(relative_error(a.double(), b.double()) for a, b in zip(x.split(65536, 1), y.split(65536, 1)))  # noqa: B905
+        yield Row(
+            name=f"{name}: relative difference from native",
+            parameters=case.parameters,
+            value=error,
+            unit="",
+            bar=1e-2,
+        )
+
+
+# ---- speed
+
+
+def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
+    """One dense call of PyTorch's with a given kernel, on `(batch, heads, seq, head_dim)`."""
+    shape = case.batch, case.heads, case.seq_len, case.head_dim
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=getattr(torch, case.dtype)) for _ in range(4))
+    if backward:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def work() -> Iterator[str]:
+        with sdpa_kernel(kernel), torch.set_grad_enabled(backward):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
+            yield "forward"
+            if backward:
+                torch.autograd.grad(out, (q, k, v), dout)
+                yield "forward+backward"
+
+    return work
+
+
+def _dense_contenders(case: Case, device: torch.device, *, backward: bool) -> dict[str, Contender]:
+    """The dense kernels that serve the case."""
+    found = {}
+    for name, kernel in DENSE.items():
+        contender = dense(case, kernel, device, backward=backward)
+        try:
+            list(contender())
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+        else:
+            found[f"dense {name}"] = contender
+    return found
+
+
+def _equal_work(case: Case) -> Case:
+    """One dense sequence with about as many score entries as a dilated case."""
+    entries = case.flops // (4 * case.head_dim * case.heads * case.batch)
+    length = math.isqrt(entries * (2 if case.is_causal else 1))
+    return replace(case, method="dense", backend="auto", seq_len=max(128, length // 128 * 128))
+
+
+def backward_alone(rounds: Rounds, name: str) -> Spread:
+    pairs = zip(rounds.seconds[name, "forward"], rounds.seconds[name, "forward+backward"], strict=True)
+    return Spread.of([both - forward for forward, both in pairs])
+
+
+def speed(case: Case, names: list[str], device: torch.device, budget: float) -> Iterator[Row]:
+    """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
+    even = _equal_work(case)
+    contenders = {name: replace(case, backend=name).contender(device, backward=True) for name in names}
+    rivals = _dense_contenders(even, device, backward=True)
+    rounds = measure.interleave(contenders | rivals, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    matrix = rounds.matmul_gflops
+    work = dict.fromkeys(contenders, case.flops) | dict.fromkeys(rivals, even.flops)
+    spreads = {}
+    for name, flops in work.items():
+        for phase, factor in (("forward", 1.0), ("backward", 2.5)):
+            spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
+            spreads[name, phase] = spread.scaled(1 / (factor * flops))
+            ratio = spread.scaled(matrix * 1e9 / (factor * flops))
+            bar = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
+            yield Row(
+                name=f"{phase}: {name}, matrix rate over the rate of useful work", parameters=case.parameters,
+                value=ratio.median, unit="x", bar=None if bar is None else 1 / bar, spread=ratio,
+                times={name: spread}, rates={name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix},
+            )  # fmt: skip
+    for phase, limit in (("forward", 1.15), ("backward", None)):
+        if not rivals:
+            return
+        best = min(rivals, key=lambda name: spreads[name, phase].median)
+        yield Row(
+            name=f"{phase}: time per score entry over {best}, the best dense kernel", parameters=case.parameters,
+            value=spreads["triton", phase].median / spreads[best, phase].median, unit="x", bar=limit,
+        )  # fmt: skip
+
+
+def _sparse(density: float) -> list[Case]:
+    base = replace(PAPER, method="block-sparse", blocks="random", density=density)
+    return [replace(base, seq_len=32768), replace(base, seq_len=4096, heads=8, head_dim=64, block_size=64)]
+
+
+def _block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
+    """Against FlexAttention with the same blocks, or against dense kernels over the whole sequence."""
+    if flex:
+        bar, names = 1.0, {"flex": replace(case, method="flex", backend="auto").contender(device)}
+        work = {"triton": case.flops, "flex": case.flops}
+    else:
+        assert case.density is not None
+        bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
+        full = replace(case, method="dense", backend="auto")
+        names = _dense_contenders(full, device, backward=False)
+        work = {"triton": case.flops} | dict.fromkeys(names, full.flops)
+    contenders = {"triton": case.contender(device), **names}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    best = min(names, key=lambda name: rounds.spread(name).median)
+    ratio = rounds.ratio("triton", best)
+    yield Row(
+        name=f"forward: time over {best}" + ("" if flex else ", the fastest dense kernel"),
+        parameters=case.parameters, value=ratio.median, unit="x", bar=bar, spread=ratio,
+        times={name: rounds.spread(name) for name in work}, rates=rates(rounds, "forward", work),
+    )  # fmt: skip
+
+
+def _small(device: torch.device, budget: float) -> Iterator[Row]:
+    """A short sequence, where the calls on the host count: eager, and as a CUDA graph."""
+    full = replace(SMALL, method="dense", backend="auto")
+    contenders = {name: replace(SMALL, backend=name).contender(device) for name in ("triton", "native")}
+    with torch.no_grad():
+        inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
+        graph, _ = graph_of(lambda: call(*inputs))
+
+    def replay() -> Iterator[str]:
+        graph.replay()
+        yield "forward"
+
+    contenders["triton, CUDA graph"] = replay
+    rivals = _dense_contenders(full, device, backward=False)
+    rounds = measure.interleave(contenders | rivals, seconds=budget, device=device, most=200, dtype=torch.bfloat16)
+    best = min(rivals, key=lambda name: rounds.spread(name).median)
+    for name in contenders:
+        ratio = rounds.ratio(name, best)
+        yield Row(
+            name=f"forward: {name}, time over {best}, the fastest dense kernel", parameters=SMALL.parameters,
+            value=ratio.median, unit="x", bar=1.0 if name == "triton" else None, spread=ratio,
+            times={name: rounds.spread(name), best: rounds.spread(best)},
+        )  # fmt: skip
+
+
+def threshold(
+    device: torch.device,
+    budget: float = 2.0,
+    case: Case = SMALL,
+    lengths: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384),
+) -> Iterator[Row]:
+    """The least work from which on triton is faster than native, forward and with the backward: `TRITON_FROM`."""
+    faster: list[tuple[int, bool]] = []
+    for length in lengths:
+        case = replace(case, seq_len=length)
+        contenders = {
+            name: replace(case, backend=name).contender(device, backward=True) for name in ("triton", "native")
+        }
+        rounds = measure.interleave(contenders, seconds=budget, device=device, most=200)
+        ratios = {phase: rounds.ratio("triton", "native", phase) for phase in ("forward", "forward+backward")}
+        faster.append((case.flops // 4, all(ratio.median <= 1 for ratio in ratios.values())))
+        for phase, ratio in ratios.items():
+            yield Row(
+                name=f"{phase}: triton over native", parameters=case.parameters, value=ratio.median, unit="x",
+                spread=ratio, times={name: rounds.spread(name, phase) for name in contenders},
+            )  # fmt: skip
+    slow = [i for i, (_, better) in enumerate(faster) if not better]
+    first = slow[-1] + 1 if slow else 0
+    enough = first < len(faster)
+    yield Row(
+        name=f"TRITON_FROM[{triton.architecture(device)!r}] of backends/table.py, now "
+        f"{table.TRITON_FROM.get(triton.architecture(device))}",
+        parameters=case.parameters, value=float(faster[first][0]) if enough else None, unit="score entries x head_dim",
+        refused=None if enough else "triton is not faster than native at any length measured",
+    )  # fmt: skip
+
+
+@contextmanager
+def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
+    """The kernels of a case with other tiles than those that ship."""
+    shapes = ARCHITECTURES[triton.architecture(device)].shapes
+    key = kernel, getattr(torch, case.dtype).itemsize
+    shipped = shapes[key]
+    wide = (case.head_dim > 64) + (case.head_dim > 128)
+    shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        shapes[key] = shipped
+
+
+def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """The times of other tiles over those that ship, each in rounds with them: what to enter in configurations.py."""
+    from triton.runtime.errors import OutOfResources
+
+    shipped = ARCHITECTURES[triton.architecture(device)].shape(
+        kernel, getattr(torch, case.dtype).itemsize, case.head_dim, dropout=False
+    )
+    phase = "forward" if kernel == "forward" else "forward+backward"
+
+    def contender(shape: Shape) -> Contender:
+        plain = case.contender(device, backward=kernel != "forward")
+
+        def work() -> Iterator[str]:
+            with shaped(kernel, case, device, shape):
+                yield from plain()
+
+        return work
+
+    for shape in [Shape(*x) for x in CANDIDATES[kernel] if x != shipped]:
+        name = f"{phase}: tiles of {kernel} {tuple(shape)} over those that ship, {tuple(shipped)}"
+        try:
+            list(contender(shape)())
+        except OutOfResources as error:
+            yield Row(name=name, parameters=case.parameters, value=None, unit="x", refused=str(error))
+            continue
+        contenders = {"other": contender(shape), "shipped": contender(shipped)}
+        ratio = measure.interleave(contenders, seconds=budget, device=device, most=30).ratio("other", "shipped", phase)
+        yield Row(name=name, parameters=case.parameters, value=ratio.median, unit="x", spread=ratio)
+
+
+def _launches(case: Case, device: torch.device) -> Iterator[Row]:
+    for backward in (False, True):
+        work = case.contender(device, backward=backward)
+        found = profile(lambda work=work: list(work()), device)  # type: ignore[misc]
+        phase = "forward+backward" if backward else "forward"
+        yield Row(
+            name=f"{phase}: kernels launched", parameters=case.parameters, value=float(found.launches), unit="calls"
+        )
+        if found.idle_milliseconds is not None:
+            yield Row(
+                name=f"{phase}: GPU idle between kernels", parameters=case.parameters, value=found.idle_milliseconds,
+                unit="ms",
+            )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Checkpoints of other implementations, converted and compared with what their own algorithm computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dilated_attention.bench import official
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    LongNet,
+    LongNetAttention,
+    LongNetLM,
+    LongViT,
+    load_gigapath,
+    load_longvit,
+    load_torchscale,
+    read_checkpoint,
+)
+from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.nn import grid_sines
+
+Kind = Literal["gigapath", "longvit", "torchscale"]
+KINDS = ("gigapath", "longvit", "torchscale")
+WITHIN = 1e-3
+"""A relative difference in norm that single precision explains with room to spare; a wrong weight does not pass it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Differences on one random input: the greatest of an entry, and in norm over the reference's norm."""
+
+    name: str
+    greatest: float
+    relative: float
+
+
+def convert(
+    source: Path,
+    out: Path,
+    kind: Kind,
+    *,
+    tokens: int = 300,
+    seed: int = 0,
+    compat: Literal["torchscale"] | None = "torchscale",
+    **options: Any,
+) -> tuple[Pretrained, list[Parity]]:
+    """Write a checkpoint as a folder of `from_pretrained`, and compare on random input, in single precision:
+
+    - the model in compat mode with the released algorithm (`bench.official`) on the source's own weights;
+    - the corrected model with the same;
+    - the model read back from the folder with the one written.
+
+    Args:
+        tokens: of the random input; fewer where a segment that its rate does not divide would make the released code
+            misplace its results.
+        compat: of the model that is written.
+        options: of `load_gigapath`, `load_longvit` or `load_torchscale`.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
+    """
+    load: Any = {"gigapath": load_gigapath, "longvit": load_longvit, "torchscale": load_torchscale}[kind]
+    held = {name: x.float() for name, x in read_checkpoint(source).items()}
+    models = {mode: load(held, compat=mode, **options) for mode in ("torchscale", None)}
+    generator = torch.Generator().manual_seed(seed)
+    tokens = _tokens_in_place(models["torchscale"], tokens)
+    inputs, reference = _reference(models["torchscale"], held, tokens, generator)
+    with torch.no_grad():
+        expected = reference()
+        found = [
+            _compare('compat="torchscale" and the released algorithm', inputs(models["torchscale"]), expected),
+            _compare("corrected and the released algorithm", inputs(models[None]), expected),
+        ]
+        if not found[0].relative <= WITHIN:
+            raise ValueError(
+                f"{source}: the converted model differs from the released algorithm by {found[0].relative:.2g} of its "
+                f"norm, more than {WITHIN}: these weights mean something else; nothing was written"
+            )
+        model = load(source, compat=compat, **options)
+        model.save_pretrained(out)
+        again = type(model).from_pretrained(out).eval()
+        found.append(_compare("read back and as written", inputs(again.float()), inputs(model.float())))
+    return model, found
+
+
+def _tokens_in_place(model: Pretrained, tokens: int) -> int:
+    config = json.loads(model.config.to_json())
+    pattern = (config.get("encoder") or config)["pattern"]
+    branches = zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True)
+    return min([tokens, *(segment - 1 for segment, rate in branches if segment % rate and segment > 1)])
+
+
+def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
+    """How to call a model on the random input, and the released algorithm on the same."""
+    config = getattr(model.config, "encoder", model.config)
+
+    def options(x: Any, is_causal: bool = False) -> official.Attention:
+        pattern = x.pattern
+        return official.Attention(
+            x.num_heads, pattern.segment_lengths, pattern.dilation_rates, is_causal, x.positions == "xpos"
+        )
+
+    def normal(channels: int) -> Tensor:
+        return torch.randn(1, tokens, channels, generator=generator)
+
+    def words(number: int | None) -> Tensor:
+        assert number is not None
+        return torch.randint(number, (1, tokens), generator=generator)
+
+    if isinstance(model, GigaPathSlideEncoder):
+        x = normal(model.config.in_chans)
+        side, size = model.config.slide_ngrids, model.config.tile_size
+        places = torch.randint(side, (1, tokens, 2), generator=generator)
+        sines = grid_sines(places, side, config.embed_dim)
+        return lambda m: m(x, places * size, global_pool=False), lambda: official.gigapath(
+            held, x, sines, options(config)
+        )
+    if isinstance(model, LongViT):
+        x = normal(config.embed_dim)
+        prefix = next(name for name in held if "encoder.layers.0." in name).partition("layers.0.")[0]
+        return lambda m: m.encoder(x), lambda: official.stack(held, prefix, x, options(config))
+    if isinstance(model, LongNetAttention):
+        x = normal(config.embed_dim)
+        return lambda m: m(x), lambda: official.attention(held, "", x, options(config))
+    prefix = next(name for name in held if "layers.0." in name).partition("layers.0.")[0]
+    if isinstance(model, LongNet):
+        decoder = model.config.decoder
+        source = normal(config.embed_dim) if config.vocab_size is None else words(config.vocab_size)
+        target = words(decoder.vocab_size)
+        half = "decoder."
+
+        def both() -> Tensor:
+            x = source if config.vocab_size is None else held["encoder.embed_tokens.weight"][source]
+            states = official.stack(held, "encoder.", x, options(config))
+            y = held[f"{half}embed_tokens.weight"][target]
+            return _logits(held, half, official.stack(held, half, y, options(decoder, True), states))
+
+        return lambda m: m(source, target), both
+    if config.vocab_size is None:
+        x = normal(config.embed_dim)
+        return lambda m: m(x), lambda: official.stack(held, prefix, x, options(config))
+    ids, is_causal = words(config.vocab_size), isinstance(model, LongNetLM)
+
+    def language() -> Tensor:
+        x = held[f"{prefix}embed_tokens.weight"][ids]
+        states = official.stack(held, prefix, x, options(config, is_causal))
+        return _logits(held, prefix, states) if is_causal else states
+
+    return lambda m: m(ids), language
+
+
+def _logits(held: dict[str, Tensor], prefix: str, states: Tensor) -> Tensor:
+    name = f"{prefix}output_projection.weight"
+    return states @ (held[name] if name in held else held[f"{prefix}embed_tokens.weight"]).T
+
+
+def _compare(name: str, actual: Tensor, expected: Tensor) -> Parity:
+    difference = actual.double() - expected.double()
+    return Parity(name, float(difference.abs().max()), float(difference.norm() / expected.double().norm()))

@@ -1,0 +1,107 @@
+"""Models with `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.nn import MultiheadDilatedAttention
+from dilated_attention.patterns import Dilated
+
+
+def convert_attention(
+    model: nn.Module,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    offsets: Any = "head",
+    head_groups: bool = False,
+    backend: str = "auto",
+    choose: Callable[[str, nn.MultiheadAttention], bool] | None = None,
+) -> list[str]:
+    """Replace the self-attention of a model, `nn.MultiheadAttention`, by `MultiheadDilatedAttention`, in place.
+
+    The parameters stay the same objects: an optimizer keeps working, and state_dict its keys. Then `forward` gives
+    weights only where it is called with need_weights=True.
+
+    Args:
+        segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
+        backend: as in `dilated_attention`.
+        choose: which modules, by name and module; default: all but the cross-attention of `nn.TransformerDecoderLayer`.
+
+    Returns:
+        The names of the replaced modules.
+
+    Raises:
+        ValueError: before anything is replaced, naming the module that cannot be, or that there is none.
+    """
+    if isinstance(model, nn.MultiheadAttention):
+        raise ValueError(
+            "model is itself an nn.MultiheadAttention, and cannot be replaced inside itself; make a "
+            "MultiheadDilatedAttention of the same arguments and load its state_dict"
+        )
+    made: dict[nn.MultiheadAttention, MultiheadDilatedAttention] = {}
+    places: list[tuple[nn.Module, str, nn.MultiheadAttention]] = []
+    names = []
+    for path, parent in model.named_modules():
+        for name, child in parent._modules.items():
+            if not isinstance(child, nn.MultiheadAttention):
+                continue
+            full = f"{path}.{name}".lstrip(".")
+            crosses = isinstance(parent, nn.TransformerDecoderLayer) and name == "multihead_attn"
+            if crosses if choose is None else not choose(full, child):
+                continue
+            if child not in made:
+                try:
+                    made[child] = _dilated(child, segment_lengths, dilation_rates, offsets, head_groups, backend)
+                except ValueError as error:
+                    raise type(error)(f"{full}: {error}") from error
+            places.append((parent, name, child))
+            names.append(full)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no nn.MultiheadAttention to replace; nothing was changed")
+    for parent, name, child in places:
+        setattr(parent, name, made[child])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # in eval it packs padded batches for a fused dense layer
+    return names
+
+
+def _dilated(
+    theirs: nn.MultiheadAttention,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Any,
+    head_groups: bool,
+    backend: str,
+) -> MultiheadDilatedAttention:
+    if type(theirs) is not nn.MultiheadAttention:
+        raise UnsupportedError(f"{type(theirs).__name__} may compute more than nn.MultiheadAttention; leave it out")
+    if theirs._forward_hooks or theirs._forward_pre_hooks or theirs._backward_hooks:
+        raise UnsupportedError("it has hooks, which would be lost; remove them first")
+    ours = MultiheadDilatedAttention(
+        theirs.embed_dim,
+        theirs.num_heads,
+        theirs.dropout,
+        bias=theirs.in_proj_bias is not None,
+        add_bias_kv=theirs.bias_k is not None,
+        add_zero_attn=theirs.add_zero_attn,
+        kdim=theirs.kdim,
+        vdim=theirs.vdim,
+        batch_first=theirs.batch_first,
+        device="meta",
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        offsets=offsets,
+        head_groups=head_groups,
+        backend=backend,
+    )
+    Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups).offset_table(theirs.num_heads)
+    ours.out_proj = theirs.out_proj
+    for name, parameter in theirs.named_parameters(recurse=False):
+        setattr(ours, name, parameter)
+    return ours.train(theirs.training)

@@ -1,0 +1,60 @@
+"""The model suite: what it compares is comparable, and its rows are drawn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dilated_attention.bench import measure, plots
+from dilated_attention.bench.suites import model
+from dilated_attention.cli import main
+from dilated_attention.models import LongNetLM
+
+CPU = torch.device("cpu")
+
+
+def test_both_slide_encoders_compute_the_same():
+    calls = model.encoders(1, 40, CPU)
+    ours, rival = calls[model.OURS](), calls[model.RIVAL]()
+    assert ours.shape == (1, model.WIDTH)
+    torch.testing.assert_close(ours, rival, rtol=1e-4, atol=2e-5)
+    assert not ours.requires_grad
+
+
+def test_a_cache_that_is_made_up_is_as_large_as_a_prefilled_one():
+    language = LongNetLM(model.LANGUAGE).eval()
+    _, prefilled = language.prefill(torch.zeros(1, 70, dtype=torch.int64), max_len=100)
+    made_up = model.cache_at(model.LANGUAGE, 70, 30, CPU)
+    assert made_up.nbytes == prefilled.nbytes
+    assert made_up.positions == prefilled.positions
+    assert language.decode(torch.zeros(1, dtype=torch.int64), made_up).isfinite().all()
+
+
+def test_peak_memory_of_a_call():
+    held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)
+    assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22
+    with pytest.raises(RuntimeError, match=r"dilated_attention\.bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
+        measure.in_new_process("dilated_attention.bench.suites.model", {})
+
+
+def test_decoding_is_drawn(tmp_path, capsys):
+    rows = [
+        {
+            "name": f"decoding, {method}: {what}",
+            "parameters": {"method": method, "seq_len": tokens, "heads": 4},
+            "value": value,
+            "unit": unit,
+            "environment": {"device": "a device"},
+        }
+        for method in ("dilated", "dense")
+        for tokens in (1000, 5000)
+        for what, unit, value in (("time a token", "ms", 3.0), ("bytes of the cache", "bytes", 2.0**20))
+    ]
+    folder = tmp_path / "results" / "cpu"
+    folder.mkdir(parents=True)
+    (folder / "model.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["plot", str(tmp_path / "results"), "--out", str(tmp_path / "out"), "--documents"]) == 0
+    assert (tmp_path / "out" / "cpu" / "decoding.png").stat().st_size > 0
+    assert plots._decoding(rows[:0]) is None

@@ -1,0 +1,127 @@
+"""Models with nn.MultiheadAttention, converted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dilated_attention import UnsupportedError
+from dilated_attention.integrations import convert_attention
+from dilated_attention.nn import MultiheadDilatedAttention
+from tolerances import TOLERANCE, relative_error
+
+pytestmark = [  # PyTorch's own encoder
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+
+WHOLE = ([64], [1])
+F64 = {"dtype": torch.float64}
+
+
+def encoder(**options) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, **{"batch_first": True, **F64, **options})
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_equals_dense_in_every_mode(norm_first, batch_first):
+    theirs = encoder(norm_first=norm_first, batch_first=batch_first)
+    ours = copy.deepcopy(theirs)
+    assert convert_attention(ours, *WHOLE) == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x = torch.randn(3, 11, 16, **F64)
+    padding = torch.zeros(3, 11, dtype=torch.bool)
+    padding[0, 7:], padding[2, 4:] = True, True
+    causal = nn.Transformer.generate_square_subsequent_mask(11, **F64)
+    given = x if batch_first else x.transpose(0, 1)
+    real = (~padding if batch_first else ~padding.T).unsqueeze(-1)
+    for options in (
+        {},
+        {"src_key_padding_mask": padding},
+        {"mask": causal, "is_causal": True},
+        {"mask": causal},
+        {"mask": causal, "src_key_padding_mask": torch.zeros(3, 11, **F64).masked_fill(padding, -torch.inf)},
+    ):
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                expected, out = (m.train(training)(given, **options) for m in (theirs, ours))
+            keep = real if "src_key_padding_mask" in options else torch.ones_like(real)
+            assert relative_error(out * keep, expected * keep) <= TOLERANCE[torch.float64]
+
+
+def test_decoder_keeps_its_cross_attention():
+    layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **F64)
+    theirs = nn.TransformerDecoder(layer, 2)
+    ours = copy.deepcopy(theirs)
+    assert convert_attention(ours, *WHOLE) == ["layers.0.self_attn", "layers.1.self_attn"]
+    x, memory = torch.randn(2, 9, 16, **F64), torch.randn(2, 5, 16, **F64)
+    causal = nn.Transformer.generate_square_subsequent_mask(9, **F64)
+    out, expected = (m(x, memory, tgt_mask=causal, tgt_is_causal=True) for m in (ours, theirs))
+    assert relative_error(out, expected) <= TOLERANCE[torch.float64]
+
+
+def test_parameters_stay_the_same_objects():
+    model = encoder(bias=False).eval()
+    before = dict(model.named_parameters())
+    convert_attention(model, [4, 8], [1, 2], backend="reference", choose=lambda name, _: name.startswith("layers.1"))
+    assert {name: id(x) for name, x in model.named_parameters()} == {name: id(x) for name, x in before.items()}
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    ours = model.layers[1].self_attn
+    assert type(ours) is MultiheadDilatedAttention
+    assert not ours.training
+    assert ours.attention.pattern.segment_lengths == (4, 8)
+    assert ours.attention.backend == "reference"
+
+
+def test_a_shared_module_stays_shared():
+    attention = nn.MultiheadAttention(16, 4, kdim=8, vdim=6)
+    model = nn.ModuleDict({"a": attention, "b": nn.ModuleList([attention])})
+    assert convert_attention(model, [4], [1]) == ["a", "b.0"]
+    assert model["a"] is model["b"][0]
+    assert model["a"].q_proj_weight is attention.q_proj_weight
+
+
+class Custom(nn.MultiheadAttention):
+    pass
+
+
+def hooked() -> nn.MultiheadAttention:
+    module = nn.MultiheadAttention(16, 4)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "message"),
+    [
+        (lambda: nn.MultiheadAttention(16, 4, add_bias_kv=True), {}, "1: add_bias_kv=True: the added key"),
+        (lambda: nn.MultiheadAttention(16, 4, add_zero_attn=True), {}, "1: add_zero_attn=True: the added key"),
+        (lambda: Custom(16, 4), {}, "1: Custom may compute more"),
+        (hooked, {}, "1: it has hooks"),
+        (lambda: nn.MultiheadAttention(16, 2), {"offsets": [[0, 0, 0, 0]]}, "1: offsets must have one entry"),
+    ],
+)
+def test_nothing_is_replaced_when_one_is_refused(second, options, message):
+    model = nn.ModuleList([nn.MultiheadAttention(16, 4), second()])
+    before = list(model)
+    with pytest.raises(ValueError, match=message):
+        convert_attention(model, *WHOLE, **options)
+    assert all(now is then for now, then in zip(model, before, strict=True))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"Linear has no nn\.MultiheadAttention to replace"):
+        convert_attention(nn.Linear(2, 2), *WHOLE)
+    with pytest.raises(ValueError, match=r"is itself an nn\.MultiheadAttention"):
+        convert_attention(nn.MultiheadAttention(16, 4), *WHOLE)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: segment_lengths and dilation_rates"):
+        convert_attention(encoder(), [4, 8], [1])
+    model = encoder()
+    convert_attention(model, *WHOLE)
+    with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(11, 11\)"):
+        model(torch.randn(2, 11, 16, **F64), mask=torch.ones(11, 11, **F64).triu().log())

@@ -1,0 +1,148 @@
+"""`convert` and `generate`: what they write, what they print, how they refuse."""
+
+from __future__ import annotations
+
+import io
+import types
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dilated_attention.cli import main
+from dilated_attention.conversion import convert
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    LongNet,
+    LongNetAttention,
+    LongNetConfig,
+    LongNetEncoder,
+    LongNetLM,
+    LongViT,
+)
+from dilated_attention.patterns import Dilated
+from dilated_attention.training import writing
+from test_checkpoints import GIGAPATH, Golden, encoder_decoder_weights, longvit_weights
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
+CASES = {
+    "gigapath": (GIGAPATH, GigaPathSlideEncoder, {"slide_ngrids": 16}),
+    "encoder": ("ts_longnet_encoder_ragged", LongNetEncoder, {}),
+    "decoder": ("ts_longnet_decoder_xpos", LongNetLM, {}),
+    "attention": ("ts_module_subln_causal", LongNetAttention, {}),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
+def test_parity_with_the_released_algorithm(name, tmp_path):
+    branches = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "num_heads": 4}
+    if name in CASES:
+        file, kind, options = CASES[name]
+        golden = Golden(file)
+        weights, options = golden.weights, {**golden.options, **options}
+    elif name == "longvit":
+        weights, kind, options = longvit_weights(prefix="model.", classes=2), LongViT, branches
+    else:
+        weights, kind, options = encoder_decoder_weights(embedded=True), LongNet, branches
+    torch.save(weights, tmp_path / "weights.pth")
+    what = name if name in ("gigapath", "longvit") else "torchscale"
+    model, found = convert(tmp_path / "weights.pth", tmp_path / "out", what, tokens=61, **options)
+    assert type(model) is kind
+    compat, corrected, again = found
+    assert compat.relative < 1e-5
+    assert compat.greatest < 1e-4
+    assert again.greatest == 0
+    if name != "decoder":  # causal: no padding is seen
+        assert corrected.relative > 1e-3
+    assert kind.from_pretrained(tmp_path / "out").config == model.config
+
+
+def test_weights_that_mean_something_else_are_not_written(tmp_path):
+    """A wrong option fits every shape."""
+    golden = Golden("ts_longnet_encoder_aligned")
+    save_file(golden.weights, tmp_path / "weights")
+    wrong = {"segment_lengths": [16, 32], "dilation_rates": [1, 2], "num_heads": 4, "norm_eps": 0.5}
+    with pytest.raises(ValueError, match=r"differs from the released algorithm by .* nothing was written"):
+        convert(tmp_path / "weights", tmp_path / "out", "torchscale", **wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_command(tmp_path, capsys):
+    golden = Golden("ts_longnet_decoder_xpos")
+    path, out = tmp_path / "weights.safetensors", tmp_path / "out"
+    save_file(golden.weights, path)
+    words = ["convert", path, out, "--kind", "torchscale", "--segments", "16,32", "--rates", "1,2", "--tokens", 60]
+    code, printed, _ = run(capsys, *words)
+    assert code == 0
+    for word in ("LongNetLM", "released algorithm", "read back", "written: "):
+        assert word in printed
+    torch.testing.assert_close(LongNetLM.from_pretrained(out)(golden["tokens"]), golden["logits"], rtol=1e-4, atol=2e-5)
+    assert run(capsys, *words, "--corrected")[0] == 0
+    assert LongNetLM.from_pretrained(out).config.compat is None
+    for changed, message in (
+        (["convert", path, out, "--kind", "torchscale"], "--segments and --rates"),
+        (["convert", path, out, "--kind", "gigapath"], "of no LongNet of torchscale"),
+        (["convert", tmp_path / "nowhere", out, "--kind", "gigapath"], "cannot be read"),
+        ([*words, "--heads", 8], "num_heads=8"),
+        ([*words, "--architecture", "encoder"], "surplus: output_projection.weight"),
+        ([*words, "--kind", "bert"], "invalid choice"),
+    ):
+        code, _, error = run(capsys, *changed)
+        assert code == 2
+        (line,) = error.splitlines()
+        assert message in line
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, pattern=Dilated((16, 64), (1, 4)))
+    LongNetLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_generate_command(folder, tmp_path, capsys, monkeypatch):
+    code, first, _ = run(capsys, "generate", folder, "--prompt", "def f(", "--bytes", 40)
+    assert code == 0
+    assert run(capsys, "generate", folder, "--prompt", "def f(", "--bytes", 40)[1] == first
+    assert run(capsys, "generate", folder, "--prompt", "def f(", "--bytes", 40, "--seed", 1)[1] != first
+    (tmp_path / "prompt").write_text("def f(")
+    assert run(capsys, "generate", folder, "--prompt-file", tmp_path / "prompt", "--bytes", 40)[1] == first
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"def f(")))
+    assert run(capsys, "generate", folder, "--prompt-file", "-", "--bytes", 40)[1] == first
+    greedy = run(capsys, "generate", folder, "--temperature", 0, "--bytes", 40)[1]
+    assert run(capsys, "generate", folder, "--top-k", 1, "--bytes", 40)[1] == greedy
+    assert run(capsys, "generate", folder, "--bytes", 0)[1] == "\n"
+
+
+def test_wrong_generate(folder, tmp_path, capsys):
+    LongNetLM(LongNetConfig(vocab_size=50, embed_dim=16, num_layers=1, num_heads=2)).save_pretrained(tmp_path / "words")
+    for words, message in (
+        (["generate", tmp_path / "nowhere"], "config.json: cannot be read"),
+        (["generate", tmp_path / "words"], "vocab_size=50; text is written by one of bytes, 256"),
+        (["generate", folder, "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", folder, "--top-p", "2"], "top_p=2.0"),
+        (["generate", folder, "--top-k", "0"], "invalid positive integer value"),
+        (["generate", folder, "--prompt", ""], "empty prompt"),
+        (["generate", folder, "--prompt-file", tmp_path / "no"], "No such file"),
+        (["generate", folder, "--device", "abacus"], "device='abacus'"),
+    ):
+        code, printed, error = run(capsys, *words)
+        assert (code, printed) == (2, "")
+        (line,) = error.splitlines()
+        assert message in line
+
+
+def test_text_comes_character_by_character(folder, monkeypatch):
+    """Bytes of a character that is not whole yet wait; what is none, or what a terminal obeys, is shown so."""
+    model = writing.load(folder, torch.device("cpu"))
+    drawn = [torch.tensor([byte]) for byte in ["é".encode()[0], "é".encode()[1], 27, 97, 0xFF, "€".encode()[0]]]
+    monkeypatch.setattr(LongNetLM, "stream", lambda *_, **__: iter(drawn))
+    assert list(writing.write(model, b"x", 6)) == ["é", "·", "a", "�", "�"]

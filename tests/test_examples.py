@@ -1,0 +1,68 @@
+"""The examples run, learn something in few steps, and have their line in examples/README.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples"
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def torchrun(name: str, ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(FOLDER / name)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_long_bert():
+    found = load("long_bert").main(steps=60)
+    assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
+
+
+def test_slides():
+    found = load("slides").main(steps=4)
+    assert found["largest difference of a slide in a batch to the slide alone"] <= 1e-5
+
+
+def test_byte_lm():
+    losses, sample = load("byte_lm").main(steps=10, prompt="import ")
+    assert losses["trained"] < losses["untrained"] - 1
+    assert sample.startswith("import ")
+    assert len(sample.encode()) > 30
+
+
+def test_context_parallel():
+    text = torchrun("context_parallel.py", 2)
+    errors = re.findall(r"largest difference (\S+)", text)
+    assert len(errors) == 2
+    assert max(map(float, errors)) < 1e-5
+    assert "transport" in text
+    assert len(re.findall(r"step \d: \d", text)) == 3
+
+
+@pytest.mark.parametrize("context", ["1", "2"])
+def test_context_parallel_fsdp2(context):
+    losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", torchrun("context_parallel_fsdp2.py", 2, context))]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_each_has_its_line(file):
+    assert f"| [{file.name}]({file.name}) |" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"def test_{file.stem}(" in Path(__file__).read_text(encoding="utf-8")

@@ -1,0 +1,135 @@
+"""The slide encoder: ragged slides, places on the grid, pooling, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongViT, LongViTConfig
+from dilated_attention.patterns import Dilated
+
+ENCODER = dataclasses.replace(
+    GigaPathConfig().encoder, embed_dim=32, num_layers=2, num_heads=4, pattern=Dilated((16, 64), (1, 4))
+)
+SMALL = GigaPathConfig(in_chans=12, slide_ngrids=40, encoder=ENCODER)
+
+
+def slides(tiles=90, count=4):
+    return torch.randn(count, tiles, 12), torch.randint(40 * 256, (count, tiles, 2))
+
+
+@pytest.mark.parametrize("compat", ["torchscale", None])
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_a_ragged_batch_is_each_slide_alone(compat, global_pool):
+    encoder = dataclasses.replace(ENCODER, compat=compat)
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, global_pool=global_pool, encoder=encoder)).eval()
+    x, coords = slides()
+    lengths = [90, 1, 37, 64]
+    with torch.no_grad():
+        ragged = model(x, coords, lengths=lengths)
+        layers = model(x, coords, lengths=torch.tensor(lengths), all_layers=True)
+        for i, length in enumerate(lengths):
+            one = x[i : i + 1, :length], coords[i : i + 1, :length]
+            assert (model(*one)[0] - ragged[i]).abs().max() <= 1e-5
+            assert (model(*one, all_layers=True)[:, 0] - layers[:, i]).abs().max() <= 1e-5
+        x[1, 1:], coords[1, 1:] = torch.nan, -5  # padding: neither read nor checked
+        assert torch.equal(model(x, coords, lengths=lengths), ragged)
+
+
+def test_a_slide_s_places_matter_and_its_order_only_through_segments():
+    encoder = dataclasses.replace(ENCODER, pattern=Dilated((128,), (1,)))
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=encoder)).double().eval()
+    x, coords = slides(50, 1)
+    x, order = x.double(), torch.randperm(50)
+    out = model(x, coords)
+    torch.testing.assert_close(model(x[:, order], coords[:, order]), out)
+    assert (model(x, coords.flip(-1)) - out).abs().max() > 1e-6
+    torch.testing.assert_close(model(x, coords // 256 * 256 + 255.0), out)  # anywhere within a place
+
+
+@pytest.mark.parametrize("point", [[-1, 0], [0, 40 * 256], [float("nan"), 0], [1e12, 0]])
+def test_coords_outside_the_grid(point):
+    x, coords = slides()
+    coords = coords.float()
+    coords[2, 7] = torch.tensor(point)
+    with pytest.raises(
+        ValueError, match=r"coords must be pixels in \[0, 10,240\), 40 places of 256; .* slide 2, tile 7"
+    ):
+        GigaPathSlideEncoder(SMALL)(x, coords)
+
+
+@pytest.mark.filterwarnings("ignore:input of shape")
+def test_wrong_slides():
+    model = GigaPathSlideEncoder(SMALL)
+    x, coords = slides()
+    for wrong, message in (
+        ((x[0], coords), r"x must be \(batch, tiles, in_chans=12\); got shape \(90, 12\)"),
+        ((x[..., :11], coords), "in_chans=12"),
+        ((x, coords[:, :80]), r"coords must be \(batch, tiles, 2\) = \(4, 90, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(*wrong)
+    with pytest.raises(ValueError, match="a slide without tiles has no mean"):
+        model(x, coords, lengths=[90, 90, 0, 90], global_pool=True)
+    assert model(x, coords, lengths=[90, 90, 0, 90]).isfinite().all()  # its cls token alone
+
+
+def test_tiles_first_is_warned_of():
+    x, coords = slides(300, 1)
+    with pytest.warns(UserWarning, match=r"\(300, 1, 12\) is read as \(batch, seq, ...\)"):
+        GigaPathSlideEncoder(SMALL)(x.transpose(0, 1), coords.transpose(0, 1))
+
+
+def test_published_shapes():
+    config = GigaPathConfig.preset("gigapath-12l768d")
+    assert config == GigaPathConfig()
+    assert config.encoder.pattern.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
+    model = GigaPathSlideEncoder.empty(config)
+    assert sum(p.numel() for p in model.parameters()) == 86_330_880
+    assert GigaPathConfig.preset("gigapath-24l1024d", in_chans=8).encoder.num_layers == 24
+    assert LongViTConfig.preset("longvit-small-4096").encoder.pattern.segment_lengths[-1] == 16384
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_chans": 0}, "in_chans=0"),
+        ({"global_pool": "mean"}, "global_pool='mean'"),
+        ({"encoder": {}}, "encoder={}: must be a LongNetConfig"),
+        ({"encoder": dataclasses.replace(ENCODER, vocab_size=5)}, "must take vectors"),
+        ({"encoder": dataclasses.replace(ENCODER, embed_dim=6, num_heads=2)}, "multiple of 4 channels"),
+    ],
+)
+def test_wrong_configuration(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)
+    with pytest.raises(ValueError, match="image_size=1000: must be a multiple of patch_size=32"):
+        LongViTConfig(image_size=1000)
+
+
+@pytest.mark.parametrize("kind", [GigaPathSlideEncoder, LongViT])
+def test_saved_and_loaded(kind, tmp_path):
+    config = SMALL if kind is GigaPathSlideEncoder else LongViTConfig(image_size=64, num_classes=3, encoder=ENCODER)
+    model = kind(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path).eval()
+    assert loaded.config == config
+    inputs = slides() if kind is GigaPathSlideEncoder else (torch.randn(2, 3, 64, 64),)
+    assert torch.equal(loaded(*inputs), model(*inputs))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["encoder"]["pattern"]["segment_lengths"] = [4, "x"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(
+        ValueError, match="configuration: encoder: pattern: segment_lengths must hold positive integers"
+    ):
+        kind.from_pretrained(tmp_path)
+
+
+def test_fine_tuning_reaches_every_parameter():
+    model = GigaPathSlideEncoder(SMALL).double()
+    x, coords = slides()
+    model(x.double(), coords, lengths=[90, 5, 30, 64]).sin().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())

@@ -1,0 +1,245 @@
+"""What PyTorch does to a call or a module: vmap, compile, export, autocast, copies, files, the meta device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention, dilated_attention
+from dilated_attention.nn import MultiheadDilatedAttention
+from tolerances import TOLERANCE, relative_error
+
+F64 = {"dtype": torch.float64}
+NESTED = {"segment_lengths": [4, 16], "dilation_rates": [1, 4]}
+
+
+def tensors(*leading: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(*leading, 2, 17, 4, 8, **F64)
+    k, v = torch.randn(2, *leading, 2, 17, 2, 8, **F64)
+    return q, k, v
+
+
+def call(q, k, v, **options):
+    return dilated_attention(q, k, v, **NESTED, is_causal=True, **options)
+
+
+def one_by_one(function, *inputs):
+    return torch.stack([function(*each) for each in zip(*inputs, strict=True)])
+
+
+def test_vmap_over_a_leading_dimension():
+    inputs = tensors(3)
+    assert torch.equal(vmap(call)(*inputs), one_by_one(call, *inputs))
+    lse = vmap(lambda *x: call(*x, return_lse=True)[1])(*inputs)
+    assert torch.equal(lse, one_by_one(lambda *x: call(*x, return_lse=True)[1], *inputs))
+
+
+def test_vmap_over_some_arguments_and_other_dimensions():
+    q, k, v = tensors(3)
+    out = vmap(lambda q, v: call(q, k[0], v), (2, 0), 1)(q.movedim(0, 2), v)
+    assert torch.equal(out.movedim(1, 0), one_by_one(lambda q, v: call(q, k[0], v), q, v))
+    twice = vmap(vmap(call))(*(x[None] for x in (q, k, v)))
+    assert torch.equal(twice[0], one_by_one(call, q, k, v))
+
+
+def test_vmap_of_ragged_and_masked_calls():
+    inputs = tensors(3)
+    lengths = torch.tensor([[3, 17], [0, 5], [17, 1]])
+    masks = torch.rand(3, 2, 17) < 0.3
+
+    def ragged(q, k, v, lengths):
+        return call(q, k, v, lengths=lengths)
+
+    def masked(q, k, v, mask):
+        return call(q, k, v, key_padding_mask=mask)
+
+    assert torch.equal(vmap(ragged)(*inputs, lengths), one_by_one(ragged, *inputs, lengths))
+    assert torch.equal(vmap(masked)(*inputs, masks), one_by_one(masked, *inputs, masks))
+
+
+def test_vmap_of_blocks_and_products():
+    inputs = tensors(3)
+    for pattern in (
+        BlockLayout.local(17, window=16, block_size=16),
+        Dilated((8, 16), (1, 2)) * (lambda length: BlockLayout.local(length, window=16, block_size=16)),
+    ):
+        function = lambda *x, pattern=pattern: attention(*x, pattern)  # noqa: E731
+        assert torch.equal(vmap(function)(*inputs), one_by_one(function, *inputs))
+
+
+def test_gradients_under_vmap():
+    """vmap of grad, grad of vmap, and a Jacobian, which maps over the gradient of out alone."""
+    inputs = tensors(3)
+
+    def loss(*x):
+        return call(*x).sin().sum()
+
+    each = [grad(loss, (0, 1, 2))(*x) for x in zip(*inputs, strict=True)]
+    expected = [torch.stack(x) for x in zip(*each, strict=True)]
+    leaves = [x.requires_grad_() for x in inputs]
+    outer = torch.autograd.grad(vmap(call)(*leaves).sin().sum(), leaves)
+    for actual, other, wanted in zip(vmap(grad(loss, (0, 1, 2)))(*inputs), outer, expected, strict=True):
+        assert torch.equal(actual, wanted)
+        assert torch.equal(other, wanted)
+    x = torch.randn(1, 5, 1, 2, **F64)
+    fused, dense = (
+        jacrev(lambda q, name=name: dilated_attention(q, x, x, [4], [1], backend=name))(x)
+        for name in ("native", "reference")
+    )
+    assert relative_error(fused, dense) <= TOLERANCE[torch.float64]
+
+
+def test_dropout_under_vmap_differs_from_element_to_element():
+    q, k, v = (x[:1].expand_as(x).contiguous().requires_grad_() for x in tensors(3))
+
+    def dropped(*x):
+        return call(*x, dropout_p=0.5)
+
+    out = vmap(dropped, randomness="different")(q, k, v)
+    assert not torch.equal(out[0], out[1])
+
+    def loss(q):
+        torch.manual_seed(5)
+        return vmap(dropped, randomness="different")(q, k, v).sin().sum()
+
+    (gradient,) = torch.autograd.grad(loss(q), q)
+    step = 1e-5 * torch.randn_like(q)
+    difference = (loss(q + step) - loss(q - step)) / 2
+    torch.testing.assert_close(difference, (gradient * step).sum(), rtol=1e-6, atol=0)
+    with pytest.raises(UnsupportedError, match='only with randomness="different"'):
+        vmap(dropped, randomness="same")(q, k, v)
+    x = torch.randn(1, 5, 1, 2, **F64)
+    with pytest.raises(UnsupportedError, match='only with randomness="different"'):
+        jacrev(lambda q: dilated_attention(q, x, x, [4], [1], dropout_p=0.5))(x)
+
+
+def test_what_vmap_refuses():
+    q, k, v = tensors(3)
+    packed = (x[:, :1] for x in (q, k, v))
+    with pytest.raises(UnsupportedError, match=r"cu_seqlens under torch\.func\.vmap"):
+        vmap(lambda *x: call(*x, cu_seqlens=torch.tensor([0, 17])))(*packed)
+    layout = BlockLayout.from_mask(torch.ones(2, 1, 2, 2, dtype=torch.bool), seq_len=17, block_size=16)
+    with pytest.raises(UnsupportedError, match=r"layout has lists per batch element"):
+        vmap(lambda *x: attention(*x, layout))(q, k, v)
+
+
+def module(**options) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(16, 4, **NESTED, **options)
+
+
+def test_an_ensemble_of_modules():
+    models = [module(**F64) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(2, 17, 16, **F64)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+    out = vmap(lambda p, b: functional_call(skeleton, (p, b), (x, x, x))[0])(parameters, buffers)
+    torch.testing.assert_close(out, torch.stack([model(x, x, x)[0] for model in models]), rtol=0, atol=1e-14)
+
+
+def test_copies_and_files(tmp_path):
+    model = module().eval()
+    x = torch.randn(2, 17, 16)
+    expected = model(x, x, x, is_causal=True)[0]
+    assert torch.equal(copy.deepcopy(model)(x, x, x, is_causal=True)[0], expected)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    again = module()
+    again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert torch.equal(again(x, x, x, is_causal=True)[0], expected)
+    torch.save(model, tmp_path / "module.pt")
+    whole = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert torch.equal(whole(x, x, x, is_causal=True)[0], expected)
+
+
+def test_weights_go_to_pytorch_and_back():
+    ours, theirs = module(kdim=6, vdim=10), nn.MultiheadAttention(16, 4, kdim=6, vdim=10)
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    with pytest.raises(RuntimeError, match="in_proj_weight"):
+        module().load_state_dict(theirs.state_dict())
+
+
+def test_meta_device():
+    model = module(device="meta")
+    x = torch.randn(2, 17, 16, device="meta")
+    padding = torch.zeros(2, 17, dtype=torch.bool, device="meta")
+    out, weights = model(x, x, x, key_padding_mask=padding, is_causal=True)
+    assert (out.shape, out.device.type, weights) == (x.shape, "meta", None)
+    out.sum().backward()
+    assert model.in_proj_weight.grad.shape == (48, 16)
+    real = module()
+    model.load_state_dict(real.state_dict(), assign=True)
+    x = torch.randn(2, 17, 16)
+    assert torch.equal(model(x, x, x)[0], real(x, x, x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    model = module()
+    x = torch.randn(2, 17, 16)
+    expected = model(x, x, x)[0]
+    with torch.autocast("cpu", dtype):
+        out = model(x, x, x)[0]
+    assert out.dtype == dtype
+    assert relative_error(out.float(), expected) <= TOLERANCE[dtype] * 5  # two projections besides
+    out.float().sum().backward()
+    assert model.in_proj_weight.grad.dtype == torch.float32
+
+
+def test_compiled_and_exported(fresh_python):
+    """In one graph each, at lengths that change; masks are looked at when the graph runs."""
+    fresh_python("""
+        import torch
+        from torch import nn
+        from dilated_attention import UnsupportedError
+        from dilated_attention.integrations import convert_attention
+        from dilated_attention.nn import MultiheadDilatedAttention
+
+        torch.manual_seed(0)
+        model = MultiheadDilatedAttention(16, 4, segment_lengths=[4, 16], dilation_rates=[1, 4])
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+        for length in (17, 9, 30):
+            x = torch.randn(2, length, 16)
+            padding = torch.rand(2, length) < 0.3
+            for options in ({}, {"is_causal": True}, {"key_padding_mask": padding}):
+                gradients = []
+                for run in (compiled, model):
+                    model.zero_grad()
+                    out = run(x, x, x, **options)[0]
+                    out.sin().sum().backward()
+                    gradients.append((out, model.in_proj_weight.grad, model.out_proj.weight.grad))
+                for a, b in zip(*gradients):
+                    torch.testing.assert_close(a, b)
+
+        # The mask as nn.TransformerEncoder hands it on, and the causal mask, in the graph of a whole encoder.
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        convert_attention(encoder, [4, 16], [1, 4])
+        whole = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+        x = torch.randn(2, 12, 16)
+        padding = torch.zeros(2, 12).masked_fill(torch.rand(2, 12) < 0.3, -torch.inf)
+        causal = nn.Transformer.generate_square_subsequent_mask(12)
+        options = {"src_key_padding_mask": padding, "mask": causal, "is_causal": True}
+        torch.testing.assert_close(whole(x, **options), encoder(x, **options))
+        try:
+            whole(x, mask=causal.T.contiguous(), is_causal=True, src_key_padding_mask=padding)
+        except RuntimeError as error:
+            assert "only the causal one" in str(error), error
+        else:
+            raise AssertionError("a mask that is not causal passed")
+
+        length = torch.export.Dim("length", min=2, max=4096)
+        exported = torch.export.export(
+            model, (x, x, x), {"is_causal": True}, dynamic_shapes={
+                "query": {1: length}, "key": {1: length}, "value": {1: length}, "is_causal": None,
+            }, strict=False,
+        ).module()
+        longer = torch.randn(2, 40, 16)
+        torch.testing.assert_close(
+            exported(longer, longer, longer, is_causal=True)[0], model(longer, longer, longer, is_causal=True)[0]
+        )
+    """)
