@@ -35,6 +35,7 @@ KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
+LSH_KEYS = 32  # and keys, those with the largest weights
 WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
 
 Queries = Float[Tensor, "batch seq heads head_dim"]
@@ -167,7 +168,7 @@ def lsh_blocks(
     density: float | None = None,
     *,
     num_hashes: int = 16,
-    num_bits: int = 8,
+    num_bits: int = 6,
     seed: int = 0,
     block_size: int | tuple[int, int] = 128,
     is_causal: bool = False,
@@ -196,51 +197,57 @@ def lsh_blocks(
     dtype, group = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
     generator = torch.Generator().manual_seed(seed)
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64)
-    planes = planes.to(grid.device, dtype)
+    planes, buckets = planes.to(grid.device, dtype), 2**num_bits
     # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
     skip = int(is_causal)
     query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
     sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
-    query = _in_blocks(query.to(dtype), grid.q_block)[:, :, sample // 2 :: sample]
-    key = _in_blocks(k.to(dtype), grid.k_block)
+    query = _in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample].transpose(2, 3).to(dtype)
     centre_q = _mean_so_far(q, grid.q_block, is_causal, before=True).to(dtype)
     centre_k = _mean_so_far(k, grid.k_block, is_causal).to(dtype)
-    code_q = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
-    code_k = _codes(key, centre_k, planes, num_bits).repeat_interleave(group, 3)
     at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
     at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
-    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
     real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
-    real_k = (at_k < grid.seq_len).to(dtype)
-    count_q = _histogram(code_q, real_q[..., None], 2**num_bits)  # (B, H, rows, hashes * buckets)
-    count_q = F.pad(count_q, (0, 0, skip, 0))
+    code = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
+    count_q = F.pad(_histogram(code, real_q[:, None], buckets), (0, 0, skip, 0))  # (B, H, rows, hashes * buckets)
+    key = _in_blocks(k, grid.k_block)
+    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
+    real_k = at_k < grid.seq_len
     if density is None:
-        collisions = count_q @ _histogram(code_k, real_k[..., None], 2**num_bits).mT
-        share = _ranked(collisions.clamp_(max=1), grid.allowed, grid.always)
+        code = _codes(key.transpose(2, 3).to(dtype), centre_k, planes, num_bits)
+        count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
+        share = _ranked((count_q @ count_k.mT).clamp_(max=1), grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
         order = share.topk(int(counts.max()), dim=-1).indices
         return grid.layout(_ascending(order, counts, grid.columns), counts)
 
     budget = grid.budget(density)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    # the exponent of a key's weight, q̄·k, is split at the mean key of its block: within the block q̄ is the mean as of
-    # its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
-    mean_k = _part_means(k, grid.k_block, 1)[0][:, :, 0].to(dtype).repeat_interleave(group, 2)
+    # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
+    # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
     chooser = centre_q[:, grid.first_chooser] if is_causal else centre_q
-    within = scale * (_along(key, chooser) - (mean_k * chooser).sum(-1)[:, :, None])  # (B, columns, k_block, H)
-    within = within.masked_fill_(real_k[..., None] == 0, -math.inf)
-    across = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
-    peak = within.amax(2, keepdim=True)
-    count_k = _histogram(code_k, (within - peak).exp_(), 2**num_bits)
-    relative = across + peak.permute(0, 3, 2, 1)  # (B, H, rows, columns); not causal: one row for all
+    within = scale * _along(key, chooser.to(k.dtype)).to(dtype).transpose(2, 3)  # (B, columns, H, k_block)
+    within = within.masked_fill_(~real_k[:, None], -math.inf)
+    within, heaviest = within.topk(min(LSH_KEYS, grid.k_block), dim=-1)
+    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None] // group
+    block = torch.arange(len(key) * grid.columns, device=grid.device).view(len(key), grid.columns, 1, 1)
+    rows = (block * grid.k_block + heaviest) * k.shape[2] + kv_head
+    key = key.reshape(-1, k.shape[3])[rows.flatten()].view(*rows.shape, -1).to(dtype)
+    code = _codes(key, centre_k.repeat_interleave(group, 2), planes, num_bits)
+    mean_k = _part_means(k, grid.k_block, 1)[0][:, :, 0].to(dtype).repeat_interleave(group, 2)
+    middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
+    peak = within[..., :1]
+    count_k = _histogram(code, (within - peak).exp_(), buckets)
+    relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k) + (peak - middle).permute(0, 2, 3, 1)
     if is_causal:
         relative = relative.masked_fill(~grid.allowed, -math.inf)
+    # (B, H, rows, columns); not causal: one row for all
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
     total = relative @ count_k
     hits = count_q.div_(total.clamp(min=torch.finfo(dtype).tiny)).masked_fill_(total == 0, 0.0)
     hashed = real_q.sum(-1).clamp(min=1)
     share = relative * (hits @ count_k.mT) / (F.pad(hashed, (skip, 0), value=1.0)[:, None] * num_hashes)
-    alone = relative * count_k[..., : 2**num_bits].sum(-1)[:, :, None]
+    alone = relative * count_k[..., :buckets].sum(-1)[:, :, None]
     share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
     return grid.layout(_largest(_ranked(share, grid.allowed, grid.always), budget, int(budget.max())), budget)
 
@@ -589,17 +596,20 @@ def _mean_so_far(x: Tensor, block: int, is_causal: bool, before: bool = False) -
     return means.cumsum(1) / count.clamp(min=1)[:, None, None]
 
 
-def _codes(blocks: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
-    """Bucket of each token in each hash: (B, blocks, block, H, D), centres (B, blocks or 1, H, D) -> (…, H, hashes)."""
-    signs = (blocks @ planes).gt_((centre @ planes)[:, :, None])
+def _codes(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
+    """Bucket of each token in each hash: (B, blocks, H, T, D), centres (B, blocks or 1, H, D) -> (…, T, hashes)."""
+    signs = (x @ planes).gt_((centre @ planes)[:, :, :, None])
     power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
     return (signs.unflatten(-1, (-1, num_bits)) @ power).long()
 
 
 def _histogram(code: Tensor, weight: Tensor, buckets: int) -> Tensor:
-    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets); weight (…, blocks, block, H or 1)."""
-    batch, blocks, _, heads, hashes = code.shape
-    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, 1, heads, 1) * blocks
+    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets), of codes (B, blocks, H, T, hashes).
+
+    weight: (…, blocks, H or 1, T).
+    """
+    batch, blocks, heads, _, hashes = code.shape
+    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, heads, 1, 1) * blocks
     lists = (lists + torch.arange(blocks, device=code.device)[:, None, None, None]) * hashes
     at = (lists + torch.arange(hashes, device=code.device)) * buckets + code
     flat = torch.zeros(batch * heads * blocks * hashes * buckets, dtype=weight.dtype, device=code.device)
