@@ -342,10 +342,14 @@ def _quality(
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:
-    """The part of `block_mass` that a layout holds, over what the best lists of the same lengths hold."""
+    """The part of `block_mass` that a layout holds, over what the best lists hold.
+
+    The best lists are as long, and keep the diagonal as every list must.
+    """
     counts = layout.counts.expand(mass.shape[:3])
-    best = mass.sort(-1, descending=True).values.cumsum(-1).gather(-1, (counts - 1)[..., None])
-    return float((mass * layout.dense_blocks()).sum() / best.sum())
+    kept = torch.eye(mass.shape[2], mass.shape[3])
+    best = (mass + kept).sort(-1, descending=True).values.cumsum(-1).gather(-1, (counts - 1)[..., None])
+    return float((mass * layout.dense_blocks()).sum() / (best - 1).sum())
 
 
 def block_mass(q: Tensor, k: Tensor, block_size: int, is_causal: bool) -> Tensor:
