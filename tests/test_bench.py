@@ -20,6 +20,7 @@ from dilated_attention.bench.results import Recorder, Row
 from dilated_attention.bench.suites import Step, blocks, compare, strategies
 from dilated_attention.cli import main
 from dilated_attention.environment import device_name
+from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.weights import attention_weights
 
@@ -293,19 +294,33 @@ def test_mass_of_blocks_is_that_of_the_softmax(is_causal):
 
 
 def test_quality_is_judged_against_the_best_blocks():
-    """The blocks that hold all mass lose none; those of a window lose what lies outside."""
-    topic = torch.arange(64).view(4, 16) // 16
-    q = 30 * torch.eye(4)[topic.flatten()][None, :, None].repeat(1, 1, 2, 1)
-    k = q.roll(32, 1)
-    rows = {row.name.rpartition(", ")[2]: row for row in blocks._quality("x", [(q, k, q)], 16, False) if row.bar}
-    assert rows["top-k"].value == pytest.approx(1.0, abs=1e-3)  # 10 % is one block, and the diagonal is kept
+    """Topics of 32 tokens, each seen by one other: two blocks of 20 and the diagonal hold everything."""
+    topic = torch.arange(640) // 32
+    q = 40 * torch.eye(20)[topic][None, :, None].repeat(1, 1, 2, 1)
+    k = q.roll(320, 1)
+    found = list(blocks._quality("x", [(q, k, q)], 32, False))
+    lost, error = ({row.name.rpartition(", ")[2]: row for row in found if word in row.name} for word in ("mass", "err"))
+    assert lost["top-k"].value == pytest.approx(0, abs=1e-3)
+    assert lost["local window"].value == pytest.approx(1, abs=1e-2)
+    assert error["top-k"].value < 1e-2 < error["local window"].value
+    assert [lost[name].met for name in ("top-k", "LSH", "local window")] == [True, True, None]
+    assert all(row.bar is None for row in blocks._quality("x", [(q, k, q)], 32, False, judged=False))
 
 
-def test_refusals_of_rivals_are_rows():
-    case = Case(method="block-sparse", seq_len=256, blocks="random", density=0.5, heads=2)
-    rows = list(blocks._refusals(case, {"torch.sparse": replace(case, method="torch.sparse")}, CPU))
-    assert [row.name for row in rows] == ["forward: time over flex", "forward+backward: time over torch.sparse"]
-    assert all(row.value is None and row.refused for row in rows)
+def test_mass_captured_is_that_of_the_lists():
+    mass = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.0, 0.9, 0.1]])[None, None]
+    layout = BlockLayout.from_mask(torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 1]]).bool(), block_size=16)
+    assert blocks.captured(mass, layout) == pytest.approx((0.4 + 0.5 + 0.1) / (0.7 + 0.7 + 0.1))
+
+
+def test_flex_that_cannot_be_run_is_a_row():
+    case = Case(method="flex", seq_len=256, blocks="random", density=0.5, heads=2)
+    rows = list(blocks._refused(case, CPU, "no compiler"))
+    assert [(row.name, row.value, row.refused) for row in rows] == [
+        ("forward: time over flex", None, "no compiler"),
+        ("forward+backward: time over flex", None, "no compiler"),
+    ]
+    assert rows[0].parameters["method"] == "block-sparse"
 
 
 def test_sparse_cases_count_their_blocks():
@@ -322,7 +337,7 @@ def test_sparse_cases_count_their_blocks():
         assert list(case.contender(CPU, backward=True)()) == ["forward", "forward+backward"]
     with pytest.raises(ValueError, match="needs blocks and density"):
         Case(**{**SMALL.parameters, "method": "block-sparse"})
-    with pytest.raises(ValueError, match="whole blocks of 16; got seq_len=201"):
+    with pytest.raises(ValueError, match=r"whole blocks of \(16, 16\); got seq_len=201"):
         Case(**{**sparse.parameters, "method": "flex", "seq_len": 201}).prepare()
 
 

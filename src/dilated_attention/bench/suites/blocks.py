@@ -60,10 +60,10 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         found.append(_over_rivals(case, device, 30.0, backward=False))
     found.append(_over_torch_sparse(1024, DENSITIES, device, 20.0))
     for method in ("block-sparse", "gather", "torch.sparse"):
-        found.append(_peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device))  # type: ignore[arg-type]
+        found.append(_peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device))
     for density, kinds in ((0.1, KINDS), (0.25, ("random", "global"))):
         for kind in kinds:
-            found.append(_peak(replace(SPARSE, seq_len=32768, blocks=kind, density=density), device, bar=1.5))  # type: ignore[arg-type]
+            found.append(_peak(replace(SPARSE, seq_len=32768, blocks=kind, density=density), device, bar=1.5))
     found.append(Step("layouts and their cache", lambda: _tables(16384)))
     for is_causal in (False, True):
         found.append(_choosing(replace(SPARSE, seq_len=16384, is_causal=is_causal), device, 20.0, bar=0.1))
@@ -110,7 +110,7 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 
 def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: bool = True) -> Step:
     """Beside a gather a row and a mask, forward and backward, and beside FlexAttention, forward."""
-    trained = {name: replace(case, method=name) for name in ("gather", "mask")}  # type: ignore[arg-type]
+    trained = {name: replace(case, method=name) for name in ("gather", "mask")}
     flex = replace(case, method="flex")
     why_not = "needs c++, which is not installed" if device.type == "cpu" and shutil.which("c++") is None else None
 
@@ -128,7 +128,8 @@ def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: b
                     unit="",
                     bar=3e-6,
                 )
-        work = {name: x.contender(device, backward=backward) for name, x in {"block-sparse": case, **trained}.items()}
+        work = {name: x.contender(device, backward=backward) for name, x in trained.items()}
+        work["block-sparse"] = case.contender(device, backward=backward)
         if "flex" in everyone:
             work["flex"] = flex.contender(device)
         rounds = measure.interleave(work, seconds=budget, device=device)
@@ -163,7 +164,7 @@ def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.d
 
     def run() -> Iterator[Row]:
         for case, rival in zip(cases, rivals, strict=True):
-            work = {x.method: x.contender(device, backward=True) for x in (case, rival)}
+            work = {str(x.method): x.contender(device, backward=True) for x in (case, rival)}
             rounds = measure.interleave(work, seconds=budget / len(cases), device=device)
             for phase in ("forward", "forward+backward"):
                 yield _ratio(rounds, case, "torch.sparse", phase, 1.0)
