@@ -298,7 +298,7 @@ def _longnet_quality(seq_len: int, training_steps: int, *, judged: bool) -> Iter
 def _minilm_quality(seq_len: int, batch: int, block_size: int) -> Iterator[Row]:
     reason = activations.missing()
     if reason is not None:
-        parameters = {"seq_len": seq_len, "heads": 12, "model": "MiniLM"}
+        parameters = {"seq_len": seq_len, "heads": 12, "activations": "MiniLM"}
         for name in routers(0.1, block_size, False):
             yield Row(name=f"{LOST}, {name}", parameters=parameters, value=None, unit="", refused=reason)
         return
@@ -312,7 +312,7 @@ def _quality(
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
     case = replace(case, block_size=block_size, is_causal=is_causal)
-    parameters = {**_chosen(case), "model": model, "layers": len(found)}
+    parameters = {**_chosen(case), "activations": model, "layers": len(found)}
     everything = Dilated((q.shape[1],), (1,))
     mass = [block_mass(q, k, block_size, is_causal) for q, k, _ in found]
     dense = [attention(q, k, v, everything, is_causal=is_causal) for q, k, v in found]
