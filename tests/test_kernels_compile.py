@@ -1,13 +1,15 @@
 """The kernels compiled for GPUs that are not there: what the machine code holds.
 
 A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot`
-compiles and reports the whole.
+compiles and reports the whole, and what it wrote is read here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
-from dilated_attention.kernels.compile_ahead import KERNELS, Report, Variant, build
+from dilated_attention.kernels.compile_ahead import KERNELS, TARGETS, Report, Variant, build, shape_of, variants
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 
@@ -54,6 +56,18 @@ ONE_KERNEL = [
 )
 def test_machine_code(variant: Variant):
     assert build(variant).faults == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_reports_cover_what_ships(target):
+    """results/aot has every variant as it is shaped now, and none should not ship."""
+    lines = (Path(__file__).parents[1] / f"results/aot/{target}.jsonl").read_text(encoding="utf-8").splitlines()
+    reports = [Report(**json.loads(line)) for line in lines]
+    found = {Variant(r.target, r.kernel, r.head_dim, r.dtype, r.call): r for r in reports}
+    assert found.keys() == set(variants([target])), "run python -m dilated_attention.kernels.compile_ahead --output ..."
+    for variant, report in found.items():
+        assert shape_of(variant) == (report.own, report.loop, report.warps, report.stages), variant
+        assert report.faults == [], variant
 
 
 def test_faults_are_found():
