@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "dilated_attention.parallel.attention"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "dilated_attention.training.session", "dilated_attention.training.ranks"]
+)
 
 
 def free_port() -> int:
@@ -35,6 +37,7 @@ def _enter(rank: int, size: int, port: int, timeout: float, function: Callable, 
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
+    dist.barrier()  # or a rank that is done leaves before its peers have connected
     try:
         pipe.send(("result", function(*arguments)))
     except Exception:

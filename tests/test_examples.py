@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +22,16 @@ def load(name: str) -> ModuleType:
     return module
 
 
+def torchrun(name: str, ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(FOLDER / name)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_long_bert():
-    losses = load("long_bert").main(steps=30)
-    assert losses["trained at 128 tokens"] < losses["untrained"] - 1
-    assert losses["fine-tuned at 512 tokens"] < losses["dilated, 512 tokens"]
+    found = load("long_bert").main(steps=60)
+    assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
 
 
 def test_slides():
@@ -35,6 +44,22 @@ def test_byte_lm():
     assert losses["trained"] < losses["untrained"] - 1
     assert sample.startswith("import ")
     assert len(sample.encode()) > 30
+
+
+def test_context_parallel():
+    text = torchrun("context_parallel.py", 2)
+    errors = re.findall(r"largest difference (\S+)", text)
+    assert len(errors) == 2
+    assert max(map(float, errors)) < 1e-5
+    assert "transport" in text
+    assert len(re.findall(r"step \d: \d", text)) == 3
+
+
+@pytest.mark.parametrize("context", ["1", "2"])
+def test_context_parallel_fsdp2(context):
+    losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", torchrun("context_parallel_fsdp2.py", 2, context))]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

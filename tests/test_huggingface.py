@@ -373,6 +373,32 @@ def test_dilate_changes_nothing_when_it_refuses():
     assert model.config._attn_implementation == "eager"
 
 
+def test_compiled_in_one_graph(fresh_python):
+    """With attention_mask: without one, transformers takes a traced batch for packed sequences."""
+    fresh_python("""
+        import torch
+        from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+        from dilated_attention.integrations.huggingface import dilate
+
+        width = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60)
+        llama = LlamaForCausalLM(LlamaConfig(**width, num_key_value_heads=2, use_cache=False))
+        tokens, mask = torch.randint(60, (2, 21)), torch.ones(2, 21, dtype=torch.int64)
+        mask[0, :5], mask[1, 7] = 0, 0
+        for model in (llama, BertModel(BertConfig(**width)).eval()):
+            dilate(model, [4, 16], [1, 4])
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            out, expected = (m(tokens, attention_mask=mask)[0][mask.bool()] for m in (compiled, model))
+            torch.testing.assert_close(out, expected)
+            out.sin().sum().backward()
+        try:
+            torch.compile(llama, fullgraph=True, backend="aot_eager")(tokens)
+        except Exception as error:
+            assert "give it too under torch.compile" in str(error), error
+        else:
+            raise AssertionError("packed sequences passed")
+    """)
+
+
 def test_importing_registers_nothing(fresh_python):
     fresh_python("""
         import dilated_attention.integrations.huggingface as ours

@@ -104,6 +104,16 @@ def test_a_ragged_batch_is_each_sample_alone(config):
     assert torch.equal(model(garbage, lengths=lengths), model(x, lengths=lengths))
 
 
+@pytest.mark.parametrize("counts", [[20, 3, 11], [7, 7]])
+def test_samples_that_are_packed_already(counts):
+    model = LongNetEncoder(MAGNETO).double()
+    x = torch.randn(1, sum(counts), 32, dtype=torch.float64)
+    packed = model.packed(x, counts, is_causal=False, all_layers=True)
+    alone = [model(sample, all_layers=True) for sample in x.split(counts, 1)]
+    for i, states in enumerate(packed):
+        torch.testing.assert_close(states, torch.cat([layers[i] for layers in alone], 1), rtol=1e-10, atol=1e-10)
+
+
 def test_a_ragged_batch_in_single_precision(model):
     x, lengths = torch.randn(3, 700, 32), [700, 64, 333]
     encoder = LongNetEncoder(dataclasses.replace(FAMILY["torchscale"], pattern=Dilated((128, 512), (1, 4))))

@@ -15,8 +15,9 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import processes
+from dilated_attention import BlockLayout, attention
 from dilated_attention.backends.reference import reference_attention
-from dilated_attention.parallel import traffic
+from dilated_attention.parallel import exchange_plan, traffic
 from dilated_attention.parallel.attention import context_parallel_attention
 from dilated_attention.parallel.comm import Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
@@ -188,6 +189,119 @@ def check_traffic(case: Case, size: int, is_causal: bool, transport: str, dtype:
         assert (backward.bytes_sent, backward.bytes_received) == returned
         assert (forward.messages_sent, forward.messages_received) == (plan.peers_sent, plan.peers_received)
         assert forward.rounds == plan.rounds
+
+
+def bigbird(heads: int, batch: int, seq_len: int, block_size, seed: int = 0) -> BlockLayout:
+    """Local, global and random blocks, other random ones for every head and batch element."""
+    window = BlockLayout.longformer(seq_len, 20, 3, block_size).dense_blocks()
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(batch, heads, *window.shape[2:], generator=generator) < 0.15
+    return BlockLayout.from_mask(window | drawn, seq_len, block_size)
+
+
+@cache
+def local(length: int) -> BlockLayout:
+    return BlockLayout.local(length, 20, 16)
+
+
+@cache
+def random(length: int) -> BlockLayout:
+    return BlockLayout.random(length, 0.4, 3, 16)
+
+
+# name: (pattern, seq_len, query heads, key-value heads, batch, lengths, cu_seqlens)
+BLOCK_CASES = {
+    "window": (local(250), 250, 8, 8, 2, None, None),
+    "window, whole blocks a shard": (local(256), 256, 8, 8, 1, None, None),
+    "lists of their own": (bigbird(16, 2, 210, 16), 210, 16, 8, 2, None, None),
+    "query and key blocks differ": (bigbird(1, 1, 230, (32, 16)), 230, 8, 8, 1, None, None),
+    "key blocks the longer ones": (bigbird(8, 1, 230, (16, 48)), 230, 8, 8, 1, None, None),
+    "nothing crosses": (BlockLayout.from_mask(torch.eye(16, dtype=torch.bool), 256, 16), 256, 8, 8, 1, None, None),
+    "product": (Dilated((48, 250), (1, 2)) * random, 250, 8, 8, 1, None, None),
+    "product, grouped queries": (Dilated((100, 240), (2, 3)) * local, 240, 16, 8, 1, None, None),
+    "padded batch": (bigbird(1, 3, 140, 16), 140, 8, 8, 3, (140, 51, 0), None),
+    "packed batch": (local(140), 140, 8, 8, 1, None, (0, 30, 30, 111, 140)),
+}
+
+
+def block_inputs(name: str, dtype: torch.dtype):
+    _, seq_len, heads, kv_heads, batch, lengths, _ = BLOCK_CASES[name]
+    return inputs(Case((1,), (1,), seq_len, heads, kv_heads, batch, lengths=lengths), dtype)
+
+
+def block_call(name: str, tensors, is_causal: bool, **options):
+    pattern, seq_len, *_, lengths, samples = BLOCK_CASES[name]
+    return attention(
+        *tensors,
+        pattern,
+        is_causal=is_causal,
+        lengths=None if lengths is None else torch.tensor(lengths),
+        cu_seqlens=None if samples is None else torch.tensor(samples),
+        return_lse=True,
+        seq_len=seq_len,
+        **options,
+    )
+
+
+def run_block_cases(is_causal: bool):
+    mesh = dist.group.WORLD
+    link = link_of(mesh)
+    answers = {}
+    for name, (pattern, seq_len, heads, kv_heads, batch, *ragged) in BLOCK_CASES.items():
+        tensors, (d_out, d_lse) = block_inputs(name, torch.float64)
+        own = slice(*sequence_range(seq_len, mesh))
+        for transport in ("exchange", "ring", "all_gather", "ulysses", "auto"):
+            if transport == "ulysses" and kv_heads % dist.get_world_size():
+                continue
+            leaves = [x[:, own].clone().requires_grad_() for x in tensors]
+            link.traffic = Traffic()
+            out, lse = block_call(name, leaves, is_causal, mesh=mesh, transport=transport)
+            forward, link.traffic = link.traffic, Traffic()
+            cotangents = d_out[:, own], d_lse[:, own].transpose(1, 2)
+            gradients = torch.autograd.grad((out, lse), leaves, cotangents)
+            found = [x.detach().numpy() for x in (out, lse.transpose(1, 2), *gradients)]
+            plan = None
+            if transport != "auto" and not any(ragged):
+                options = {"num_kv_heads": kv_heads, "head_dim": 4, "batch": batch, "dtype": torch.float64}
+                size, rank = dist.get_world_size(), dist.get_rank()
+                plan = exchange_plan(
+                    pattern, seq_len, heads, size, rank, is_causal=is_causal, transport=transport, **options
+                )
+            answers[name, transport] = found, plan, forward, link.traffic
+    return answers
+
+
+@cache
+def block_expected(name: str, is_causal: bool):
+    tensors, (d_out, d_lse) = block_inputs(name, torch.float64)
+    leaves = [x.requires_grad_() for x in tensors]
+    out, lse = block_call(name, leaves, is_causal, backend="reference")
+    gradients = torch.autograd.grad((out, lse), leaves, (d_out, d_lse.transpose(1, 2)))
+    return [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_block_layouts_equal_the_oracle_and_move_the_rows_that_they_list(size: int, is_causal: bool) -> None:
+    ranks = processes.run(size, run_block_cases, is_causal)
+    for name, transport in ranks[0]:
+        right = block_expected(name, is_causal)
+        pieces = zip(*[rank[name, transport][0] for rank in ranks], strict=True)
+        for what, wanted, parts in zip(NAMES, right, pieces, strict=True):
+            found = torch.cat([torch.from_numpy(part) for part in parts], 1)
+            assert relative_error(found, wanted) <= TOLERANCE[torch.float64], (name, transport, what)
+        for rank in ranks:
+            _, plan, forward, backward = rank[name, transport]
+            if plan is not None:
+                assert (forward.bytes_sent, forward.bytes_received) == (plan.bytes_sent, plan.bytes_received)
+                returned = plan.backward_bytes_sent, plan.backward_bytes_received
+                assert (backward.bytes_sent, backward.bytes_received) == returned
+                assert (forward.messages_sent, forward.messages_received) == (plan.peers_sent, plan.peers_received)
+                assert forward.rounds == plan.rounds
+    window, whole = (
+        sum([rank[name, "exchange"][1].rows_received for rank in ranks]) for name in ("window", "lists of their own")
+    )
+    assert 0 < window < whole
 
 
 def compose():

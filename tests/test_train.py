@@ -161,7 +161,7 @@ def test_resumes_from_step_zero(text, tmp_path):
 def test_checkpoint_holds_no_pickle_and_says_what_it_is(checkpoint, text):
     state, about = read_checkpoint(checkpoint)
     assert (about.config, about.recipe, about.text, about.paths) == (CONFIG, RECIPE, text.digest, text.paths)
-    assert {name.split(".")[0] for name in state} == {"model", "optimizer", "rng", "history"}
+    assert {name.split(".")[0] for name in state} == {"model", "optimizer", "rng"}
 
 
 def test_checkpoint_of_another_run(checkpoint, text, tmp_path):
@@ -300,7 +300,7 @@ def test_progress_bar_on_a_terminal(text, tmp_path):
 
 def test_sample_shows_control_bytes_as_dots(text):
     training = Training(CONFIG, RECIPE, text)
-    sample = session.write_sample(training, 16)
+    sample = session.write_sample(training, training.model, 16)
     assert all(c.isprintable() or c in "\n\t" for c in sample)
 
 

@@ -38,12 +38,11 @@ def _plan(
     return plan_dilated(tuple(segment_lengths), tuple(dilation_rates), table, seq_len, compat or None)
 
 
-def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """The (batch, seq) slices of a call's samples, each of which has a segment grid of its own.
 
-    Raises ValueError where the values do not fit q: this is the first place that reads them.
+    Raises ValueError where the values do not fit: this is the first place that reads them.
     """
-    seq_len = q.shape[1]
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
@@ -60,6 +59,22 @@ def samples(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Ite
         yield slice(None), slice(None)
 
 
+def pack_layouts(layouts: Sequence[BlockLayout]) -> tuple[list[int], list[Tensor]]:
+    """Block layouts as an operator takes them: seq_len, q_block, k_block and is_causal of each; indptr and indices."""
+    sizes = [size for x in layouts for size in (x.seq_len, x.q_block, x.k_block, int(x.is_causal))]
+    return sizes, [table for x in layouts for table in (x.indptr, x.indices)]
+
+
+def unpack_layouts(sizes: Sequence[int], tables: Sequence[Tensor], is_causal: bool) -> dict[int, BlockLayout]:
+    """The layouts that `pack_layouts` packed, by their length; causal if the call is."""
+    made = {}
+    for i in range(0, len(tables), 2):
+        seq_len, q_block, k_block, cut = sizes[2 * i : 2 * i + 4]
+        layout = BlockLayout(tables[i], tables[i + 1], seq_len, q_block, k_block, bool(cut))
+        made[seq_len] = layout.causal() if is_causal else layout
+    return made
+
+
 def _layouts(
     q: Tensor,
     plan: Plan,
@@ -70,7 +85,7 @@ def _layouts(
 ) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, on q's device, from four sizes and two tables each.
 
-    The sizes are seq_len, q_block, k_block and is_causal, the tables indptr and indices. A ragged sample, shorter than
+    Sizes and tables are those of `pack_layouts`. A ragged sample, shorter than
     the layout, has the layout of its first tokens.
     """
     if not tables:
@@ -191,7 +206,7 @@ def _forward(
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables, dropout=dropped
         )
-    slices = list(samples(q, lengths, cu_seqlens))
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
     if backend == "triton" and not layouts:  # one launch for all samples
         plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
         q_, k_, v_, bias = _packed(q, k, v, bias)
@@ -251,7 +266,7 @@ def _backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables,
             dropout=dropped,
         )  # fmt: skip
-    slices = list(samples(q, lengths, cu_seqlens))
+    slices = list(samples(q.shape[1], lengths, cu_seqlens))
     if backend == "triton" and not layouts:
         plan = _packed_plan(k, slices, segment_lengths, dilation_rates, offsets, compat)
         dout_, dlse_, q_, k_, v_, out_, lse_, bias = _packed(dout, dlse, q, k, v, out, lse, bias)
@@ -281,7 +296,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _in_torch_func() -> bool:
+def in_torch_func() -> bool:
     """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
     return torch._C._are_functorch_transforms_active()
 
@@ -330,7 +345,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, lengths, cu_seqlens, key_padding_mask, seed, *layouts = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        backward = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
+        backward = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
         gradients = backward(
             dout, dlse, q, k, v, out, lse, *ctx.options, layouts, lengths, cu_seqlens, key_padding_mask, seed
         )
@@ -386,6 +401,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tens
             head, which dropout needs; the sizes and tables of block layouts, as in `_layouts`; lengths, cu_seqlens,
             key_padding_mask or None; the seed of dropout, None without.
     """
-    if _in_torch_func():
+    if in_torch_func():
         return _Attention.apply(q, k, v, *options)
     return torch.ops.dilated_attention.forward(q, k, v, *options)

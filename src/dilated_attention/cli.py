@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from dilated_attention.bench import command as bench
 from dilated_attention.environment import report, require_device
+from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.loop import Recipe
+
+if TYPE_CHECKING:
+    from dilated_attention.training.ranks import Ranks
 
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 
@@ -98,6 +104,12 @@ def _add_train(commands: Any) -> None:
     _plain(parser, "held-out", _positive, 16, "held-out windows to measure at the end")
     _plain(parser, "sample", _natural, 256, "bytes of sample text to write at the end")
 
+    ranks = parser.add_argument_group(
+        "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
+    )
+    _plain(ranks, "context-parallel", _positive, 1, "processes that share each sequence; the others share the batch")
+    _plain(ranks, "timeout", _positive, 300, "seconds after which a process waits no longer for a lost one")
+
     model = parser.add_argument_group("model")
     _given(model, "layers", int, "num_layers", "transformer blocks")
     _given(model, "dim", int, "embed_dim", "width")
@@ -118,7 +130,7 @@ def _add_train(commands: Any) -> None:
     parser.set_defaults(run=_train)
 
 
-def _plain(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+def _plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
     help_text = f"{text} (default: {default})"
     parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
 
@@ -146,7 +158,8 @@ def _train(options: argparse.Namespace) -> int:
             model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
         elif options.dense:
             model["pattern"] = None
-        where = {"device": options.device, "backend": options.backend}
+        ranks = _join(options)
+        where = {"device": options.device, "backend": options.backend, "ranks": ranks}
         if options.resume:
             training = session.resume(options.paths, options.out, model, recipe, **where)
         else:
@@ -158,7 +171,7 @@ def _train(options: argparse.Namespace) -> int:
         return session.run(
             training,
             options.out,
-            Console(),
+            Console(quiet=ranks is not None and not ranks.first),
             save_every=options.save_every,
             held_out_windows=options.held_out,
             sample_bytes=options.sample,
@@ -166,6 +179,18 @@ def _train(options: argparse.Namespace) -> int:
     except FloatingPointError as error:
         print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
         return 1
+    except ContextParallelError as error:
+        print(f"dilated-attention train: error: {error}; --resume continues {options.out}", file=sys.stderr)
+        return 1
+
+
+def _join(options: argparse.Namespace) -> Ranks | None:
+    """This process's place in a run of several; None alone."""
+    if "WORLD_SIZE" not in os.environ and options.context_parallel == 1:
+        return None
+    from dilated_attention.training.ranks import Ranks
+
+    return Ranks.join(options.context_parallel, torch.device(options.device), options.timeout)
 
 
 def _add_generate(commands: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Offsets, Product
 from dilated_attention.plan import StridedGroup, plan_dilated, row_counts
+
+if TYPE_CHECKING:
+    from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 
 Pattern = Dilated | BlockLayout | Product
 
@@ -42,6 +45,7 @@ def dilated_attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
 
@@ -77,21 +81,28 @@ def dilated_attention(
         backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet),
             `"flash"` (FlashAttention, where it is installed; no masks but the causal one, no dropout, no layouts) or
             `"reference"` (dense, float64 inside, any derivative).
-        mesh, seq_len, transport: context parallelism; not supported yet.
+        mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously:
+            q, k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
+            result is that of one device. lengths and cu_seqlens stay global.
+        seq_len: the global length; default: equal shards, q's length times the number of ranks.
+        transport: how rows travel between ranks: `"exchange"`, `"doubling"`, `"ring"`, `"all_gather"`, `"ulysses"`, or
+            `"auto"`: see `explain` for what it takes and why.
         head_offset: global index of the first key-value head of these tensors (tensor parallelism).
+        layer: what errors of a mesh call this place.
 
     Returns:
         out, as q; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for float64), natural logarithm,
         differentiable.
 
     Raises:
-        ValueError: naming the argument, its value and what would be right.
+        ValueError: naming the argument, its value and what would be right; with a mesh on every rank.
+        ContextParallelError: a rank was lost, or sent what it should not have; the group is not used again.
     """
     pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
     return _attend(
         q, k, v, pattern, compat=compat, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -113,6 +124,7 @@ def attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
 
@@ -121,7 +133,7 @@ def attention(
     return _attend(
         q, k, v, pattern, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -143,6 +155,7 @@ def block_sparse_attention(
     seq_len: int | None = None,
     head_offset: int = 0,
     transport: str = "auto",
+    layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Block-sparse attention: one softmax a row over all keys of the key blocks that the layout lists for it.
 
@@ -159,7 +172,7 @@ def block_sparse_attention(
     return _attend(
         q, k, v, layout, compat=None, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse, backend=backend, mesh=mesh,
-        seq_len=seq_len, head_offset=head_offset, transport=transport,
+        seq_len=seq_len, head_offset=head_offset, transport=transport, layer=layer,
     )  # fmt: skip
 
 
@@ -182,43 +195,48 @@ def _attend(
     seq_len: int | None,
     head_offset: int,
     transport: str,
+    layer: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if not isinstance(pattern, (Dilated, Product, BlockLayout)):
-        raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
-    q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
-    lengths, cu_seqlens = _check_ragged(q, lengths, cu_seqlens)
-    _check_mask(q, key_padding_mask)
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number; got {scale!r}")
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
-    if mesh is not None:
-        raise UnsupportedError("mesh: context parallelism is not supported yet; use mesh=None")
-    if transport != "auto":
-        raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
-    if seq_len is not None and seq_len != q.shape[1]:
-        raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    dilated = _dilated(pattern, q.shape[1])
-    asked = {
-        "key_padding_mask": key_padding_mask is not None,
-        "dropout_p": dropout_p > 0,
-        "a block layout": not isinstance(pattern, Dilated),
-    }
-    choice = table.choose(
-        backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=float(scale),
-        needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
-    )  # fmt: skip
-    offsets = _table(dilated, compat, k.shape[2], head_offset)
-    layouts = _layouts(pattern, q, k.shape[2], offsets, lengths, cu_seqlens)
+    context = None if mesh is None else _context(mesh)
+    try:
+        q, k, v = _autocast(q, k, v)
+        _check_tensors(q, k, v)
+        seq_len = _sequence_length(q, seq_len, context, transport)
+        lengths, cu_seqlens = _check_ragged(q, lengths, cu_seqlens)
+        _check_mask(q, key_padding_mask)
+        _check_options(pattern, is_causal, scale, dropout_p)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        dilated = _dilated(pattern, seq_len)
+        asked = {
+            "key_padding_mask": key_padding_mask is not None,
+            "dropout_p": dropout_p > 0,
+            "a block layout": not isinstance(pattern, Dilated),
+        }
+        choice = table.choose(
+            backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale,
+            needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
+        )  # fmt: skip
+        offsets = _table(dilated, compat, k.shape[2], head_offset)
+        layouts = _layouts(pattern, q, k.shape[2], seq_len, offsets, lengths, cu_seqlens)
+        if context is not None and choice.backend not in ("native", "triton"):
+            raise UnsupportedError(f"backend={choice.backend!r} sees one device; with a mesh use backend='auto'")
+        if context is not None and context.size > 1:
+            for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p > 0)):
+                if given:
+                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
+    except ValueError as error:
+        if context is not None and context.size > 1:
+            from dilated_attention.parallel.attention import refuse
+
+            refuse(mesh, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
+        raise
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None
     first_head = head_offset * (q.shape[2] // k.shape[2])
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "compat": compat}
+    ragged: dict[str, Any] = {"lengths": lengths, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+    segments, rates = dilated.segment_lengths, dilated.dilation_rates
     if choice.backend == "reference":
-        for _ in autograd.samples(q, lengths, cu_seqlens):
+        for _ in autograd.samples(seq_len, lengths, cu_seqlens):
             pass  # checks the lengths
         visible = None
         if layouts:
@@ -227,20 +245,67 @@ def _attend(
             offsets = tuple(tuple(o for o in row for _ in range(ratio)) for row in offsets)
             visible = _dense_layouts(layouts, q.shape[2])
         out, lse = reference.reference_attention(
-            q, k, v, dilated.segment_lengths, dilated.dilation_rates, offsets, is_causal=is_causal, scale=scale,
-            compat=compat, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible,
+            q, k, v, segments, rates, offsets, **options, **ragged, visible=visible,
             dropout=autograd.dropout(q, k, dropout_p, first_head, seed),
         )  # fmt: skip
+    elif context is not None and context.size > 1:
+        from dilated_attention.parallel.attention import context_parallel_attention
+
+        out, lse = context_parallel_attention(
+            q, k, v, segments, rates, offsets, mesh=mesh, seq_len=seq_len, **options, lengths=lengths,
+            cu_seqlens=cu_seqlens, layouts=[x.for_heads(q.shape[2]).to(q.device) for x in layouts],
+            backend=choice.backend, transport=transport, layer=layer,
+        )  # fmt: skip
     else:
-        flat = [offset for row in offsets for offset in row]
         out, lse = autograd.attend(
-            q, k, v, list(dilated.segment_lengths), list(dilated.dilation_rates), flat, is_causal, float(scale),
-            compat or "", choice.backend, float(dropout_p), first_head,
-            [size for x in layouts for size in (x.seq_len, x.q_block, x.k_block, int(x.is_causal))],
-            [table for x in layouts for table in (x.indptr, x.indices)],
+            q, k, v, list(segments), list(rates), [offset for row in offsets for offset in row], is_causal, scale,
+            compat or "", choice.backend, float(dropout_p), first_head, *autograd.pack_layouts(layouts),
             lengths, cu_seqlens, key_padding_mask, seed,
         )  # fmt: skip
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Context:
+    """This rank's place in a mesh."""
+
+    rank: int
+    size: int
+
+
+def _context(mesh: Any) -> _Context:
+    import torch.distributed as dist
+
+    from dilated_attention.parallel.sharding import context_group
+
+    group = context_group(mesh)
+    return _Context(dist.get_rank(group), dist.get_world_size(group))
+
+
+def _sequence_length(q: Tensor, seq_len: int | None, context: _Context | None, transport: str) -> int:
+    """The global length, of which q is this rank's shard."""
+    if context is None:
+        if transport != "auto":
+            raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
+        if seq_len is not None and seq_len != q.shape[1]:
+            raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
+        return q.shape[1]
+    if seq_len is None:
+        return q.shape[1] * context.size
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"seq_len must be a non-negative integer, the length over all ranks; got {seq_len!r}")
+    return seq_len
+
+
+def _check_options(pattern: Pattern, is_causal: bool, scale: float | None, dropout_p: float) -> None:
+    if not isinstance(pattern, (Dilated, Product, BlockLayout)):
+        raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number; got {scale!r}")
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
 
 
 def _table(pattern: Dilated, compat: str | None, num_heads: int, head_offset: int) -> tuple[tuple[int, ...], ...]:
@@ -273,6 +338,7 @@ def _layouts(
     pattern: Pattern,
     q: Tensor,
     kv_heads: int,
+    seq_len: int,
     offsets: tuple[tuple[int, ...], ...],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -282,13 +348,13 @@ def _layouts(
         return []
     if isinstance(pattern, BlockLayout):
         # Packed samples have the layout of their first tokens, whatever their common length.
-        pattern.check(q.shape[0], q.shape[1] if cu_seqlens is None else pattern.seq_len, q.shape[2], kv_heads)
+        pattern.check(q.shape[0], seq_len if cu_seqlens is None else pattern.seq_len, q.shape[2], kv_heads)
         found = [pattern]
     else:
         dilated = pattern.dilated
         counts: set[int] = set()
-        for _, seq in autograd.samples(q, lengths, cu_seqlens):
-            start, stop, _ = seq.indices(q.shape[1])
+        for _, seq in autograd.samples(seq_len, lengths, cu_seqlens):
+            start, stop, _ = seq.indices(seq_len)
             counts |= row_counts(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
@@ -404,10 +470,13 @@ class Explanation:
         backend, reason: the backend that would serve the call, and why.
         refusals: why each other backend would not.
         groups: the strided groups of the plan, in order of execution.
-        flops: of the forward: 4 head_dim a score entry.
-        bytes: that the forward must move at least: rows of q, k and v read, and of out and lse read and written, per
-            group, or per call inside a layout.
+        flops: of the forward: 4 head_dim a score entry. Of several ranks' calls, flops and bytes are those of the
+            groups before block layouts thin them out.
+        bytes: that the forward must move at least in the device's memory: rows of q, k and v read, and of out and lse
+            read and written, per group, or per call inside a layout.
         calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
+        transport: with a mesh, how rows travel, why, and why not otherwise.
+        exchange: with a mesh, what this rank sends and receives.
     """
 
     backend: str
@@ -417,10 +486,23 @@ class Explanation:
     flops: int
     bytes: int
     calls: dict[int, tuple[blocks.Calls, ...]]
+    transport: TransportChoice | None = None
+    exchange: ExchangePlan | None = None
 
     def __str__(self) -> str:
         lines = [f"backend   {self.backend}: {self.reason}"]
         lines += [f"  not {name}: {why}" for name, why in self.refusals.items()]
+        if self.transport is not None:
+            lines.append(f"transport {self.transport.transport}: {self.transport.reason}")
+            lines += [f"  not {name}: {why}" for name, why in self.transport.refusals.items()]
+        if self.exchange is not None:
+            moved = self.exchange
+            lines.append(
+                f"exchange  rank {moved.rank} of {moved.world_size}, forward: {moved.bytes_sent / 1e6:.2f} MB to and "
+                f"{moved.bytes_received / 1e6:.2f} MB from other ranks, {moved.peers_sent} and {moved.peers_received} "
+                f"messages, {moved.rounds} rounds; backward: {moved.backward_bytes_sent / 1e6:.2f} and "
+                f"{moved.backward_bytes_received / 1e6:.2f} MB"
+            )
         lines.append(f"forward   {self.flops / 1e9:.3f} GFLOP, at least {self.bytes / 1e6:.2f} MB moved")
         lines.append("group  heads              segments  rows    stride  first token  written")
         for i, group in enumerate(self.groups):
@@ -449,19 +531,43 @@ def explain(
     compat: str | None = None,
     is_causal: bool = False,
     backend: str = "auto",
+    mesh: Any = None,
+    seq_len: int | None = None,
     head_offset: int = 0,
+    transport: str = "auto",
 ) -> Explanation:
-    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well."""
+    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well.
+
+    With a mesh the groups are this rank's, over its own rows and over those that it receives.
+    """
     _check_tensors(q, k, v)
+    context = None if mesh is None else _context(mesh)
+    seq_len = _sequence_length(q, seq_len, context, transport)
     choice = table.choose(backend, q.device, q.dtype)
-    dilated = _dilated(pattern, q.shape[1])
+    dilated = _dilated(pattern, seq_len)
     offsets = _table(dilated, compat, k.shape[2], head_offset)
-    plan = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, q.shape[1], compat)
-    ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
-    layouts = {x.seq_len: x.causal() if is_causal else x for x in _layouts(pattern, q, k.shape[2], offsets, None, None)}
+    chosen, exchange = None, None
+    found = _layouts(pattern, q, k.shape[2], seq_len, offsets, None, None)
+    layouts = {x.seq_len: x.causal() if is_causal else x for x in found}
     calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}
+    if context is None or context.size == 1:
+        groups = plan_dilated(dilated.segment_lengths, dilated.dilation_rates, offsets, seq_len, compat).groups
+    else:
+        from dilated_attention.parallel import traffic
+        from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
+
+        sharding = Sharding(
+            dilated.segment_lengths, dilated.dilation_rates, offsets, balanced_bounds(seq_len, context.size), is_causal,
+            None, compat, tuple(layout.for_heads(q.shape[2]) for layout in layouts.values()),
+        )  # fmt: skip
+        shape = traffic.Shape(q.shape[0], q.shape[2], q.shape[3], q.dtype)
+        chosen = traffic.choose(transport, sharding, shape)
+        exchange = traffic.count(chosen.transport, sharding, context.rank, shape)
+        groups = rank_groups(sharding, context.rank)
+        layouts = {}  # the groups are counted as if no layout thinned them out
+    ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     pairs, moved = 0, 0
-    for group in plan.groups:
+    for group in groups:
         problems, queries, keys = group.queries.segments * q.shape[0], group.queries.count, group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
         if not layouts:
@@ -477,4 +583,4 @@ def explain(
             read = call.queries * row + call.keys * 2 * row
             moved += each * call.rows * (read + (1 if call.first else 2) * written * call.queries * (row + 4))
     flops = 4 * q.shape[3] * pairs
-    return Explanation(choice.backend, choice.reason, choice.refusals, plan.groups, flops, moved, calls)
+    return Explanation(choice.backend, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange)

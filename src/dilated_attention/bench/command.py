@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.bench import check, patterns, plots
+from dilated_attention.bench import check, patterns, plots, simulate
 from dilated_attention.bench.cases import Case, Method
-from dilated_attention.bench.measure import MATMUL, Spread, refusal
+from dilated_attention.bench.measure import MATMUL, Spread, available_memory, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention.bench.results import Recorder, Row
 from dilated_attention.bench.suites import (
@@ -26,11 +26,13 @@ from dilated_attention.bench.suites import (
     gpu,
     huggingface,
     model,
+    parallel,
     real,
     strategies,
 )
 from dilated_attention.bench.tables import describe, number, write
 from dilated_attention.environment import require_device, unavailable
+from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
 
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
@@ -48,6 +50,7 @@ SUITES = {
     "huggingface": huggingface,
     "model": model,
     "gpu": gpu,
+    "parallel": parallel,
 }
 
 
@@ -74,6 +77,7 @@ def add_parsers(commands: Any) -> None:
     parser.set_defaults(run=_bench)
     _add_profile(commands)
     _add_plot(commands)
+    _add_simulate(commands)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -201,6 +205,108 @@ def _add_plot(commands: Any) -> None:
     )
     patterns.add_options(parser)
     parser.set_defaults(run=_plot)
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
+        description="Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, "
+        "on PyTorch's fake process group. Bytes and messages are counted, compute and memory measured on this device, "
+        "time of communication and the other schemes modelled. Writes rows and a picture to <out>.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=1 << 30, help="of the largest world", metavar="N")
+    parser.add_argument("--ranks", type=int, default=8192, help="of the largest world", metavar="N")
+    parser.add_argument(
+        "--least", type=int, default=8, help="ranks of the smallest world; they grow fourfold", metavar="N"
+    )
+    parser.add_argument("--heads", type=int, default=12, metavar="N")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--segment", type=int, default=2048, help="of the first branch; rates and segments double", metavar="N"
+    )
+    parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
+    parser.add_argument("--not-causal", action="store_true", help="queries see later keys too")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--latency", type=float, default=5e-6, help="modelled seconds a message", metavar="X")
+    parser.add_argument("--bandwidth", type=float, default=50e9, help="modelled bytes a second and rank", metavar="X")
+    parser.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    try:
+        for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
+            if getattr(options, name) <= 0:
+                raise ValueError(f"--{name} must be positive; got {getattr(options, name)}")
+        if options.tokens % options.ranks:
+            raise ValueError(f"--tokens {options.tokens} must be a multiple of --ranks {options.ranks}")
+        worlds = [
+            simulate.World(
+                seq_len=options.tokens // options.ranks * ranks,
+                ranks=ranks,
+                heads=options.heads,
+                head_dim=options.head_dim,
+                first_segment=options.segment,
+                is_causal=not options.not_causal,
+                dtype=options.dtype,
+                transport=options.transport,
+            )
+            for ranks in simulate.world_sizes(options.least, options.ranks)
+        ]
+        for world in worlds:
+            world.plan()  # a transport that does not serve
+        needed = 12 * max(world.shard for world in worlds) * worlds[0].row_bytes // 2
+        free = available_memory(torch.device("cpu"))
+        if free is not None and needed > free:
+            gib = f"about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+            raise ValueError(f"--tokens {options.tokens} --ranks {options.ranks}: a rank needs {gib}; take more ranks")
+    except ValueError as error:
+        print(f"dilated-attention simulate: error: {error}", file=sys.stderr)
+        return 2
+    recorder = Recorder(options.out, "simulate", torch.device("cpu"))
+    model = simulate.Network(options.latency, options.bandwidth)
+    found = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(worlds))
+        for world in worlds:
+            progress.update(task, description=f"rank {world.ranks - 1:,} of {world.ranks:,}")
+            found += simulate.rehearse([world])
+            for row in simulate.rows(found[-1], model):
+                recorder.add(row)
+            progress.advance(task)
+    console = Console()
+    for shown in _simulated(found, model):
+        console.print(shown)
+    picture = recorder.path.with_suffix(".png")
+    plots.save_weak_scaling(picture, found, model)
+    for path in (recorder.path, picture):
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iterator[Table]:
+    world = found[0].world
+    each = f"the last rank, {world.shard:,} tokens, {world.heads} heads of {world.head_dim}, {world.dtype}, one call"
+    shown = Table(title=f"{each}: measured and counted", title_justify="left")
+    headings = ("tokens", "ranks", "forward", "backward", "peak memory", "transport", "sent", "received", "messages")
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for x in found:
+        peak = "not told" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
+        moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages}"
+        seconds = f"{number(x.forward[0])} s", f"{number(x.backward[0])} s"
+        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak, x.transport, *moved)
+    yield shown
+    shown = Table(title=f"a forward's communication, modelled: {model}, nothing hidden", title_justify="left")
+    for heading in ("tokens", "ranks", "this library", *world.others()):
+        shown.add_column(heading, justify="right")
+    for x in found:
+        schemes = [(x.received, x.messages), *x.world.others().values()]
+        times = [f"{number(1e3 * model.seconds(*moved))} ms" for moved in schemes]
+        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *times)
+    yield shown
 
 
 def _plot(options: argparse.Namespace) -> int:

@@ -176,7 +176,7 @@ def _measure_peak(request: dict[str, object]) -> int | None:
 
 def peak_above_now(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that a call adds, at its peak, to what this process holds; None where the system does not tell."""
-    _forget_peak(device)
+    forget_peak(device)
     before = peak_memory(device)
     call()
     synchronize(device)
@@ -184,7 +184,7 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
     return None if before is None or after is None else after - before
 
 
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
     """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

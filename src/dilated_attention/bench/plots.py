@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from dilated_attention.bench.cases import Case
 from dilated_attention.bench.profile import Stage, save_bars
 from dilated_attention.bench.results import read
+from dilated_attention.bench.simulate import Network, Rehearsal
+from dilated_attention.environment import device_name
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import plot_counts
@@ -291,3 +293,33 @@ PICTURES: dict[str, dict[str, Callable[[list[Record]], Figure | None]]] = {
     "strategies": {"strategies": _strategies},
     "model": {"decoding": _decoding},
 }
+
+
+def save_weak_scaling(path: Path, found: Sequence[Rehearsal], network: Network) -> None:
+    """As many tokens a rank in every world: bytes that a rank receives, and the time of its forward."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    traffic, seconds = _axes(figure, 2)
+    tokens = [x.world.seq_len for x in found]
+    compute, rate = [x.forward[0] for x in found], [x.world.flops() / x.forward[0] for x in found]
+    traffic.plot(tokens, [x.received for x in found], "-s", color="black", label="this library, counted")
+    exchange = [c + network.seconds(x.received, x.messages) for c, x in zip(compute, found, strict=True)]
+    seconds.plot(tokens, exchange, "-s", color="black", label="this library, measured + modelled")
+    seconds.plot(tokens, compute, ":", color="0.5", label="its compute alone, measured")
+    for scheme, style in (("dense ring", "--^"), ("all-gather", "--o"), ("official LongNet", ":x")):
+        moved = [x.world.others()[scheme] for x in found]
+        work = compute
+        if scheme == "dense ring":
+            work = [x.world.flops(dense=True) / r for x, r in zip(found, rate, strict=True)]
+        grey = "0.5" if scheme == "all-gather" else "black"
+        traffic.plot(tokens, [received for received, _ in moved], style, color=grey, label=f"{scheme}, modelled")
+        total = [w + network.seconds(*m) for w, m in zip(work, moved, strict=True)]
+        seconds.plot(tokens, total, style, color=grey, label=f"{scheme}, modelled")
+    traffic.set(ylabel="bytes that a rank receives, a layer's forward")
+    seconds.set(ylabel="seconds of a rank's forward, nothing hidden")
+    for axes in (traffic, seconds):
+        axes.set(xlabel=f"tokens, {found[0].world.shard:,} a rank", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.legend(frameon=False, fontsize=7)
+    figure.suptitle(f"one rank's real code on {device_name()}, one thread; network of {network}", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -169,7 +169,8 @@ def visibility(
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         raise UnsupportedError(
             "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
-            "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask"
+            "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask; give it too under "
+            "torch.compile, where transformers takes every batch without one for packed"
         )
     is_causal = mask_function is causal_mask_function
     if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:

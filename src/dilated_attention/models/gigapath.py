@@ -17,7 +17,7 @@ from dilated_attention.models.configuration import (
     require_integers,
     require_number,
 )
-from dilated_attention.models.longnet import LongNetEncoder, checked_lengths, warn_of_layout
+from dilated_attention.models.longnet import LongNetEncoder, checked_lengths, padded, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
@@ -120,8 +120,7 @@ class GigaPathSlideEncoder(Pretrained):
             one, through the same last LayerNorm; the last has not passed the encoder's own norm, and so is not the
             result without all_layers.
         """
-        counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
-        states = self.tokens(x, coords, lengths=counts, all_layers=all_layers)
+        states, counts = self._states(x, coords, lengths, all_layers)
         embeddings = [self._pool(state, counts, global_pool) for state in (states[:-1] if all_layers else states)]
         return torch.stack(embeddings) if all_layers else embeddings[0]
 
@@ -133,7 +132,16 @@ class GigaPathSlideEncoder(Pretrained):
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         all_layers: bool = False,
     ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
-        """The encoder's states of the cls token and the tiles, [last], or as in `LongNetEncoder` with all_layers."""
+        """The encoder's states of the cls token and the tiles, [last], or as in `LongNetEncoder` with all_layers; 0 at
+        padding."""
+        states, counts = self._states(x, coords, lengths, all_layers)
+        kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)
+        return [padded(state, kept) for state in states]
+
+    def _states(
+        self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layers: bool
+    ) -> tuple[list[Tensor], list[int]]:
+        """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide."""
         config = self.config
         if x.dim() != 3 or x.shape[2] != config.in_chans:
             raise ValueError(f"x must be (batch, tiles, in_chans={config.in_chans}); got shape {tuple(x.shape)}")
@@ -141,27 +149,36 @@ class GigaPathSlideEncoder(Pretrained):
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must be (batch, tiles, 2) = {(*x.shape[:2], 2)}; got {tuple(coords.shape)}")
         counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
-        x = self.projection(x) + self._places(coords, counts, x.dtype)
-        x = torch.cat((self.cls.expand(len(x), 1, -1), x), 1)
-        return self.encoder.hidden(x, is_causal=False, lengths=[n + 1 for n in counts], all_layers=all_layers)
+        if min(counts, default=0) == x.shape[1]:
+            tiles, points = x.flatten(0, 1), coords.flatten(0, 1)
+        else:
+            kept = within(counts, x.shape[1], x.device)
+            tiles, points = x[kept], coords[kept]
+        slides = (self.projection(tiles) + self._places(points, counts, x.dtype)).split(counts)
+        rows = torch.cat([part for slide in slides for part in (self.cls[None], slide)])[None]
+        del tiles, slides  # at 100,000 tiles each is 300 MB that the layers do not need
+        ends = [count + 1 for count in counts]
+        return self.encoder.packed(rows, ends, is_causal=False, all_layers=all_layers), counts
 
-    def _places(self, coords: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
+    def _places(self, points: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
         config = self.config
-        places = torch.floor(coords.float() / config.tile_size)
-        padding = torch.arange(coords.shape[1]) >= torch.tensor(counts)[:, None]
-        places = places.masked_fill(padding[..., None].to(coords.device), 0.0)
-        wrong = ~((places >= 0) & (places < config.slide_ngrids))
+        places = torch.floor(points.float() / config.tile_size)
+        wrong = ~((places >= 0) & (places < config.slide_ngrids)).all(-1)
         if wrong.any():
-            sample, tile = wrong.nonzero()[0, :2].tolist()
+            row = tile = int(wrong.nonzero()[0])
+            slide = 0
+            while tile >= counts[slide]:
+                tile, slide = tile - counts[slide], slide + 1
             raise ValueError(
                 f"coords must be pixels in [0, {config.slide_ngrids * config.tile_size:,}), {config.slide_ngrids} "
-                f"places of {config.tile_size}; got {coords[sample, tile].tolist()} at slide {sample}, tile {tile}"
+                f"places of {config.tile_size}; got {points[row].tolist()} at slide {slide}, tile {tile}"
             )
         return grid_sines(places.long(), config.slide_ngrids, config.encoder.embed_dim, dtype)
 
     def _pool(self, state: Tensor, counts: list[int], global_pool: bool | None) -> Tensor:
+        slides = state[0].split([count + 1 for count in counts])
         if not (self.config.global_pool if global_pool is None else global_pool):
-            return self.norm(state[:, 0])
+            return self.norm(torch.stack([slide[0] for slide in slides]))
         if not min(counts):
             raise ValueError(f"lengths must be positive: a slide without tiles has no mean; got {counts}")
-        return self.norm(state[:, 1:].sum(1) / torch.tensor(counts, device=state.device)[:, None])  # padding is 0
+        return self.norm(torch.stack([slide[1:].mean(0) for slide in slides]))

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import CrossAttention, SelfAttention, TransformerBlock
+from dilated_attention.parallel.sharding import cp_mean, mesh_size, sequence_range, shard_sequence
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
 
@@ -29,6 +31,8 @@ class LongNetStack(Pretrained):
     Attributes:
         gradient_checkpointing: in training, keep only the input of each block for the backward and compute the rest
             again there. False at first; any time.
+
+    After `parallel.set_context_parallel(model, mesh)` inputs and results are this rank's shard of a sequence.
     """
 
     configuration = LongNetConfig
@@ -39,7 +43,9 @@ class LongNetStack(Pretrained):
     ) -> None:
         super().__init__()
         self.config = config
+        self.backend = backend
         self.gradient_checkpointing = False
+        self.mesh: Any = None
         self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.embed_dim)
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -90,6 +96,10 @@ class LongNetStack(Pretrained):
                 for weight in (cross.input.weight, *cross.source.weight.chunk(2), cross.output.weight):
                     nn.init.xavier_normal_(weight)
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """What `parallel.set_context_parallel` calls; use that, which reaches the attention of every block too."""
+        self.mesh = mesh
+
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
         """Tokens through the embedding; vectors as they are, where there is none."""
         config = self.config
@@ -115,41 +125,91 @@ class LongNetStack(Pretrained):
         is_causal: bool,
         positions: Int[Tensor, "*batch seq"] | None = None,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        seq_len: int | None = None,
         cache: KeyValueCache | None = None,
-        sources: list[tuple[Tensor, Tensor]] | None = None,
-        source_mask: Tensor | None = None,
         all_layers: bool = False,
+        **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
         """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
         last].
 
         With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
         sees another; states are 0 where they are padding.
+
+        Args:
+            sources: `sources` and `source_mask` of cross-attention.
         """
         batch, seq, _ = x.shape
+        if self.mesh is not None:
+            for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources.get("sources"))):
+                if given is not None:
+                    raise UnsupportedError(
+                        f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
+                    )
+            seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
-        rotary, origins = self.config.rotary, None
-        if rotary is not None:
-            positions, origins = self._positions(x, positions, counts)
-        kept, cu_seqlens = None, None
-        if min(counts, default=seq) < seq:
-            ends = torch.tensor([0, *counts], device=x.device)
-            kept = torch.arange(seq, device=x.device) < ends[1:, None]
-            cu_seqlens = ends.cumsum(0)
-            x = x[kept][None]
-            if positions is not None and origins is not None:
-                positions, origins = (p.expand(batch, seq)[kept] for p in (positions, origins))
-        if cache is not None:
-            cache.begin(counts, packed=kept is not None)
+        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
+        options: dict[str, Any] = {
+            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers, **sources,
+        }  # fmt: skip
+        if min(counts, default=seq) == seq:
+            return self._run(x, counts, places, None, **options)
+        kept = within(counts, seq, x.device)
+        if places is not None:
+            places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
+        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), **options)
+        return [padded(state, kept) for state in states]
+
+    def packed(
+        self,
+        x: Float[Tensor, "1 tokens embed_dim"],
+        counts: Sequence[int],
+        *,
+        is_causal: bool,
+        all_layers: bool = False,
+    ) -> list[Float[Tensor, "1 tokens embed_dim"]]:
+        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so."""
+        if self.mesh is not None:
+            raise UnsupportedError(
+                "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None)"
+            )
+        if len(set(counts)) == 1:  # nothing to pack
+            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, all_layers=all_layers)
+            return [state.view(x.shape) for state in states]
+        places = None
+        if self.config.rotary is not None:
+            kept = within(counts, max(counts, default=0), x.device)
+            both = self._positions(x.new_empty(*kept.shape, 0), None, list(counts), None)
+            places = (both[0].expand(kept.shape)[kept], both[1].expand(kept.shape)[kept])
+        cu_seqlens = cumulative(counts, x.device)
+        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, all_layers=all_layers)
+
+    def _run(
+        self,
+        x: Tensor,
+        counts: list[int],
+        places: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+        *,
+        is_causal: bool,
+        all_layers: bool,
+        seq_len: int | None = None,
+        cache: KeyValueCache | None = None,
+        sources: list[tuple[Tensor, Tensor]] | None = None,
+        source_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
         tables = None
-        if rotary is not None:
-            assert positions is not None
-            assert origins is not None
-            tables = rotary.tables(positions, origins, torch.promote_types(x.dtype, torch.float32))
+        if places is not None:
+            assert self.config.rotary is not None
+            tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
+        if cache is not None:
+            cache.begin(counts, packed=cu_seqlens is not None)
         states = [x]
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
                 "cu_seqlens": cu_seqlens,
+                "seq_len": seq_len,
                 "memory": None if cache is None else cache.layers[i],
                 "source": None if sources is None else sources[i],
                 "source_mask": source_mask,
@@ -159,23 +219,28 @@ class LongNetStack(Pretrained):
             else:
                 x = block(x, tables, is_causal, **options)
             states = [*states, x] if all_layers else [x]
-        x = self.norm(x)
-        states = [*states, x] if all_layers else [x]
         if cache is not None:
             cache.end(counts)
-        if kept is None:
-            return states
-        full = []
-        for state in states:
-            padded = state.new_zeros(batch, seq, state.shape[-1])
-            padded[kept] = state[0]
-            full.append(padded)
-        return full
+        return [*states, self.norm(x)] if all_layers else [self.norm(x)]
 
-    def _positions(self, x: Tensor, positions: Tensor | None, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`."""
+    def _positions(
+        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`.
+
+        seq_len: over a mesh, the length of the whole sequence.
+        """
         rotary, (batch, seq, _) = self.config.rotary, x.shape
         assert rotary is not None
+        if self.mesh is not None:
+            assert seq_len is not None
+            if positions is not None:
+                raise UnsupportedError("positions with a mesh is not supported; they count from the sequence's start")
+            rotary.check((seq_len + 1) // 2, x.dtype)
+            start = sequence_range(seq_len, self.mesh)[0]
+            return torch.arange(start, start + seq, device=x.device)[None], torch.full((1, 1), seq_len // 2).to(
+                x.device
+            )
         if positions is None:
             rotary.check((seq + 1) // 2, x.dtype)
             origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
@@ -192,6 +257,25 @@ class LongNetStack(Pretrained):
         if not torch.compiler.is_compiling():
             rotary.check(int((positions - origins).abs().max()), x.dtype)
         return positions, origins
+
+
+def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:
+    """True at the tokens of each sample, False at its padding."""
+    return torch.arange(seq, device=device) < torch.tensor(counts, device=device)[:, None]
+
+
+def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " samples_and_one"]:
+    """Where each packed sample starts, and the end of the last."""
+    return torch.tensor([0, *counts], device=device).cumsum(0)
+
+
+def padded(
+    x: Float[Tensor, "1 tokens embed_dim"], kept: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq embed_dim"]:
+    """Packed samples, each at the start of a row of zeros."""
+    full = x.new_zeros(*kept.shape, x.shape[-1])
+    full[kept] = x[0]
+    return full
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
@@ -264,15 +348,22 @@ class LongNetEncoder(LongNetStack):
         *,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         positions: Int[Tensor, "*batch seq"] | None = None,
+        seq_len: int | None = None,
         all_layers: bool = False,
     ) -> Tensor | list[Tensor]:
         """lengths: tokens of each sample, whose states are those that it has alone. What is after them is padding: it
             costs nothing, influences nothing, and has states 0.
         positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
+        seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
         """
         states = self.hidden(
-            self.embed(inputs), is_causal=False, positions=positions, lengths=lengths, all_layers=all_layers
+            self.embed(inputs),
+            is_causal=False,
+            positions=positions,
+            lengths=lengths,
+            seq_len=seq_len,
+            all_layers=all_layers,
         )
         return states if all_layers else states[-1]
 
@@ -307,12 +398,14 @@ class LongNetLM(LongNetStack):
         *,
         positions: Int[Tensor, "*batch seq"] | None = None,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        seq_len: int | None = None,
         source: Float[Tensor, "batch keys embed_dim"] | None = None,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
         """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
         lengths: tokens of each sample; padding after them costs nothing in the blocks, and its logits are 0. (Without
             it the other tokens' logits are the same: they see no later token.)
+        seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         source, source_lengths: the encoder's states, of a decoder with cross_attention.
         """
         sources, mask = self._read(source, source_lengths)
@@ -321,6 +414,7 @@ class LongNetLM(LongNetStack):
             is_causal=True,
             positions=positions,
             lengths=lengths,
+            seq_len=seq_len,
             sources=sources,
             source_mask=mask,
         )
@@ -341,23 +435,33 @@ class LongNetLM(LongNetStack):
             counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
             if not min(counts):
                 raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
-            ends = torch.tensor(counts, device=source.device)[:, None, None, None]
-            mask = torch.arange(source.shape[1], device=source.device) < ends
+            mask = within(counts, source.shape[1], source.device)[:, None, None]
         return [cross.read(source) for cross in crosses], mask
 
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, ""]:
         """Mean cross entropy in nats of tokens[:, 1:] given all before each; of ragged samples, of those within
-        lengths."""
-        targets = tokens[:, 1:]
+        lengths.
+
+        Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
+        scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
+        """
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.mesh is not None:
+            if lengths is not None:
+                raise UnsupportedError("lengths with a mesh is not supported; give samples of one length")
+            shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
+            logits = self(shard, seq_len=inputs.shape[1])
+            total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+            return cp_mean(total, own.numel(), self.mesh)
         if lengths is None:
-            return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), targets.flatten())
+            return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
         counts = [max(n - 1, 0) for n in checked_lengths(lengths, *tokens.shape)]
         kept = (
             torch.arange(targets.shape[1], device=tokens.device) < torch.tensor(counts, device=tokens.device)[:, None]
         )
-        return F.cross_entropy(self(tokens[:, :-1], lengths=counts)[kept], targets[kept])
+        return F.cross_entropy(self(inputs, lengths=counts)[kept], targets[kept])
 
     @torch.no_grad()
     def prefill(
@@ -376,6 +480,8 @@ class LongNetLM(LongNetStack):
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
             source, source_lengths: as in `forward`.
         """
+        if self.mesh is not None:
+            raise UnsupportedError("generate runs on one device; call parallel.set_context_parallel(model, None) first")
         batch, seq = tokens.shape
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import Pattern, attention, dilated_attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
 from dilated_attention.weights import attention_weights
 
@@ -35,6 +36,11 @@ class _Attention(nn.Module):
         self.backend = backend
         self.mesh = mesh
         self.transport = transport
+        self.layer = ""
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Run over `mesh`, None for one device; `layer` in errors. See `parallel.set_context_parallel`."""
+        self.mesh, self.transport, self.layer = mesh, transport, layer
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """The pattern at this many tokens."""
@@ -67,11 +73,15 @@ class _Attention(nn.Module):
             backend=self.backend,
             mesh=self.mesh,
             seq_len=seq_len,
-            transport=self.transport,
+            transport=self.transport if self.mesh is not None else "auto",
+            layer=self.layer,
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        return attention(q, k, v, self.pattern_of(options["seq_len"] or q.shape[1]), **options)
+        seq_len = options["seq_len"]
+        if seq_len is None:
+            seq_len = q.shape[1] * (1 if self.mesh is None else mesh_size(self.mesh))
+        return attention(q, k, v, self.pattern_of(seq_len), **options)
 
 
 class DilatedAttention(_Attention):
@@ -284,6 +294,8 @@ class _MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        seq_len: int | None = None,
     ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
         """query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
 
@@ -292,7 +304,10 @@ class _MultiheadAttention(nn.Module):
         need_weights: also return the probabilities, formed a second time as a sparse COO tensor (`attention_weights`):
             `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
             no batch where query has none.
+        seq_len: over a mesh, the global length; default: equal shards.
         """
+        if need_weights and self.attention.mesh is not None:
+            raise UnsupportedError("need_weights=True: over a mesh no rank holds a row of weights; pass False")
         if need_weights and self.attention.compat is not None:
             raise UnsupportedError(
                 f"need_weights=True: with compat={self.attention.compat!r} a part of each row's weight lies on padding "
@@ -330,7 +345,7 @@ class _MultiheadAttention(nn.Module):
         mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
         if mask is not None and not batched:
             mask = mask[None]
-        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask).flatten(-2)
+        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
         out = out.transpose(0, 1) if swap else out
         out = self.out_proj(out if batched else out[0])
         if not need_weights:
@@ -364,7 +379,8 @@ class MultiheadDilatedAttention(_MultiheadAttention):
     whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
     refused by name (`UnsupportedError`): an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key
     whose length is not the query's. Unlike PyTorch's, need_weights is False by default and gives a sparse tensor, and
-    `is_causal=True` is no hint: it needs no mask, and it masks.
+    `is_causal=True` is no hint: it needs no mask, and it masks. With a `mesh`, seq is sharded over it, as in
+    `RingDilatedAttention`.
 
     Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
     """
@@ -389,8 +405,10 @@ class MultiheadDilatedAttention(_MultiheadAttention):
         head_groups: bool = False,
         compat: str | None = None,
         backend: str = "auto",
+        mesh: Any = None,
+        transport: str = "auto",
     ) -> None:
-        attention = DilatedAttention(
+        attention = RingDilatedAttention(
             segment_lengths,
             dilation_rates,
             offsets=offsets,
@@ -398,6 +416,8 @@ class MultiheadDilatedAttention(_MultiheadAttention):
             compat=compat,
             dropout=dropout,
             backend=backend,
+            mesh=mesh,
+            transport=transport,
         )
         super().__init__(
             attention,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.functional import dilated_attention
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
+from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
@@ -31,7 +33,8 @@ class Memory(Protocol):
 class SelfAttention(nn.Module):
     """W_o LN A(R W_q x, R W_k x, W_v x): rotary positions R, grouped queries.
 
-    A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None.
+    A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None; over a mesh
+    dense attention is the pattern of one segment.
 
     Args:
         bias: of the projections.
@@ -59,6 +62,8 @@ class SelfAttention(nn.Module):
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
+        self.backend = backend
+        self.mesh, self.transport, self.layer = None, "auto", ""
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -76,6 +81,10 @@ class SelfAttention(nn.Module):
             )
         )
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Run over `mesh`, None for one device. See `parallel.set_context_parallel`."""
+        self.mesh, self.transport, self.layer = mesh, transport, layer
+
     def forward(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
@@ -83,11 +92,12 @@ class SelfAttention(nn.Module):
         is_causal: bool = False,
         *,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        seq_len: int | None = None,
         memory: Memory | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """rotary: tables of `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens: as in
-        `dilated_attention`."""
-        attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
+        """rotary: tables of `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens, seq_len: as
+        in `dilated_attention`."""
+        attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         if memory is not None:
             attend = partial(memory, attend=attend)
         return self.output(self.norm(attend(*self._project(x, rotary)).flatten(-2)))  # q, k and v end with the call
@@ -96,14 +106,25 @@ class SelfAttention(nn.Module):
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cu_seqlens: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cu_seqlens: Tensor | None, seq_len: int | None
+    ) -> Tensor:
         if self.attention is not None:
-            return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens)
+            return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
+        dropout_p = self.dropout if self.training else 0.0
+        if self.mesh is not None:
+            whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+            out = dilated_attention(
+                q, k, v, (max(whole, 1),), (1,), is_causal=is_causal, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
+                backend=self.backend, mesh=self.mesh, seq_len=whole, transport=self.transport, layer=self.layer,
+            )  # fmt: skip
+            assert isinstance(out, Tensor)
+            return out
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dense = partial(
             F.scaled_dot_product_attention,
             is_causal=is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             enable_gqa=self.heads[0] != self.heads[1],
         )
         if cu_seqlens is None:
@@ -203,12 +224,15 @@ class TransformerBlock(nn.Module):
         is_causal: bool = False,
         *,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        seq_len: int | None = None,
         memory: Memory | None = None,
         source: tuple[Tensor, Tensor] | None = None,
         source_mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """source, source_mask: of `CrossAttention`. The others as in `SelfAttention`."""
-        out = self.attention(self.attention_norm(x), rotary, is_causal, cu_seqlens=cu_seqlens, memory=memory)
+        out = self.attention(
+            self.attention_norm(x), rotary, is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len, memory=memory
+        )
         x = x + self.dropout(out)
         if self.cross_attention is not None:
             assert self.cross_norm is not None

@@ -13,10 +13,11 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -137,7 +138,8 @@ class Link:
     traffic: Traffic = field(default_factory=Traffic)
     fingerprint: int = 0
     place: str = ""
-    _agreed: set[str] = field(default_factory=set)
+    calls: int = 0
+    _agreed: set[int] = field(default_factory=set)
     _collectives: int = 0
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
@@ -164,22 +166,39 @@ class Link:
             problem: why this rank refuses its own call, if it does.
         """
         self.require_alive()
-        text = description if problem is None else f"refused={problem}"
-        self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        if text in self._agreed:
+        self.calls += 1
+        self.fingerprint = _fingerprint(description)
+        if self.fingerprint in self._agreed:
+            if problem is not None:
+                self._report_refusal(problem)
+                raise ValueError(problem)
             return
+        text = description if problem is None else f"refused={problem}"
+        self.fingerprint = _fingerprint(text)
         words = torch.tensor([self.fingerprint, -self.fingerprint], device=device)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
             largest, smallest = words.tolist()
             if largest == -smallest and problem is None:
-                self._agreed.add(text)
+                self._agreed.add(self.fingerprint)
                 return
             texts: list[str] = [text] * self.size
             if largest != -smallest:
                 dist.all_gather_object(texts, text, group=self.group)
         raise ValueError(_difference(texts))
+
+    def refuse(self, problem: str, device: torch.device) -> None:
+        """Raise what makes this rank's call impossible: in the group's first call on every rank.
+
+        Later the others may be past their comparisons and wait for this rank's rows: their error quotes the problem.
+        """
+        if self._agreed:
+            self.require_alive()
+            self.calls += 1
+            self._report_refusal(problem)
+            raise ValueError(problem)
+        self.agree("", problem, device)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
@@ -187,10 +206,8 @@ class Link:
         self._write_seals(send, sent, seal)
         buffer = self._blank(received, send)
         with self.guard(what):
-            work = dist.all_to_all_single(
-                buffer, send, received.splits(self.size), sent.splits(self.size), group=self.group, async_op=True
-            )
-        return self._started([work], buffer, sent, received, seal, what)
+            works = self._exchange(buffer, send, received, sent)
+        return self._started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
         """Start handing one message of rows, of the same size on every rank, to every rank."""
@@ -199,8 +216,8 @@ class Link:
         received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         buffer = self._blank(received, send)
         with self.guard(what):
-            work = dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)
-        return self._started([work], buffer, received, received, seal, what)
+            works = self._gather(buffer, send, sent)
+        return self._started(works, buffer, received, received, seal, what)
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
@@ -216,8 +233,19 @@ class Link:
             seal = self.fingerprint, 2 * self._messages_from[peer] + 1
             operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
         with self.guard(what):
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = self._post(operations) if operations else []
         return self._started(works, buffer, sent, received, seal, what)
+
+    def _exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+        splits = received.splits(self.size), sent.splits(self.size)
+        return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
+
+    def _gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
+        return [dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)]
+
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        works: list[dist.Work] = dist.batch_isend_irecv(operations)
+        return works
 
     def received(self, transfer: Transfer) -> None:
         """Compare the seals of what has arrived, before a row of it is used."""
@@ -253,25 +281,39 @@ class Link:
         self._death = f"rank {self.rank} of {self.size}{place}, {what}: {reason}"
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
+    def _store(self) -> dist.Store:
+        """The rendezvous store's part for this group."""
+        return dist.PrefixStore(
+            f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+        )
+
+    def _report_refusal(self, problem: str) -> None:
+        """Leave word of why this rank stays away from its current call."""
+        _within_a_second(lambda: self._store().set(f"refusal/{self.rank}", f"{self.calls} {problem}"))
+
     def _roll_call(self) -> str:
         """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits."""
         if self.size > _ROLL_CALL_RANKS:
             return ""
         answered: set[int] = set()
+        refusals: list[str] = []
 
         def call() -> None:
-            store = dist.PrefixStore(
-                f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
-            )
+            store = self._store()
             store.set(str(self.rank), "failed")
+            answered.add(self.rank)
+            for j in range(self.size):
+                if store.check([f"refusal/{j}"]):
+                    number, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
+                    if int(number) == self.calls:
+                        refusals.append(f"; rank {j} refused the call: {problem}")
             while len(answered) < self.size:
                 answered.update([j for j in range(self.size) if j not in answered and store.check([str(j)])])
                 time.sleep(0.02)
 
-        # The store may itself be gone or frozen with its host: ask from a thread that may be left behind.
-        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
-        thread.start()
-        thread.join(_ROLL_CALL_SECONDS)
+        _within_a_second(call)
+        if refusals:
+            return "".join(refusals)
         if not answered:
             return "; the rendezvous store does not answer: its host is likely lost"
         missing = sorted(set(range(self.size)) - answered)
@@ -322,16 +364,30 @@ class Link:
         return Transfer(self, works, buffer, received, seal, what)
 
 
-def _quietly(call: object) -> None:
-    try:
-        call()  # type: ignore[operator]
-    except RuntimeError:
-        return  # the store is gone; the roll call stays unanswered and says so
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _within_a_second(call: Callable[[], object]) -> None:
+    """Talk to the rendezvous store, which may itself be gone or frozen with its host: in a thread that may be left
+    behind."""
+
+    def quietly() -> None:
+        try:
+            call()
+        except RuntimeError:
+            return  # the store is gone; what it was asked stays unanswered
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(_ROLL_CALL_SECONDS)
 
 
 def _difference(texts: Sequence[str]) -> str:
     """Which ranks' descriptions differ from the most frequent one, and in what."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
+    if len(refusals) == len(texts) and len(set(texts)) == 1:
+        return refusals[0]
     if refusals:
         ranks = ", ".join(map(str, refusals))
         return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
@@ -348,11 +404,52 @@ def _difference(texts: Sequence[str]) -> str:
     )
 
 
+class RehearsalLink(Link):
+    """The end of a group that has no other ends: transfers are counted and take no time, normals arrive.
+
+    Attributes:
+        filled: seconds of CPU time spent drawing them, which no real rank spends.
+    """
+
+    filled: float = 0.0
+
+    def _exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def _gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        return []
+
+    def received(self, transfer: Transfer) -> None:
+        begin = time.process_time()
+        if transfer.buffer.is_floating_point():
+            transfer.buffer.normal_()
+        self.filled += time.process_time() - begin
+
+
+class PatientLink(Link):
+    """A link that waits for every transfer where it starts: what hiding communication is measured against."""
+
+    def _started(self, works: list[dist.Work], *arguments: Any) -> Transfer:
+        with self.guard("while waiting"):
+            for work in works:
+                work.wait()
+        return super()._started(works, *arguments)
+
+
 _links: WeakKeyDictionary[ProcessGroup, Link] = WeakKeyDictionary()
 
 
 def link_of(group: ProcessGroup) -> Link:
     """This rank's end of a group; one for each group as long as the group lives."""
     if group not in _links:
-        _links[group] = Link(group)
+        fake = dist.get_backend(group) == "fake"  # PyTorch's group of one process that plays any rank of any world
+        _links[group] = RehearsalLink(group) if fake else Link(group)
     return _links[group]
+
+
+def use_link(link: Link) -> None:
+    """Make a link that of its group."""
+    _links[link.group] = link

@@ -16,13 +16,14 @@ exclusion.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
 import numpy as np
 
+from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import OffsetTable
 from dilated_attention.plan import Plan, Rows, StridedGroup, progressions
 
@@ -45,6 +46,7 @@ class Sharding:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
         compat: `"torchscale"` adds its zero keys when not causal.
+        layouts: the block layout inside segments, for each number of rows that a segment has; causal if the call is.
     """
 
     segment_lengths: tuple[int, ...]
@@ -54,6 +56,7 @@ class Sharding:
     is_causal: bool
     samples: tuple[int, ...] | None = None
     compat: str | None = None
+    layouts: tuple[BlockLayout, ...] = ()
 
     def __post_init__(self) -> None:
         for name, edges in (("bounds", self.bounds), ("samples", self.samples or (0, self.bounds[-1]))):
@@ -78,6 +81,15 @@ class Sharding:
         """The tokens [start, stop) of a rank."""
         return self.bounds[rank], self.bounds[rank + 1]
 
+    @property
+    def nbytes(self) -> int:
+        """Size charged to the cache for a key that holds it."""
+        return 8 * len(self.bounds) + sum([layout.nbytes for layout in self.layouts])
+
+    def layout(self, rows: int) -> BlockLayout:
+        """The layout inside a segment of this many rows."""
+        return next(layout for layout in self.layouts if layout.seq_len == rows)
+
     def grids(self) -> Iterator[tuple[int, int]]:
         """The [start, stop) of each independent segment grid."""
         yield from pairwise(self.samples or (0, self.seq_len))
@@ -99,6 +111,11 @@ class Crossing:
     own: range
     before: range
     after: range
+
+    @property
+    def rows(self) -> int:
+        """How many rows the segment has, over all ranks."""
+        return len(range(self.before.start, self.stop, self.own.step))
 
 
 def _within(first: int, stride: int, start: int, stop: int) -> range:
@@ -123,9 +140,13 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
     return classes
 
 
-@lru_cache(maxsize=64)
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     """The crossing segments of a rank in which it has rows, by branch and offset."""
+    return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
+
+
+@lru_cache(maxsize=64)
+def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     lower, upper = sharding.shard(rank)
     if lower == upper:
         return ()
@@ -149,7 +170,10 @@ def _order(sharding: Sharding) -> list[int]:
 
 def local_plan(sharding: Sharding, rank: int) -> Plan:
     """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its
-    start."""
+    start.
+
+    With layouts the whole segments alone: crossing ones are `blocks.problem`s.
+    """
     lower, upper = sharding.shard(rank)
     groups: list[StridedGroup] = []
     begun: set[int] = set()
@@ -173,11 +197,12 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
                 if lower <= tail and tail + offset < stop <= upper:
                     count = -(-(stop - tail - offset) // rate)
                     runs.append((Rows(tail + offset - lower, length, 1, rate, count), heads, max(full - count, 0)))
-        for crossing in crossings(sharding, rank):
+        found = () if sharding.layouts else crossings(sharding, rank)
+        for crossing in found:
             if crossing.branch == branch:
                 own = crossing.own
                 grid = next(stop - start for start, stop in sharding.grids() if start <= crossing.start < stop)
-                real = len(range(crossing.before.start, crossing.stop, rate))
+                real = crossing.rows
                 full = -(-min(segment, grid) // rate) if sharding.compat == "torchscale" else real
                 rows = Rows(own.start - lower, len(own) * rate, 1, rate, len(own))
                 runs.append((rows, crossing.heads, full - real))
@@ -189,9 +214,8 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
         if rate == 1:
             covered |= heads_here - begun
         begun |= heads_here
-    return Plan(
-        upper - lower, sharding.num_heads, tuple(groups), covered=len(covered) == sharding.num_heads, square=True
-    )
+    whole = len(covered) == sharding.num_heads and not (sharding.layouts and crossings(sharding, rank))
+    return Plan(upper - lower, sharding.num_heads, tuple(groups), covered=whole, square=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +264,13 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
+
+
+def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
+    """All that a rank computes, as if no block layout thinned it out."""
+    whole = replace(sharding, layouts=())
+    parts = remote(whole, rank, [(c, (c.before, c.after)) for c in crossings(whole, rank)])
+    return local_plan(whole, rank).groups + parts.plan.groups
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
@@ -391,6 +422,8 @@ def doubling_refusal(sharding: Sharding) -> str | None:
         return f"doubling needs equal shards; {sharding.seq_len} tokens on {size} ranks are not"
     if sharding.samples is not None:
         return "doubling needs one segment grid; packed samples have one each"
+    if sharding.layouts:
+        return "doubling passes on all rows of a branch; block layouts need few of them"
     for segment in sharding.segment_lengths:
         ratio = -(-min(segment, sharding.seq_len) // shard)
         if shard % segment and (min(segment, sharding.seq_len) != ratio * shard or ratio & (ratio - 1)):

@@ -37,6 +37,11 @@ def context_group(mesh: Mesh) -> ProcessGroup:
     return mesh
 
 
+def mesh_size(mesh: Mesh) -> int:
+    """How many ranks share a sequence."""
+    return dist.get_world_size(context_group(mesh))
+
+
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
     """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's
     start."""

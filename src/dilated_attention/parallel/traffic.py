@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 
-from dilated_attention.parallel import partition
+from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel import blocks, partition
 from dilated_attention.parallel.comm import seal_rows
 from dilated_attention.parallel.partition import Sharding
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Product
+from dilated_attention.plan import plan_cache, row_counts
 
 NAMES = ("exchange", "doubling", "ring", "all_gather", "ulysses")
 """The transports, in the order in which `auto` prefers equals."""
@@ -85,26 +86,26 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
 
 
 def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
-    """The counts of one rank, in closed form."""
+    """The counts of one rank, in closed form; of lists, where block layouts say which rows are seen."""
     row, wide = (
         shape.row_bytes,
         2 * shape.batch * shape.head_dim * torch.promote_types(shape.dtype, torch.float32).itemsize,
     )
-    seal = seal_rows(row)
+    seal, source = seal_rows(row), blocks if sharding.layouts else partition
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
     if transport == "doubling":
         rounds = partition.doubling_rounds(sharding)
-        blocks = [rank >> level << level for level in range(rounds)]
-        out = [partition.doubling_rows(sharding, block, level) for level, block in enumerate(blocks)]
-        into = [partition.doubling_rows(sharding, block ^ (1 << level), level) for level, block in enumerate(blocks)]
+        firsts = [rank >> level << level for level in range(rounds)]
+        out = [partition.doubling_rows(sharding, first, level) for level, first in enumerate(firsts)]
+        into = [partition.doubling_rows(sharding, first ^ (1 << level), level) for level, first in enumerate(firsts)]
         kept = (out[0] if rounds else 0) + sum(into) + seal * sum([x > 0 for x in into])
     elif transport == "all_gather":
-        longest = max([partition.contributed_rows(sharding, j) for j in range(sharding.world_size)])
+        longest = max([source.contributed_rows(sharding, j) for j in range(sharding.world_size)])
         out = into = [longest] * (sharding.world_size - 1)
         rounds, kept = int(longest > 0), sharding.world_size * (longest + seal) if longest else 0
     else:
-        to, from_ = partition.rows_to(sharding, rank), partition.rows_from(sharding, rank)
+        to, from_ = source.rows_to(sharding, rank), source.rows_from(sharding, rank)
         out, into = to.tolist(), from_.tolist()
         steps = np.arange(1, sharding.world_size)
         busy = (to[(rank + steps) % sharding.world_size] + from_[(rank - steps) % sharding.world_size]) > 0
@@ -167,21 +168,26 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The transport that serves a call, why, and why the others do not."""
+    """The transport that serves a call, why, and why the others do not. nbytes: charged to the cache."""
 
     transport: str
     reason: str
     refusals: dict[str, str]
+    nbytes: int = 2048
 
 
-@lru_cache(maxsize=256)
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
-    """The transport of a call; the same on every rank, since it looks at one fixed rank: the last when causal, else the
-    middle.
+    """The transport of a call, from the cache. The same on every rank, since it looks at one fixed rank: the last when
+    causal, else the middle.
 
     `auto` takes the transport with the least modelled time among those whose received rows fit in a few times the
     shard's keys and values, else `ring`.
     """
+    key = ("transport", transport, sharding, shape)
+    return plan_cache.get(key, lambda: _choose(transport, sharding, shape))
+
+
+def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     if transport not in ("auto", *NAMES):
         raise ValueError(f"transport must be one of {('auto', *NAMES)}; got {transport!r}")
     refusals = {name: why for name in NAMES if (why := refusal(name, sharding, shape.num_heads))}
@@ -190,7 +196,7 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
             raise ValueError(
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
-        return TransportChoice(transport, "asked for by name", refusals)
+        return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
     rank = sharding.world_size - 1 if sharding.is_causal else sharding.world_size // 2
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
@@ -208,11 +214,11 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
         ]
     )
     reason = f"least modelled time among those whose rows fit in memory; rank {rank} receives: {compared}"
-    return TransportChoice(best, reason, refusals)
+    return TransportChoice(best, reason, refusals, 2048 + sharding.nbytes)
 
 
 def exchange_plan(
-    pattern: Dilated,
+    pattern: Dilated | Product | BlockLayout,
     seq_len: int,
     num_heads: int,
     world_size: int,
@@ -245,7 +251,22 @@ def exchange_plan(
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
-    table = pattern.offset_table(kv_heads)
-    sharding = Sharding(pattern.segment_lengths, pattern.dilation_rates, table, edges, is_causal)
+    dilated, layouts = pattern, []
+    if isinstance(pattern, BlockLayout):
+        pattern.check(batch, seq_len, num_heads)
+        dilated, layouts = Dilated((max(seq_len, 1),), (1,)), [pattern]
+    elif isinstance(pattern, Product):
+        dilated = pattern.dilated
+        counts = row_counts(dilated.segment_lengths, dilated.dilation_rates, dilated.offset_table(kv_heads), seq_len)
+        layouts = [pattern.layout_of(count) for count in sorted(counts)]
+    assert isinstance(dilated, Dilated)
+    sharding = Sharding(
+        dilated.segment_lengths,
+        dilated.dilation_rates,
+        dilated.offset_table(kv_heads),
+        edges,
+        is_causal,
+        layouts=tuple([layout.causal() if is_causal else layout for layout in layouts]),
+    )
     shape = Shape(batch, num_heads, head_dim, dtype)
     return count(choose(transport, sharding, shape).transport, sharding, rank, shape)

@@ -19,12 +19,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilated_attention.parallel import partition
+from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel import blocks, partition
+from dilated_attention.parallel.blocks import BlockProblem, Interval
 from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
-from dilated_attention.plan import Plan, plan_cache
+from dilated_attention.plan import Plan, plan_cache, plan_dilated
 
-Part = tuple[Tensor, Tensor, Plan]
+
+@dataclass(frozen=True)
+class BlockQueries:
+    """The queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
+
+    Attributes:
+        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
+        heads: key-value heads.
+        hidden: bool `(rows,)`, True where no query sees a key, or None.
+    """
+
+    layout: BlockLayout
+    tokens: Tensor
+    positions: Tensor
+    heads: tuple[int, ...]
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
+
+    Attributes:
+        queries: where the queries are not all the rows of the shard; then the layout is its own, too.
+    """
+
+    keys: Tensor
+    values: Tensor
+    plan: Plan
+    queries: BlockQueries | None = None
+
+
 Gradients = tuple[Tensor, Tensor]
 ForwardParts = Generator[Part, None, Tensor]
 BackwardParts = Generator[Part, Gradients, Gradients]
@@ -83,16 +116,67 @@ class Gather:
         return 8 * (len(self.index) + len(self.rows)) + self.plan.nbytes
 
     def part(self, buffer: Tensor) -> Part:
-        """Keys and values, `(batch, rows, heads, head_dim)`, of a buffer `(buffer rows, 2, batch, head_dim)`."""
-        both = buffer.index_select(0, self.index).unflatten(0, (-1, self.heads)).permute(2, 3, 0, 1, 4)
-        return both[0], both[1], self.plan
+        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
         """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
-        for i, gradient in enumerate(gradients):
-            rows = gradient.permute(1, 2, 0, 3).flatten(0, 1)
+        for i, rows in enumerate(_slot_rows(gradients)):
             rows = rows if self.slots is None else rows[self.slots]
             sums[:, i].index_add_(0, self.rows, rows.to(sums.dtype))
+
+
+def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """`(batch, rows, heads, head_dim)` each of slots `(rows * heads, 2, batch, head_dim)`, views."""
+    both = slots.unflatten(0, (-1, heads)).permute(2, 3, 0, 1, 4)
+    return both[0], both[1]
+
+
+def _slot_rows(gradients: Gradients) -> list[Tensor]:
+    """The other way round: `(rows * heads, batch, head_dim)` each."""
+    return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class BlockGather:
+    """How the keys and values of a block-sparse part are made of a buffer of rows: `slots[i]` holds row `rows[i]`."""
+
+    plan: Plan
+    queries: BlockQueries
+    slots: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, problem: BlockProblem, rows: Integers, device: torch.device) -> BlockGather:
+        plan = _square_plan(problem)
+        return cls(plan, _queries(problem, device), _tensor(problem.slots, device), _tensor(rows, device))
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.rows) + 16 * len(self.queries.tokens) + self.queries.layout.nbytes + self.plan.nbytes
+
+    def part(self, buffer: Tensor) -> Part:
+        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        size = self.queries.layout.seq_len * len(self.queries.heads)
+        filled = buffer.new_zeros(size, *buffer.shape[1:])
+        filled[self.slots] = buffer[self.rows]
+        return Part(*_keys_and_values(filled, len(self.queries.heads)), self.plan, self.queries)
+
+    def scatter(self, gradients: Gradients, sums: Tensor) -> None:
+        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
+        for i, rows in enumerate(_slot_rows(gradients)):
+            sums[:, i].index_add_(0, self.rows, rows[self.slots].to(sums.dtype))
+
+
+def _queries(problem: BlockProblem, device: torch.device) -> BlockQueries:
+    hidden = None if problem.hidden is None else _tensor(problem.hidden, device)
+    tokens, positions = _tensor(problem.tokens, device), _tensor(problem.positions, device)
+    return BlockQueries(problem.layout.to(device), tokens, positions, problem.heads, hidden)
+
+
+def _square_plan(problem: BlockProblem) -> Plan:
+    """One segment of all rows, all heads."""
+    return plan_dilated((problem.layout.seq_len,), (1,), ((0,) * len(problem.heads),), problem.layout.seq_len)
 
 
 @dataclass(frozen=True)
@@ -132,6 +216,77 @@ class Own:
             )
 
 
+@dataclass(frozen=True)
+class Local:
+    """What needs no other rank: the plan of whole segments, and block-sparse problems over the shard's own rows."""
+
+    plan: Plan
+    problems: tuple[tuple[BlockQueries, Own], ...]
+
+    @classmethod
+    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        problems = []
+        if sharding.layouts:
+            for crossing in partition.crossings(sharding, rank):
+                if problem := blocks.problem(sharding, rank, crossing, [sharding.shard(rank)]):
+                    size = problem.layout.seq_len * len(problem.heads)
+                    own = Own.of(sharding, rank, problem.keys, problem.slots, size, device)
+                    problems.append((_queries(problem, device), own))
+        return cls(partition.local_plan(sharding, rank), tuple(problems))
+
+    @property
+    def nbytes(self) -> int:
+        own = [own.nbytes + 16 * len(queries.tokens) + queries.layout.nbytes for queries, own in self.problems]
+        return self.plan.nbytes + sum(own)
+
+    def _part(self, queries: BlockQueries, own: Own, k: Tensor, v: Tensor) -> Part:
+        filled = own.pack(k, v, k.new_zeros(own.size, 2, k.shape[0], k.shape[3]))
+        length, heads = queries.layout.seq_len, len(queries.heads)
+        plan = plan_dilated((length,), (1,), ((0,) * heads,), length)
+        return Part(*_keys_and_values(filled, heads), plan, queries)
+
+    def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
+        yield Part(k, v, self.plan)
+        for queries, own in self.problems:
+            yield self._part(queries, own, k, v)
+
+    def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
+        """The shard's part of (dk, dv), in the type in which gradients add up, contiguous."""
+        dtype = statistic(k.dtype)
+        dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
+        for queries, own in self.problems:
+            rows = _slot_rows((yield self._part(queries, own, k, v)))
+            own.add(torch.stack(rows, 1).to(dtype), dk, dv)
+        return dk, dv
+
+
+Gathers = tuple[Gather | BlockGather, ...]
+
+
+def _gathers(
+    sharding: Sharding,
+    rank: int,
+    found: Sequence[Crossing],
+    tokens: Interval,
+    held: Integers,
+    positions: Integers,
+    device: torch.device,
+) -> Gathers:
+    """The parts over other ranks' rows among `tokens`, of a buffer that holds the keys `held` in rows `positions`."""
+    if not sharding.layouts:
+        remote = partition.remote(sharding, rank, _wanted(found, *tokens))
+        gather = Gather.of(remote, held, positions, device)
+        return () if gather is None else (gather,)
+    lower, upper = sharding.shard(rank)
+    others = [(tokens[0], min(tokens[1], lower)), (max(tokens[0], upper), tokens[1])]
+    wanted = [(start, stop) for start, stop in others[: 1 if sharding.is_causal else 2] if start < stop]
+    gathers = []
+    for crossing in found:
+        if problem := blocks.problem(sharding, rank, crossing, wanted):
+            gathers.append(BlockGather.of(problem, positions[locate(held, problem.keys)], device))
+    return tuple(gathers)
+
+
 def _tensor(table: Integers, device: torch.device) -> Tensor:
     return torch.from_numpy(table).to(device)
 
@@ -148,27 +303,27 @@ def _wanted(found: Sequence[Crossing], start: int, stop: int) -> list[tuple[Cros
 
 @dataclass(frozen=True)
 class _ExchangeTables:
-    local: Plan
+    local: Local
     sent: Framing
     received: Framing
     own: Own
-    gather: Gather | None
+    gathers: Gathers
 
     @property
     def nbytes(self) -> int:
-        return self.local.nbytes + self.own.nbytes + (self.gather.nbytes if self.gather else 0)
+        return self.local.nbytes + self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
 
 
 def _exchange_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _ExchangeTables:
-    keys = partition.received_keys(sharding, rank)
-    sent_keys, splits = partition.sent_keys(sharding, rank)
+    source = blocks if sharding.layouts else partition
+    keys = source.received_keys(sharding, rank)
+    sent_keys, splits = source.sent_keys(sharding, rank)
     sent = Framing.of(splits, seal)
     received = Framing.of(partition.owner_splits(sharding, keys), seal)
     found = partition.crossings(sharding, rank)
-    remote = partition.remote(sharding, rank, _wanted(found, 0, sharding.seq_len))
     own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
-    gather = Gather.of(remote, keys, received.positions, device)
-    return _ExchangeTables(partition.local_plan(sharding, rank), sent, received, own, gather)
+    gathers = _gathers(sharding, rank, found, (0, sharding.seq_len), keys, received.positions, device)
+    return _ExchangeTables(Local.of(sharding, rank, device), sent, received, own, gathers)
 
 
 class Exchange:
@@ -187,44 +342,39 @@ class Exchange:
             transfer = self.link.all_to_all(
                 tables.own.pack(k, v), tables.sent, tables.received, "in forward's exchange"
             )
-        yield k, v, tables.local
+        yield from tables.local.forward(k, v)
         rows = transfer.wait() if transfer else k.new_empty(0, 2, k.shape[0], k.shape[3])
-        if tables.gather:
-            yield tables.gather.part(rows)
+        for gather in tables.gathers:
+            yield gather.part(rows)
         return rows
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
         tables = self.tables
         sums = torch.zeros(saved.shape, dtype=statistic(k.dtype), device=k.device)
-        if tables.gather:
-            tables.gather.scatter((yield tables.gather.part(saved)), sums)
+        for gather in tables.gathers:
+            gather.scatter((yield gather.part(saved)), sums)
         transfer = None
         if self.active:
             transfer = self.link.all_to_all(sums, tables.received, tables.sent, "in backward's return of gradients")
-        dk, dv = _contiguous((yield k, v, tables.local), sums.dtype)
+        dk, dv = yield from tables.local.backward(k, v)
         if transfer:
             tables.own.add(transfer.wait(), dk, dv)
         return dk, dv
 
 
-def _contiguous(gradients: Gradients, dtype: torch.dtype) -> Gradients:
-    dk, dv = (gradient.to(dtype).contiguous() for gradient in gradients)
-    return dk, dv
-
-
 @dataclass(frozen=True)
 class _DoublingTables:
-    local: Plan
+    local: Local
     own: Own
     sends: tuple[Tensor, ...]
     sent: tuple[Framing, ...]
     received: tuple[Framing, ...]
     edges: tuple[int, ...]
-    gathers: tuple[Gather | None, ...]
+    gathers: tuple[Gathers, ...]
 
     @property
     def nbytes(self) -> int:
-        gathers = sum([gather.nbytes for gather in self.gathers if gather])
+        gathers = sum([gather.nbytes for level in self.gathers for gather in level])
         return self.local.nbytes + self.own.nbytes + sum([8 * len(x) for x in self.sends]) + gathers
 
 
@@ -246,10 +396,10 @@ def _doubling_tables(sharding: Sharding, rank: int, seal: int, device: torch.dev
         positions.append(np.arange(edges[-1], edges[-1] + len(theirs)))
         edges.append(edges[-1] + received[-1].rows)
         done = [crossing for crossing in found if partition.doubling_level(sharding, crossing.branch) == level + 1]
-        remote = partition.remote(sharding, rank, _wanted(done, 0, sharding.seq_len))
-        gathers.append(Gather.of(remote, np.concatenate(held), np.concatenate(positions), device))
+        everything = np.concatenate(held), np.concatenate(positions)
+        gathers.append(_gathers(sharding, rank, done, (0, sharding.seq_len), *everything, device))
     own = Own.of(sharding, rank, own_keys, positions[0], len(own_keys), device)
-    local = partition.local_plan(sharding, rank)
+    local = Local.of(sharding, rank, device)
     return _DoublingTables(local, own, tuple(sends), tuple(sent), tuple(received), tuple(edges), tuple(gathers))
 
 
@@ -280,12 +430,12 @@ class Doubling:
         buffer = k.new_empty(tables.edges[-1], 2, k.shape[0], k.shape[3])
         tables.own.pack(k, v, buffer)
         transfer = self._send(0, buffer) if rounds else None
-        yield k, v, tables.local
+        yield from tables.local.forward(k, v)
         for level in range(rounds):
             assert transfer is not None
             transfer.wait()
             transfer = self._send(level + 1, buffer) if level + 1 < rounds else None
-            if gather := tables.gathers[level]:
+            for gather in tables.gathers[level]:
                 yield gather.part(buffer)
         return buffer
 
@@ -294,7 +444,7 @@ class Doubling:
         sums = torch.zeros(saved.shape, dtype=statistic(k.dtype), device=k.device)
         transfer: Transfer | None = None
         for level in reversed(range(rounds)):
-            if gather := tables.gathers[level]:
+            for gather in tables.gathers[level]:
                 gather.scatter((yield gather.part(saved)), sums)
             if transfer:
                 sums.index_add_(0, tables.sends[level + 1], transfer.wait()[: len(tables.sends[level + 1])])
@@ -302,7 +452,7 @@ class Doubling:
             transfer = self.link.swap(
                 message, tables.received[level], tables.sent[level], f"in backward's doubling round {level}"
             )
-        dk, dv = _contiguous((yield k, v, tables.local), sums.dtype)
+        dk, dv = yield from tables.local.backward(k, v)
         if transfer:
             sums.index_add_(0, tables.sends[0], transfer.wait()[: len(tables.sends[0])])
         tables.own.add(sums[: tables.own.size], dk, dv)
@@ -316,39 +466,40 @@ class _Step:
     own: Own
     sent: Framing
     received: Framing
-    gather: Gather | None
+    gathers: Gathers
 
 
 @dataclass(frozen=True)
 class _RingTables:
     """`steps` by distance; a distance at which a rank has nothing to send or receive is left out."""
 
-    local: Plan
+    local: Local
     steps: dict[int, _Step]
 
     @property
     def nbytes(self) -> int:
-        gathers = [step.gather.nbytes for step in self.steps.values() if step.gather]
+        gathers = [gather.nbytes for step in self.steps.values() for gather in step.gathers]
         return self.local.nbytes + sum([step.own.nbytes for step in self.steps.values()]) + sum(gathers)
 
 
 def _ring_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _RingTables:
     size, found = sharding.world_size, partition.crossings(sharding, rank)
-    keys = partition.received_keys(sharding, rank)
+    source = blocks if sharding.layouts else partition
+    keys = source.received_keys(sharding, rank)
     arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
-    sent_keys, splits = partition.sent_keys(sharding, rank)
+    sent_keys, splits = source.sent_keys(sharding, rank)
     leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
     steps = {}
     for distance in range(1, size):
-        source, target = (rank - distance) % size, (rank + distance) % size
-        if len(arriving[source]) or len(leaving[target]):
-            sent = Framing.single(target, len(leaving[target]), seal)
-            received = Framing.single(source, len(arriving[source]), seal)
-            remote = partition.remote(sharding, rank, _wanted(found, *sharding.shard(source)))
-            own = Own.of(sharding, rank, leaving[target], sent.positions, sent.rows, device)
-            gather = Gather.of(remote, arriving[source], received.positions, device)
-            steps[distance] = _Step(own, sent, received, gather)
-    return _RingTables(partition.local_plan(sharding, rank), steps)
+        behind, ahead = (rank - distance) % size, (rank + distance) % size
+        if len(arriving[behind]) or len(leaving[ahead]):
+            sent = Framing.single(ahead, len(leaving[ahead]), seal)
+            received = Framing.single(behind, len(arriving[behind]), seal)
+            own = Own.of(sharding, rank, leaving[ahead], sent.positions, sent.rows, device)
+            tokens = sharding.shard(behind)
+            gathers = _gathers(sharding, rank, found, tokens, arriving[behind], received.positions, device)
+            steps[distance] = _Step(own, sent, received, gathers)
+    return _RingTables(Local.of(sharding, rank, device), steps)
 
 
 class Ring:
@@ -372,12 +523,13 @@ class Ring:
 
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
         transfer = self._fetch(1, k, v, "forward")
-        yield k, v, self.tables.local
+        yield from self.tables.local.forward(k, v)
         for distance in range(1, self.link.size):
             rows = transfer.wait() if transfer else None
             transfer = self._fetch(distance + 1, k, v, "forward")
-            if rows is not None and (gather := self.tables.steps[distance].gather):
-                yield gather.part(rows)
+            if rows is not None:
+                for gather in self.tables.steps[distance].gathers:
+                    yield gather.part(rows)
         return k.new_empty(0)
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
@@ -392,13 +544,13 @@ class Ring:
                 continue
             step = self.tables.steps[distance]
             sums = torch.zeros(rows.shape, dtype=dtype, device=k.device)
-            if step.gather:
-                step.gather.scatter((yield step.gather.part(rows)), sums)
+            for gather in step.gathers:
+                gather.scatter((yield gather.part(rows)), sums)
             if returning:
                 returning[0].own.add(returning[1].wait(), dk, dv)
             what = f"in backward's return of ring step {distance}"
             returning = step, self.link.swap(sums, step.received, step.sent, what)
-        local_dk, local_dv = yield k, v, self.tables.local
+        local_dk, local_dv = yield from self.tables.local.backward(k, v)
         if returning:
             returning[0].own.add(returning[1].wait(), dk, dv)
         return dk.add_(local_dk), dv.add_(local_dv)
@@ -406,27 +558,27 @@ class Ring:
 
 @dataclass(frozen=True)
 class _GatherTables:
-    local: Plan
+    local: Local
     own: Own
     message: Framing
     everyone: Framing
-    gather: Gather | None
+    gathers: Gathers
 
     @property
     def nbytes(self) -> int:
-        return self.local.nbytes + self.own.nbytes + (self.gather.nbytes if self.gather else 0)
+        return self.local.nbytes + self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
 
 
 def _gather_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _GatherTables:
-    size = sharding.world_size
-    keys = [partition.contributed_keys(sharding, j) for j in range(size)]
+    size, source = sharding.world_size, blocks if sharding.layouts else partition
+    keys = [source.contributed_keys(sharding, j) for j in range(size)]
     longest = max([len(x) for x in keys])
     message, everyone = Framing.single(rank, longest, seal), Framing.of([longest] * size, seal)
     positions = np.concatenate([np.arange(len(x)) + j * (longest + seal) for j, x in enumerate(keys)])
-    remote = partition.remote(sharding, rank, _wanted(partition.crossings(sharding, rank), 0, sharding.seq_len))
     own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), message.rows, device)
-    gather = Gather.of(remote, np.concatenate(keys), positions, device)
-    return _GatherTables(partition.local_plan(sharding, rank), own, message, everyone, gather)
+    found = partition.crossings(sharding, rank)
+    gathers = _gathers(sharding, rank, found, (0, sharding.seq_len), np.concatenate(keys), positions, device)
+    return _GatherTables(Local.of(sharding, rank, device), own, message, everyone, gathers)
 
 
 class AllGather:
@@ -445,21 +597,21 @@ class AllGather:
         if self.active:
             message = k.new_zeros(tables.message.rows, 2, k.shape[0], k.shape[3])
             transfer = self.link.all_gather(tables.own.pack(k, v, message), tables.message, "in forward's all_gather")
-        yield k, v, tables.local
+        yield from tables.local.forward(k, v)
         rows = transfer.wait() if transfer else k.new_empty(0, 2, k.shape[0], k.shape[3])
-        if tables.gather:
-            yield tables.gather.part(rows)
+        for gather in tables.gathers:
+            yield gather.part(rows)
         return rows
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
         tables = self.tables
         sums = torch.zeros(saved.shape, dtype=statistic(k.dtype), device=k.device)
-        if tables.gather:
-            tables.gather.scatter((yield tables.gather.part(saved)), sums)
+        for gather in tables.gathers:
+            gather.scatter((yield gather.part(saved)), sums)
         transfer = None
         if self.active:
             transfer = self.link.all_to_all(sums, tables.everyone, tables.everyone, "in backward's return of gradients")
-        dk, dv = _contiguous((yield k, v, tables.local), sums.dtype)
+        dk, dv = yield from tables.local.backward(k, v)
         if transfer:
             returned = transfer.wait().unflatten(0, (self.link.size, -1)).sum(0)
             tables.own.add(returned, dk, dv)
@@ -478,8 +630,12 @@ class Ulysses:
         self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
         columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
         offsets = tuple([row[columns] for row in sharding.offsets])
-        whole = replace(sharding, offsets=offsets, bounds=(0, sharding.seq_len))
+        whole = replace(sharding, offsets=offsets, bounds=(0, sharding.seq_len), layouts=())
         self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
+        mine = range(link.rank * heads, (link.rank + 1) * heads)
+        self.layouts = {
+            layout.seq_len: layout.select(heads=mine) if layout.num_heads > 1 else layout for layout in sharding.layouts
+        }
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """`(batch, shard, heads, ...)` each to `(batch, seq, heads / size, ...)`."""

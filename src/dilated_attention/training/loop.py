@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.storage import read_tensors, require_same, write_tensors
+from dilated_attention.storage import read_tensors, require_same, write_tensors, write_text
 from dilated_attention.training.text import Split, Text
 
+if TYPE_CHECKING:
+    from dilated_attention.training.ranks import Ranks
+
 FORMAT = "dilated-attention training 1"
+HISTORY = ("losses", "seconds")
 BETAS = (0.9, 0.95)
 
 
@@ -53,7 +60,10 @@ class Recipe:
 
 class Training:
     """A model in training. On the CPU the losses are a function of (config, recipe, text, thread count) alone, to the
-    last bit, whether or not it was saved and loaded on the way.
+    last bit, whether or not it was saved and loaded on the way; with `ranks`, of their number, too.
+
+    Args:
+        ranks: the processes that share it; each calls every method, with the same arguments.
     """
 
     def __init__(
@@ -64,7 +74,14 @@ class Training:
         *,
         device: torch.device | str = "cpu",
         backend: str = "auto",
+        ranks: Ranks | None = None,
     ) -> None:
+        if ranks is not None and recipe.batch_size % ranks.data:
+            raise ValueError(
+                f"batch_size={recipe.batch_size}: must be a multiple of the {ranks.data} ranks that share the samples "
+                "(processes / --context-parallel)"
+            )
+        self.ranks = ranks
         self.config = config
         self.recipe = recipe
         self.text = text
@@ -73,6 +90,8 @@ class Training:
         self.device = torch.device(device)
         torch.manual_seed(recipe.seed)
         self.model = LongNetLM(config, backend=backend).to(self.device)
+        if ranks is not None:
+            ranks.distribute(self.model)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -93,13 +112,15 @@ class Training:
         """One optimizer step; its loss in nats per byte. FloatingPointError, nothing updated, if it is not finite."""
         begin = time.perf_counter()
         tokens = self.split.batch(self.recipe.batch_size, self.generator).to(self.device)
-        loss = self.model.loss(tokens)
+        loss = self.model.loss(tokens if self.ranks is None else self.ranks.samples(tokens))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        value = loss.item()
-        if not (math.isfinite(value) and math.isfinite(norm.item())):
+        gradient = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        value, norm = loss.item(), gradient.item()
+        if self.ranks is not None:
+            (value,), norm = self.ranks.mean(value), self.ranks.whole(gradient).item()
+        if not (math.isfinite(value) and math.isfinite(norm)):
             raise FloatingPointError(
-                f"step {self.finished_steps + 1}: loss {value}, gradient norm {norm.item()}; try a lower --lr"
+                f"step {self.finished_steps + 1}: loss {value}, gradient norm {norm}; try a lower --lr"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.finished_steps)
@@ -116,7 +137,10 @@ class Training:
         return sum(self.model.loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on to one safetensors file, atomically."""
+        """Write everything that the next step depends on, atomically: one safetensors file, or with ranks a folder.
+
+        In the folder `latest.json` names the step whose own folder holds the shards; the one before is kept until then.
+        """
         about = {
             "format": FORMAT,
             "config": self.config.to_json(),
@@ -124,10 +148,25 @@ class Training:
             "text": self.digest,
             "paths": json.dumps([str(path) for path in self.text.paths]),
         }
-        write_tensors(path, self._state(), about)
+        if self.ranks is None:
+            history = {"losses": self.losses, "seconds": self.seconds}
+            tensors = {f"history.{name}": torch.tensor(x, dtype=torch.float64) for name, x in history.items()}
+            write_tensors(path, self._state() | tensors, about)
+            return
+        folder = f"step-{self.finished_steps}"
+        self.ranks.write(self._state(), path / folder)
+        if self.ranks.first:
+            latest = {**about, "folder": folder, "losses": self.losses, "seconds": self.seconds}
+            write_text(path / "latest.json", json.dumps(latest))
+            for old in path.glob("step-*"):
+                if old.name != folder:
+                    shutil.rmtree(old)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of the same configuration, recipe and text. Else ValueError, nothing changed."""
+        """Continue from a checkpoint of the same configuration, recipe and text. Else ValueError, nothing changed.
+
+        Any number of ranks may have written it.
+        """
         state, about = read_checkpoint(path)
         for name, mine, theirs in (
             ("model", self.config, about.config),
@@ -138,19 +177,26 @@ class Training:
                 raise ValueError(f"{path}: a checkpoint of another {name}: {theirs}, not {mine}")
         parameters = dict(self.model.named_parameters())
         moments = {
-            f"optimizer.{key}.{name}": torch.empty(() if key == "step" else parameter.shape)
+            f"optimizer.{key}.{name}": torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
             for name, parameter in parameters.items()
             for key in ("step", "exp_avg", "exp_avg_sq")
         }
-        history = state.get("history.losses", torch.empty(0))
-        expected = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        expected |= {"rng.global": torch.get_rng_state(), "rng.batches": self.generator.get_state()}
-        expected |= {"history.losses": history, "history.seconds": history}
-        require_same(expected | (moments if len(history) else {}), state, str(path))
+        weights = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        expected = weights | {"rng.global": torch.get_rng_state(), "rng.batches": self.generator.get_state()}
+        if about.losses:
+            expected |= moments
+        if about.shards is not None:
+            from dilated_attention.training.ranks import read
+
+            state = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+            read(state, about.shards)
+        require_same(expected, state, str(path))
+        if self.ranks is not None:
+            state = {name: self.ranks.like(tensor, expected[name]) for name, tensor in state.items()}
         with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                tensor.copy_(state[f"model.{name}"])
-        if len(history):
+            for name, tensor in weights.items():
+                tensor.copy_(state[name])
+        if about.losses:
             for name, parameter in parameters.items():
                 step = state[f"optimizer.step.{name}"]
                 self.optimizer.state[parameter] = {
@@ -160,8 +206,7 @@ class Training:
                 }
         torch.set_rng_state(state["rng.global"])
         self.generator.set_state(state["rng.batches"])
-        self.losses = history.tolist()
-        self.seconds = state["history.seconds"].tolist()
+        self.losses, self.seconds = list(about.losses), list(about.seconds)
 
     def _state(self) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -174,32 +219,53 @@ class Training:
             },
             "rng.global": torch.get_rng_state(),
             "rng.batches": self.generator.get_state(),
-            "history.losses": torch.tensor(self.losses, dtype=torch.float64),
-            "history.seconds": torch.tensor(self.seconds, dtype=torch.float64),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says of itself. text: sha256 of the training text; paths: where it was read from."""
+    """What a checkpoint says of itself.
+
+    Attributes:
+        text: sha256 of the training text; paths: where it was read from.
+        losses, seconds: of every finished step.
+        shards: the folder that holds the tensors where several ranks wrote them, else None.
+    """
 
     config: LongNetConfig
     recipe: Recipe
     text: str
     paths: tuple[Path, ...]
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    shards: Path | None = None
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], About]:
-    """ValueError when the file is missing, truncated, or no checkpoint of this format."""
-    state, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path}: format is {metadata.get('format')!r}, not {FORMAT!r}: not a checkpoint of `train`")
+    """A file's tensors, or none of a folder of shards, and what it says of itself.
+
+    ValueError when it is missing, truncated, or no checkpoint of this format.
+    """
+    state: dict[str, Tensor] = {}
+    about: Mapping[str, Any]
+    if path.is_dir():
+        try:
+            about = json.loads((path / "latest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: no whole checkpoint in this folder ({error})") from error
+    else:
+        state, about = read_tensors(path)
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{path}: format is {about.get('format')!r}, not {FORMAT!r}: not a checkpoint of `train`")
     try:
+        history = {name: about[name] if path.is_dir() else state.pop(f"history.{name}").tolist() for name in HISTORY}
         return state, About(
-            config=LongNetConfig.from_json(metadata["config"]),
-            recipe=Recipe(**json.loads(metadata["recipe"])),
-            text=metadata["text"],
-            paths=tuple(Path(path) for path in json.loads(metadata["paths"])),
+            config=LongNetConfig.from_json(about["config"]),
+            recipe=Recipe(**json.loads(about["recipe"])),
+            text=about["text"],
+            paths=tuple(Path(path) for path in json.loads(about["paths"])),
+            shards=path / about["folder"] if path.is_dir() else None,
+            **{name: tuple(values) for name, values in history.items()},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged metadata ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import statistics
 import time
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -20,12 +21,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dilated_attention.backends import table
 from dilated_attention.environment import environment, peak_memory, require_device
-from dilated_attention.models import LongNetConfig
+from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
 from dilated_attention.training.text import read_text, readable
+
+if TYPE_CHECKING:
+    from dilated_attention.training.ranks import Ranks
 
 PROMPT_BYTES = 128
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
@@ -47,19 +51,39 @@ def start(
     overwrite: bool = False,
     device: str = "cpu",
     backend: str = "auto",
+    ranks: Ranks | None = None,
 ) -> Training:
     """A new run in `out`, which then holds its checkpoint of step 0. ValueError, nothing written, for bad input."""
-    checkpoint = out / "checkpoint.safetensors"
-    if checkpoint.exists() and not overwrite:
-        raise ValueError(f"{checkpoint} exists: give --resume to continue it, --overwrite, or another --out")
+    found = _checkpoint(out)
+    if found.exists() and not overwrite:
+        raise ValueError(f"{found} exists: give --resume to continue it, --overwrite, or another --out")
     plan = Recipe(**recipe)
     config = LongNetConfig(**{"pattern": default_pattern(plan.context), **model})
-    training = Training(config, plan, read_text(paths), device=_usable(device, backend), backend=backend)
+    training = Training(config, plan, read_text(paths), device=_usable(device, backend), backend=backend, ranks=ranks)
     try:
-        training.save(checkpoint)
+        save(training, out)
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
     return training
+
+
+def _checkpoint(out: Path) -> Path:
+    """The run's one checkpoint: a file, or the folder that several ranks write."""
+    folder = out / "checkpoint"
+    return folder if folder.exists() else out / "checkpoint.safetensors"
+
+
+def save(training: Training, out: Path) -> Path:
+    """Replace the run's checkpoint, of whichever kind it was."""
+    file, folder = out / "checkpoint.safetensors", out / "checkpoint"
+    if training.ranks is None:
+        training.save(file)
+        shutil.rmtree(folder, ignore_errors=True)
+        return file
+    training.save(folder)
+    if training.ranks.first:
+        file.unlink(missing_ok=True)
+    return folder
 
 
 def resume(
@@ -70,9 +94,13 @@ def resume(
     *,
     device: str = "cpu",
     backend: str = "auto",
+    ranks: Ranks | None = None,
 ) -> Training:
-    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them."""
-    checkpoint = out / "checkpoint.safetensors"
+    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them.
+
+    The number of ranks may be another one than before.
+    """
+    checkpoint = _checkpoint(out)
     about = read_checkpoint(checkpoint)[1]
     for mine, given in ((about.config, model), (about.recipe, recipe)):
         for name, value in given.items():
@@ -82,7 +110,8 @@ def resume(
                     "leave that option out to continue it, or give another --out"
                 )
     text = read_text(paths or about.paths)
-    training = Training(about.config, about.recipe, text, device=_usable(device, backend), backend=backend)
+    usable = _usable(device, backend)
+    training = Training(about.config, about.recipe, text, device=usable, backend=backend, ranks=ranks)
     training.load(checkpoint)
     return training
 
@@ -103,16 +132,18 @@ def run(
     sample_bytes: int,
 ) -> int:
     """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved."""
-    checkpoint = out / "checkpoint.safetensors"
     with _signals() as received:
         for step in _with_progress(training, console):
-            if received or step % save_every == 0 or step == training.recipe.steps:
-                training.save(checkpoint)
-            if received:
+            number = received[0] if received else 0
+            if training.ranks is not None:  # a signal may reach some ranks earlier than others
+                number = training.ranks.greatest(number)
+            if number or step % save_every == 0 or step == training.recipe.steps:
+                checkpoint = save(training, out)
+            if number:
                 console.print(
                     f"stopped after step {step} of {training.recipe.steps}; --resume continues from {checkpoint}"
                 )
-                return 128 + received[0]
+                return 128 + number
     _report(training, out, console, held_out_windows, sample_bytes)
     return 0
 
@@ -121,6 +152,12 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     begin = time.perf_counter()
     with console.status("measuring on held-out text"):
         bits = training.held_out_bits_per_byte(held_out_windows)
+    model = training.model
+    if training.ranks is not None:
+        gathered = training.ranks.gather(model)
+        if gathered is None:
+            return
+        model = gathered
     row = {
         "name": "train",
         "attention": "dense" if training.config.pattern is None else "dilated",
@@ -133,6 +170,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         "config": dataclasses.asdict(training.config),
         "recipe": dataclasses.asdict(training.recipe),
         "text_sha256": training.digest,
+        "ranks": {} if training.ranks is None else training.ranks.sizes,
         "environment": environment(training.device),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -145,7 +183,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
             for step, (loss, seconds) in enumerate(steps, 1)
         ),
     )
-    training.model.save_pretrained(out / "model")
+    model.save_pretrained(out / "model")
     name = str(row["attention"])
     save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
     context = training.recipe.context
@@ -154,20 +192,20 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     console.print(f"held-out text: {bits:.3f} bits per byte (8 = knowing nothing)")
     if sample_bytes:
         with console.status("writing a sample"):
-            sample = write_sample(training, sample_bytes)
+            sample = write_sample(training, model, sample_bytes)
         write_text(out / "sample.txt", sample)
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"saved in {out}: model/, checkpoint.safetensors, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+    console.print(f"saved in {out}: model/, {_checkpoint(out).name}, figures.jsonl, steps.jsonl, loss.png, pattern.png")
 
 
-def write_sample(training: Training, length: int) -> str:
+def write_sample(training: Training, model: LongNetLM, length: int) -> str:
     """A held-out prompt, a bar, and `length` sampled bytes."""
     middle = len(training.split.held_out) // 2
     prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
-    tokens = training.model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
+    tokens = model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
 
     before, after = (
         readable(bytes(part.tolist()).decode("utf-8", errors="replace"))

@@ -1,0 +1,143 @@
+"""Training on several processes: samples over one axis of a mesh, tokens over the other, parameters over both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dilated_attention.models import LongNetLM
+from dilated_attention.parallel import set_context_parallel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, as a mesh of two axes, `data` and `context`.
+
+    Attributes:
+        everyone: the two axes flattened: the parameters are sharded over it, and their gradients averaged.
+    """
+
+    mesh: DeviceMesh
+    everyone: DeviceMesh
+
+    @classmethod
+    def join(cls, context_parallel: int, device: torch.device, timeout: float) -> Ranks | None:
+        """This process's place among those that torchrun started; None where it started none.
+
+        Args:
+            context_parallel: ranks that share a sequence; it divides the number of processes.
+            timeout: seconds after which waiting for a lost rank ends in an error.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if context_parallel < 1 or size % context_parallel:
+            raise ValueError(
+                f"--context-parallel {context_parallel} must divide the number of processes, {size}; "
+                f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
+            )
+        if size == 1:
+            return None
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        names = ("data", "context")
+        mesh = init_device_mesh(device.type, (size // context_parallel, context_parallel), mesh_dim_names=names)
+        return cls(mesh, mesh["data", "context"]._flatten("data_context"))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return dist.get_rank() == 0
+
+    @property
+    def data(self) -> int:
+        """How many ranks share the samples of a batch."""
+        return self.mesh["data"].size()
+
+    def distribute(self, model: LongNetLM) -> None:
+        """Shard a model's parameters over all ranks (FSDP2), and its sequences over the context axis."""
+        set_context_parallel(model, self.mesh["context"])
+        for block in model.blocks:
+            fully_shard(block, mesh=self.everyone)
+        fully_shard(model, mesh=self.everyone)
+
+    def samples(self, batch: Tensor) -> Tensor:
+        """Those of a batch that this rank computes."""
+        return batch.chunk(self.data)[self.mesh["data"].get_local_rank()]
+
+    def mean(self, *values: float) -> list[float]:
+        """Means over all ranks."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
+        dist.all_reduce(total)
+        return (total / dist.get_world_size()).tolist()
+
+    def greatest(self, value: int) -> int:
+        """The greatest of all ranks' values."""
+        tensor = torch.tensor(value, device=self.mesh.device_type)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor.item())
+
+    def gather(self, model: LongNetLM) -> LongNetLM | None:
+        """The model on one device, on the first rank; None on the others."""
+        weights = {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
+        if not self.first:
+            return None
+        alone = LongNetLM(model.config, backend=model.backend).to(next(iter(weights.values())).device)
+        alone.load_state_dict(weights)
+        return alone
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks share the samples, and how many a sequence."""
+        return {"data": self.data, "context": self.mesh["context"].size()}
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A sharded tensor's whole, on every rank."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def like(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """A tensor that every rank holds, sharded as another."""
+        if isinstance(tensor, DTensor) or not isinstance(other, DTensor):
+            return tensor
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+
+    def write(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Every rank writes its own shards to `folder` (torch.distributed.checkpoint), anew."""
+        if self.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        dcp.save(dict(state), checkpoint_id=folder)
+
+
+def read(state: dict[str, Any], folder: Path) -> None:
+    """Fill the tensors of `state` in place, sharded as they are, whatever the number of ranks that wrote them.
+
+    ValueError where the folder is missing, damaged, or of another model.
+    """
+    try:
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name, tensor in state.items():
+            stored = found.get(name)
+            if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
+                shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "missing"
+                raise ValueError(f"{folder}: {name} has shape {shape}, expected {tuple(tensor.shape)}")
+        with warnings.catch_warnings():  # one process may continue what several wrote; torch warns that it is alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=folder)
+    except (OSError, CheckpointException) as error:
+        raise ValueError(f"{folder}: not a whole checkpoint ({str(error).splitlines()[0]})") from error

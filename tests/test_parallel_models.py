@@ -1,0 +1,377 @@
+"""Modules and models over a mesh of real processes, alone and under DDP, FSDP2 and tensor parallelism."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import processes
+from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, explain
+from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.nn import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
+from dilated_attention.parallel import (
+    cp_mean,
+    exchange_plan,
+    sequence_range,
+    set_context_parallel,
+    shard_labels,
+    shard_sequence,
+    unshard_sequence,
+)
+from dilated_attention.parallel.comm import link_of
+from tolerances import TOLERANCE, relative_error
+
+SEGMENTS, RATES = (16, 40, 90), (1, 2, 3)
+
+
+def difference(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    return {name: relative_error(found[name], right[name]) for name in right}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _window(length: int) -> BlockLayout:
+    return BlockLayout.local(length, 20, 16)
+
+
+def modules():
+    """Every module over a mesh against itself on one device: outputs, and gradients of inputs and parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    x = torch.randn(2, 91, 16, dtype=torch.float64)
+    cotangent = torch.randn_like(x)
+    answers = {}
+
+    def compare(name: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        results = []
+        for where in (None, mesh):
+            set_context_parallel(module, where)
+            whole = x.clone().requires_grad_()
+            out = call(module, whole if where is None else shard_sequence(whole, mesh))
+            module.zero_grad()
+            out.backward(cotangent if where is None else shard_sequence(cotangent, mesh))
+            if where is not None:
+                out = unshard_sequence(out.detach(), mesh, seq_len=91)
+                for tensor in (whole, *module.parameters()):
+                    dist.all_reduce(tensor.grad)
+            results.append({"out": out.detach(), "dx": whole.grad.clone(), **gradients(module)})
+        answers[name] = max(difference(results[1], results[0]).values())
+
+    def heads(module: nn.Module, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 4))
+        return module(q, q.flip(-1), q, is_causal=True, seq_len=91).flatten(-2)
+
+    def multihead(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x, x, x, is_causal=True, seq_len=91)[0]
+
+    compare("ring", RingDilatedAttention(SEGMENTS, RATES), heads)
+    compare("block ring", BlockSparseRingDilatedAttention(_window), heads)
+    compare("block ring dilated", BlockSparseRingDilatedAttention(_window, SEGMENTS, RATES), heads)
+    options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "dtype": torch.float64}
+    compare("multihead", MultiheadDilatedAttention(16, 4, **options), multihead)
+    block = BlockSparseRingMultiheadDilatedAttention(16, 4, layout=_window, dtype=torch.float64)
+    compare("block multihead", block, multihead)
+    compare("several", nn.Sequential(_Residual(), _Residual()), lambda module, x: module(x))
+    return answers
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(
+            16, 4, segment_lengths=SEGMENTS, dilation_rates=RATES, dtype=torch.float64
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, is_causal=True, seq_len=91)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_modules_give_what_they_give_on_one_device(size: int) -> None:
+    for answers in processes.run(size, modules):
+        assert max(answers.values()) <= TOLERANCE[torch.float64], answers
+
+
+def config(**changes) -> LongNetConfig:
+    shape = {"embed_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "pattern": Dilated(SEGMENTS, RATES)}
+    return LongNetConfig(**shape | changes)
+
+
+def model_of(configuration: LongNetConfig) -> LongNetLM:
+    torch.manual_seed(5)
+    return LongNetLM(configuration).double()
+
+
+def language_models():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens = torch.randint(256, (2, 92), generator=torch.Generator().manual_seed(1))
+    answers = {}
+    for name, changes in {"dilated": {}, "dense": {"pattern": None}}.items():
+        model = model_of(config(**changes))
+        model.loss(tokens).backward()
+        right = {"loss": model.loss(tokens).detach(), "logits": model(tokens[:, :-1]).detach(), **gradients(model)}
+        model.zero_grad()
+        set_context_parallel(model, mesh)
+        loss = model.loss(tokens)
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= mesh.size()
+        logits = model(shard_sequence(tokens[:, :-1], mesh), seq_len=91).detach()
+        found = {"loss": loss.detach(), "logits": unshard_sequence(logits, mesh, seq_len=91), **gradients(model)}
+        answers[name] = max(difference(found, right).values())
+        with pytest.raises(ValueError, match="generate runs on one device"):
+            model.generate(tokens[:, :4], 1)
+        set_context_parallel(model, None)
+        answers[name, "and back"] = relative_error(model.loss(tokens).detach(), right["loss"])
+    with pytest.raises(ValueError, match="holds no attention of this library"):
+        set_context_parallel(nn.Linear(2, 2), mesh)
+    return answers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_language_models_know_where_their_shard_lies(size: int) -> None:
+    for answers in processes.run(size, language_models):
+        assert max(answers.values()) <= TOLERANCE[torch.float64], answers
+
+
+def data_and_context():
+    """Two samples over two data ranks, each sharded over two context ranks, with uneven labels, against one device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    everyone, context = mesh["data", "context"]._flatten("data_context"), mesh["context"]
+    tokens = torch.randint(256, (2, 91), generator=torch.Generator().manual_seed(2))
+    labels = torch.where(torch.arange(91) < torch.tensor([[30], [80]]), tokens, -100)  # few in sample 0
+    model = model_of(config())
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    F.cross_entropy(model(tokens).flatten(0, 1), shifted.flatten()).backward()
+    right = gradients(model)
+    mine = slice(mesh["data"].get_local_rank(), mesh["data"].get_local_rank() + 1)
+    shard, own = shard_sequence(tokens[mine], context), shard_labels(labels[mine], context)
+
+    def step(forward: Callable[..., Tensor]) -> None:
+        total = F.cross_entropy(forward(shard, seq_len=91).flatten(0, 1), own.flatten(), reduction="sum")
+        cp_mean(total, (own != -100).sum(), everyone).backward()
+
+    answers = {}
+    replicated = model_of(config())
+    set_context_parallel(replicated, context)
+    step(DistributedDataParallel(replicated, process_group=everyone.get_group()))
+    answers["DDP"] = max(difference(gradients(replicated), right).values())
+    for checkpointed in (False, True):
+        sharded = model_of(config())
+        set_context_parallel(sharded, context)
+        for block in sharded.blocks:
+            if checkpointed:
+                block.forward = _checkpointed(block.forward)
+            fully_shard(block, mesh=everyone)
+        fully_shard(sharded, mesh=everyone)
+        step(sharded)
+        found = {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
+        answers["FSDP2", checkpointed] = max(difference(found, right).values())
+    return answers
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *arguments, **options: checkpoint(forward, *arguments, use_reentrant=False, **options)
+
+
+def test_data_and_context_axes_under_ddp_and_fsdp2() -> None:
+    for answers in processes.run(4, data_and_context):
+        assert max(answers.values()) <= TOLERANCE[torch.float64], answers
+
+
+def tensor_and_context():
+    """Heads over one axis, tokens over the other: each rank holds a corner of q, k and v."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    context, part = mesh["context"], mesh["tensor"].get_local_rank()
+    torch.manual_seed(7)
+    q, k, v = (torch.randn(1, 91, heads, 4, dtype=torch.float64) for heads in (12, 6, 6))
+    right = dilated_attention(q, k, v, SEGMENTS, RATES, is_causal=True)
+    own = [shard_sequence(x, context)[:, :, part * n : (part + 1) * n] for x, n in ((q, 6), (k, 3), (v, 3))]
+    out = dilated_attention(*own, SEGMENTS, RATES, is_causal=True, mesh=context, seq_len=91, head_offset=3 * part)
+    return relative_error(out, shard_sequence(right, context)[:, :, part * 6 : (part + 1) * 6])
+
+
+def test_tensor_parallel_heads_keep_their_offsets() -> None:
+    assert max(processes.run(4, tensor_and_context)) <= TOLERANCE[torch.float64]
+
+
+def compiled():
+    """The public calls in one graph, block layouts, ragged batches and half precision included."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(9)
+    leaves = [shard_sequence(torch.randn(1, 91, 4, 8), mesh).clone().requires_grad_() for _ in range(3)]
+    layout = _window(91)
+    calls = {
+        "dilated": lambda *x: dilated_attention(*x, SEGMENTS, RATES, mesh=mesh, seq_len=91, is_causal=True),
+        "blocks": lambda *x: block_sparse_attention(*x, layout, mesh=mesh, seq_len=91),
+        "product": lambda *x: attention(*x, Dilated((96,), (1,)) * layout, mesh=mesh, seq_len=91, is_causal=True),
+        "bfloat16": lambda *x: dilated_attention(*(y.bfloat16() for y in x), SEGMENTS, RATES, mesh=mesh, seq_len=91),
+    }
+    answers = {}
+    for name, call in calls.items():
+        results = []
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            out = function(*leaves)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        answers[name] = all(map(torch.equal, *results))
+    return answers
+
+
+def test_public_calls_compile_in_one_graph() -> None:
+    for answers in processes.run(2, compiled):
+        assert all(answers.values()), answers
+
+
+def functional_transforms():
+    mesh = dist.group.WORLD
+    torch.manual_seed(11)
+    q, k, v = (shard_sequence(torch.randn(1, 40, 4, 8, dtype=torch.float64), mesh).clone() for _ in range(3))
+
+    def loss(q, k, v):
+        return dilated_attention(q, k, v, SEGMENTS, RATES, mesh=mesh).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    right = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = dilated_attention(*(x.float() for x in (q, k, v)), SEGMENTS, RATES, mesh=mesh).dtype
+    out = loss(*leaves)
+    (first,) = torch.autograd.grad(out, leaves[:1], create_graph=True)
+    with pytest.raises(ValueError, match="second derivatives of context parallel attention"):
+        first.sum().backward()
+    return all(map(torch.equal, found, right)), half
+
+
+def test_torch_func_autocast_and_second_derivatives() -> None:
+    assert processes.run(2, functional_transforms) == [(True, torch.bfloat16)] * 2
+
+
+def explained():
+    mesh = dist.group.WORLD
+    q = torch.empty(1, 128, 12, 64, device="meta", dtype=torch.bfloat16)
+    pattern = Dilated((64, 128, 256), (1, 2, 4))
+    found = explain(q, q, q, pattern, is_causal=True, mesh=mesh)
+    wanted = exchange_plan(pattern, 256, 12, 2, dist.get_rank(), is_causal=True, transport=found.transport.transport)
+    blocks = explain(q, q, q, BlockLayout.local(256, 64), mesh=mesh, transport="ring")
+    return str(found), found.exchange == wanted, blocks.transport.transport, blocks.exchange.rounds
+
+
+def test_explain_says_what_travels_and_why() -> None:
+    for rank, (text, equal, transport, rounds) in enumerate(processes.run(2, explained)):
+        assert equal
+        assert (transport, rounds) == ("ring", 1)
+        for words in (
+            r"transport \w+: least modelled time",
+            "not all_gather: ",
+            f"exchange  rank {rank} of 2, forward",
+        ):
+            assert re.search(words, text), text
+
+
+def bad_calls():
+    """What each bad call raises on this rank; every one on a group of its own, before and after a good call."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    q = torch.randn(1, 16, 3, 4)
+
+    def attend(mesh, x=q, **options):
+        return dilated_attention(x, x, x, (8, 32), (1, 2), mesh=mesh, **options)
+
+    attempts = {
+        "one rank's dims": lambda mesh: attend(mesh, q[0] if rank == 1 else q),
+        "everyone's dims": lambda mesh: attend(mesh, q[0]),
+        "one rank's shard": lambda mesh: attend(mesh, q[:, :7] if rank == 1 else q, seq_len=32),
+        "everyone's shard": lambda mesh: attend(mesh, q[:, :7], seq_len=32),
+        "seq_len": lambda mesh: attend(mesh, seq_len=-4),
+        "heads": lambda mesh: attend(mesh, transport="ulysses"),
+        "transport": lambda mesh: attend(mesh, q[:, rank - 1 :], seq_len=31, transport="doubling"),
+        "mask": lambda mesh: attend(mesh, key_padding_mask=torch.zeros(1, 16, dtype=torch.bool)),
+        "backend": lambda mesh: attend(mesh, backend="reference"),
+        "layout": lambda mesh: attention(q, q, q, BlockLayout.local(16, 4, 16), mesh=mesh),
+        "layouts differ": lambda mesh: attention(q, q, q, BlockLayout.local(32, 1 + 16 * rank, 16), mesh=mesh),
+    }
+    answers = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt(dist.new_group([0, 1]))
+        except ValueError as error:
+            answers[name] = str(error)
+    return answers
+
+
+def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() -> None:
+    expected = {
+        "one rank's dims": "rank 1 refused its context parallel call, before any data moved: q must have 4 dimensions",
+        "everyone's dims": "^q must have 4 dimensions",
+        "one rank's shard": "rank 1 refused .*: q has 7 tokens; rank 1's shard of seq_len=32",
+        "everyone's shard": "q has 7 tokens; rank 0's shard of seq_len=32 over 2 ranks",
+        "seq_len": "^seq_len must be a non-negative integer",
+        "heads": "transport='ulysses' does not serve this call: .* 3 query and 3 key-value heads do not divide by 2",
+        "transport": "transport='doubling' does not serve this call: doubling needs equal shards",
+        "mask": "^key_padding_mask with a mesh is not supported",
+        "backend": "^backend='reference' sees one device",
+        "layout": "^layout is for 16 tokens, got seq_len=32",
+        "layouts differ": r"the ranks .* call with different arguments: rank \d has layouts=",
+    }
+    for answers in processes.run(2, bad_calls):
+        assert answers.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.search(pattern, answers[name]), (name, answers[name])
+
+
+def later_refusal():
+    """A rank whose call is wrong after good ones: the others, already past comparing, are told why it stays away."""
+    q = torch.randn(1, 16, 4, 4)
+    mesh = dist.group.WORLD
+    dilated_attention(q, q, q, (32,), (1,), mesh=mesh)
+    x = q[0] if dist.get_rank() == 1 else q
+    try:
+        dilated_attention(x, x, x, (32,), (1,), mesh=mesh, layer="decoder.3")
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_refusal_after_good_calls_reaches_those_who_wait() -> None:
+    survivor, culprit = (answer for _, answer in processes.World(2, later_refusal, timeout=2.0).outcomes(30))
+    assert culprit[0] == "ValueError"
+    assert survivor[0] == "ContextParallelError"
+    assert "rank 1 refused the call: q must have 4 dimensions" in survivor[1]
+    assert "rank 0 of 2 in decoder.3, exchange of 32 tokens, branches 32/1" in survivor[1]
+
+
+def ranges():
+    mesh = dist.group.WORLD
+    for bad in (-1, 2.5, True):
+        with pytest.raises(ValueError, match="seq_len must be a non-negative integer"):
+            sequence_range(bad, mesh)
+    with pytest.raises(ValueError, match="x has 3 rows in dim 1"):
+        unshard_sequence(torch.zeros(1, 3), mesh, seq_len=7 if dist.get_rank() else 9)
+    with pytest.raises(ValueError, match='gradients must be "mean" or "sum"'):
+        cp_mean(torch.zeros(()), 1, mesh, gradients="none")
+    with warnings.catch_warnings(record=True) as caught:
+        link_of(mesh)
+    return sequence_range(7, mesh), len(caught)
+
+
+def test_ranges() -> None:
+    assert processes.run(2, ranges) == [((0, 3), 0), ((3, 7), 0)]

@@ -1,0 +1,131 @@
+"""One rank of a large world on the fake process group, and what several processes measure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilated_attention.bench import ranks
+from dilated_attention.bench.cases import Case
+from dilated_attention.bench.results import read
+from dilated_attention.bench.simulate import Network, World, rehearse, world_sizes
+from dilated_attention.bench.suites import parallel
+from dilated_attention.cli import main
+
+SMALL = World(seq_len=1 << 13, ranks=64, heads=4, head_dim=8, first_segment=64)
+BILLION = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")
+
+
+def test_a_rehearsal_moves_what_the_formula_says() -> None:
+    worlds = [replace(SMALL, transport=name) for name in ("exchange", "doubling", "ring")]
+    worlds += [replace(SMALL, ranks=4, transport="ulysses"), replace(SMALL, is_causal=False, seq_len=8000)]
+    for world, found in zip(worlds, rehearse(worlds, rounds=2), strict=True):
+        plan = world.plan()
+        assert found.world == world
+        assert found.transport == plan.transport
+        assert (found.sent, found.received) == (plan.bytes_sent, plan.bytes_received)
+        assert (found.messages, found.rounds) == (plan.peers_received, plan.rounds)
+        assert found.returned == plan.backward_bytes_sent
+        assert len(found.forward) == len(found.backward) == 2
+        assert min(found.forward + found.backward) > 0
+
+
+def test_bytes_at_a_billion_tokens() -> None:
+    plan = BILLION.plan("doubling")
+    assert max(plan.bytes_sent, plan.bytes_received) <= 41e6
+    others = BILLION.others()
+    assert others["dense ring"][0] == pytest.approx(3.3e12, rel=0.01)
+    assert others["official LongNet"][0] == pytest.approx(51.5e9, rel=0.01)
+    assert others["all-gather"][0] == pytest.approx(75.5e6, rel=0.01)
+
+
+def test_flops_are_those_of_the_pattern() -> None:
+    """Over all ranks of a world without crossing segments, from the pattern's own count."""
+    world = replace(SMALL, ranks=1, is_causal=False)
+    assert world.flops() == world.pattern.flops(world.seq_len, world.heads, world.head_dim)
+    assert replace(SMALL, ranks=1).flops(dense=True) == pytest.approx(
+        4 * 8 * 4 * SMALL.seq_len**2 / 2  # half of the square
+    )
+
+
+def test_world_sizes_and_network() -> None:
+    assert world_sizes(8, 8192) == [8, 32, 128, 512, 2048, 8192]
+    assert world_sizes(8, 100) == [8, 32, 100]
+    assert Network(1e-6, 1e9).seconds(2_000_000, 3) == pytest.approx(2e-3 + 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"ranks": 0}, "ranks must be positive; got 0"), ({"seq_len": 5, "ranks": 9}, "seq_len must give each of the 9")],
+)
+def test_worlds_that_cannot_be(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(SMALL, **changes)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--tokens",
+        "8192",
+        "--ranks",
+        "32",
+        "--least",
+        "8",
+        "--heads",
+        "4",
+        "--head-dim",
+        "8",
+        "--segment",
+        "64",
+    ]
+    assert main(["simulate", *options, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "measured and counted" in text
+    assert "modelled: 5 us a message, 50 GB/s" in text
+    (rows,) = tmp_path.glob("*/simulate.jsonl")
+    assert rows.with_suffix(".png").stat().st_size > 10_000
+    kinds = {row["name"].partition(":")[0].partition(",")[0] for row in read(rows)}
+    assert kinds == {"measured", "counted", "modelled"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tokens", "0"], "--tokens must be positive; got 0"),
+        (["--tokens", "1000", "--ranks", "64"], "--tokens 1000 must be a multiple of --ranks 64"),
+        (
+            ["--tokens", "4096", "--ranks", "64", "--transport", "ulysses"],
+            "12 query and 12 key-value heads do not divide",
+        ),
+        (["--tokens", str(1 << 40), "--ranks", "8", "--least", "8"], "GiB are free; take more ranks"),
+    ],
+)
+def test_bad_input_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *options]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+CASE = Case(method="dilated", seq_len=512, segment_lengths=(64, 512), dilation_rates=(1, 4), heads=4, head_dim=8)
+
+
+def test_what_several_processes_measure() -> None:
+    single = ranks.measure("single", CASE, 1, rounds=2)
+    assert single["transfers"] == 0
+    assert len(single["mesh"]) == len(single["no mesh"]) == 2
+    rows = list(parallel._scaling(CASE, 2, 2))
+    assert [row.bar for row in rows] == [1.15, None]
+    assert all(row.value is not None and row.value > 0 for row in rows)
+
+
+def test_overlap_is_measured_or_refused_with_the_reason() -> None:
+    rows = list(parallel._overlap(CASE, 2))
+    if ranks.limit_refusal() is None:
+        assert [row.unit for row in rows] == ["x", "x"]
+        assert set(rows[0].times) == {"hidden", "waited for", "left out", "exchange"}
+    else:
+        assert rows[0].value is None
+        assert "no limited link" in str(rows[0].refused)
