@@ -186,11 +186,16 @@ class Case:
             if self.seq_len % self.block_size:
                 raise ValueError(f"method='flex' needs whole blocks of {self.block_size}; got seq_len={self.seq_len}")
             mask_on = cache(_block_mask(self.layout(self.seq_len)).to)
-            compiled = torch.compile(flex_attention)
+            # For this shape alone: after a second one PyTorch compiles for any, and after eight it compiles no more.
+            torch.compiler.reset()
+            compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+            tile = min(128, self.block_size)
 
             def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                # Its own choice of tiles on GPUs may exceed blocks of fewer than 128, which it refuses.
+                options = {"BLOCK_M": tile, "BLOCK_N": tile} if tile < 128 and q.is_cuda else None
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                return compiled(q, k, v, block_mask=mask_on(q.device)).transpose(1, 2)
+                return compiled(q, k, v, block_mask=mask_on(q.device), kernel_options=options).transpose(1, 2)  # type: ignore[arg-type]
 
             return flex
         return self._call

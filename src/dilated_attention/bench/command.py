@@ -17,7 +17,7 @@ from dilated_attention.bench import check, patterns, plots, simulate
 from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, available_memory, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
-from dilated_attention.bench.results import Recorder, Row
+from dilated_attention.bench.results import Recorder, Row, failed
 from dilated_attention.bench.suites import (
     Step,
     attention,
@@ -395,6 +395,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
         task = progress.add_task("", total=len(steps))
         for step in steps:
             progress.update(task, description=step.label)
+            recorder.forget(failed(step.label))
             refused = refusal(step.needs, device)
             if refused:
                 case = step.needs[0][0]

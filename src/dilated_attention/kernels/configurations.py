@@ -66,7 +66,7 @@ _SM_90 = Architecture(_SM_80.shapes | {
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {
-    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
+    ("dq", 2): (Shape(128, 128, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
 })  # fmt: skip
 
@@ -75,6 +75,7 @@ _GFX942 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
     ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
+    ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(32, 16, 4, 1)),
 })  # fmt: skip
 
 # A step of the interpreter takes 10 to 50 ms whatever its size.
