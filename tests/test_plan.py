@@ -7,6 +7,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -248,3 +249,9 @@ def test_the_short_way_to_native_is_that_of_the_table(device, backend, dtype):
         assert table.choose(*call, head_dim=1, seq_len=1 << 40, needs=needs, work=1 << 60).backend == "native"
     else:
         assert call[:2] != ("auto", torch.device("cpu")) or dtype == torch.float8_e5m2
+
+
+def test_integers_of_numpy_are_integers():
+    pattern = Dilated(tuple(np.array([8, 16])), tuple(np.array([1, 2])))
+    assert pattern == Dilated((8, 16), (1, 2))
+    assert all(type(x) is int for x in pattern.segment_lengths + pattern.dilation_rates)

@@ -401,6 +401,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
             )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
         if x.dtype != q.dtype or not x.is_floating_point():
             raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
         if x.device != q.device:
