@@ -55,6 +55,7 @@ EVERY_KERNEL = [
 ONE_KERNEL = [
     Variant("sm_90", "forward", 24, "bf16", "dropout"),
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"),
+    Variant("sm_90", "dkdv", 256, "bf16", "few rows"),
     Variant("sm_90", "forward", 256, "bf16", "padding"),
     Variant("sm_90", "forward", 64, "fp32", "causal"),
     Variant("sm_90", "dq", 128, "fp16", "blocks"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +57,21 @@ class TestCache:
         cache.get("small", lambda: Entry(10))
         cache.get("large", lambda: Entry(31))
         cache.get("small", lambda: pytest.fail("evicted"))
+
+    def test_what_a_cuda_graph_reads_outlives_its_eviction(self, monkeypatch):
+        cache = PlanCache(max_bytes=30)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        alive = []
+        for is_capturing in (False, True):
+            monkeypatch.setattr(
+                torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing
+            )
+            cache.get("a", lambda: Entry(10))  # made, as before a capture, then found
+            alive.append(weakref.ref(cache.get("a", lambda: Entry(10))))
+            cache.clear()
+        gc.collect()
+        assert [entry() is not None for entry in alive] == [False, True]
+        assert cache.info().entries == 0
 
     def test_resize_and_clear(self):
         cache = PlanCache(max_bytes=100)

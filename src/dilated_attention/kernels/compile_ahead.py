@@ -63,8 +63,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "dropout": {"words": True, "EDGE": 1, "EVEN": False},
     "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
+    "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
-"""What a call may ask of a kernel: constants that differ from one full span with equal tiles."""
+"""What a call may ask of a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """Why this variant should not ship."""
-        matrix = self.wgmma if self.target == "sm_90" and self.dtype in ("bf16", "fp16") else self.wgmma + self.mma
+        is_wide = self.target == "sm_90" and self.dtype in ("bf16", "fp16") and self.own >= 64  # what wgmma multiplies
+        matrix = self.wgmma if is_wide else self.wgmma + self.mma
         checks = {
             f"{self.spilled} bytes spilled": self.spilled > MAX_SPILLED[self.dtype],
             f"{self.shared} bytes of shared memory": self.shared > SHARED_LIMIT[self.target],
@@ -125,8 +127,9 @@ def variants(
 
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
-    architecture, dropout = ARCHITECTURES[variant.target], "words" in CALLS[variant.call]
-    return architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, dropout)
+    architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
+    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in call)
+    return shape.cut(call.get("own", shape.own), shape.loop)
 
 
 def build(variant: Variant) -> Report:
@@ -142,6 +145,8 @@ def build(variant: Variant) -> Report:
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
+        if name == "own":
+            continue
         if name == "EDGE" and variant.kernel == "dkdv":
             value = int(bool(constants["CAUSAL"]))
         for given in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
@@ -247,7 +252,8 @@ the fewest matrix instructions (`wgmma` in bf16 on sm_90, else `mma.sync`, `tcge
 its head_dims, each with the calls {", ".join(CALLS)};
 in single precision {" or ".join(f"{', '.join(calls)} ({dtype})" for dtype, calls in SOME_CALLS.items())}.
 A tile is own x streamed rows. `fp32` multiplies in full precision, on NVIDIA without matrix instructions; `tf32` is
-float32 where PyTorch allows tf32 in matrix products; float16 has the code of bf16.
+float32 where PyTorch allows tf32 in matrix products; float16 has the code of bf16. `few rows` are at most 16, a step of
+a decoder, and use `mma.sync` on sm_90, too; the tiles of 32 and 64 rows that calls of so few get are not among these.
 
 A kernel ships if it has matrix instructions (not asked of fp32), spills nothing (in single precision: at most
 {MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
