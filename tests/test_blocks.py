@@ -248,6 +248,19 @@ def test_layouts_in_float32(call):
     check(call, torch.float32)
 
 
+@pytest.mark.parametrize("block_size", [(16, 16), (16, 32)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is_causal, monkeypatch):
+    monkeypatch.setattr(blocks, "_LONG_ROWS", (96, 64))
+    layout = BlockLayout.dilated(1600, (4,), 24, block_size, is_causal=is_causal)
+    assert any(x.queries >= 64 and x.keys >= 48 for x in blocks.calls(layout))
+    q, k, v = torch.randn(3, 1, 1600, 4, 8, dtype=torch.float64).requires_grad_()
+    out = {name: block_sparse_attention(q, k, v, layout, backend=name) for name in ("native", "reference")}
+    torch.testing.assert_close(out["native"], out["reference"], rtol=0, atol=1e-12)
+    pair = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in out.values()]
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-11)
+
+
 @random_calls(200)
 @given(call=calls(products=True), dtype=FULL_PRECISION)
 def test_products(call, dtype):

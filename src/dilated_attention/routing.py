@@ -35,6 +35,8 @@ KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
+LSH_KEYS = 24  # and keys, those with the largest weights
+NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query alone there hits none
 WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
 
 Queries = Float[Tensor, "batch seq heads head_dim"]
@@ -119,7 +121,7 @@ def hierarchical_blocks(
 
     A query region looks into the key regions with the largest shares, its own among them, that hold `breadth` times as
     many tokens as `density` keeps; of their blocks each of its query blocks keeps as many as in `topk_blocks`. The
-    scores cost 1 / region**2 + breadth * density of those of `topk_blocks`.
+    scores cost 1 / region + breadth * density of those of `topk_blocks`.
     """
     if region < 1 or breadth < 1:
         raise ValueError(f"region and breadth must be at least 1, got region={region}, breadth={breadth}")
@@ -131,28 +133,38 @@ def hierarchical_blocks(
     regions, inner_q, inner_k = coarse.columns, side // grid.q_block, side // grid.k_block
     wide = min(regions, max(math.ceil(breadth * density * regions), math.ceil(most / inner_k) + 1))
 
-    # everything by region, the last one padded with blocks that nobody may choose
-    pad_q, pad_k = regions * inner_q - grid.rows, regions * inner_k - grid.columns
     query, weight = _pooled_queries(q, grid, scale)
     key, multiplicity = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
+    # a region's queries: the mean ones of QUERY_PARTS of its blocks; causal: of as many blocks up to its first
+    pad_q, pad_k = regions * inner_q - grid.rows, regions * inner_k - grid.columns
+    behind = inner_q - 1 if is_causal else 0
+    means = F.pad(torch.einsum("bhiad,ia->bhid", query, weight), (0, 0, behind, pad_q))[:, :, : regions * inner_q]
+    real = F.pad(torch.ones_like(weight[:, 0]), (behind, pad_q))[: regions * inner_q].view(regions, inner_q)
+    skip = max(1, inner_q // QUERY_PARTS)
+    some = slice(behind % skip, None, skip)
+    means, real = means.unflatten(2, (regions, inner_q))[:, :, :, some], real[:, some]
+    first_row = torch.arange(regions, device=grid.device) * inner_q
+    # everything by region, the last one padded with blocks that nobody may choose
     query = F.pad(query, (0, 0, 0, 0, 0, pad_q)).unflatten(2, (regions, inner_q))
     weight = F.pad(weight, (0, 0, 0, pad_q)).unflatten(0, (regions, inner_q))
-    key = F.pad(key, (0, 0, 0, 0, 0, pad_k)).unflatten(2, (regions, inner_k))
-    multiplicity = F.pad(multiplicity, (0, 0, 0, pad_k), value=-math.inf).unflatten(0, (regions, inner_k))
+    keys = F.pad(key, (0, 0, 0, 0, 0, pad_k)).unflatten(2, (regions, inner_k))
+    counts = F.pad(multiplicity, (0, 0, 0, pad_k), value=-math.inf).unflatten(0, (regions, inner_k))
     allowed, always = (F.pad(x, (0, pad_k, 0, pad_q)) for x in (grid.allowed, grid.always))
     batch = torch.arange(q.shape[0], device=grid.device)[:, None, None, None]
     kv_head = torch.arange(q.shape[2], device=grid.device)[:, None, None] // (q.shape[2] // k.shape[2])
     inside_q, inside_k = (torch.arange(n, device=grid.device) for n in (inner_q, inner_k))
 
     chosen = []
-    held = wide * inner_k * key.shape[4] * max(q.shape[3], inner_q * query.shape[4])
-    for at, share in _shares(q, k, coarse, scale, held=held):
-        near = share.topk(wide, dim=-1).indices.sort(-1).values  # (B, H, regions here, wide)
-        candidate = (near[..., None] * inner_k + inside_k).flatten(3)
+    held = wide * inner_k * key.shape[3] * max(q.shape[3], inner_q * query.shape[4])
+    pooled = means, real / real.sum(-1, keepdim=True), key, multiplicity
+    for at, share in _scored(*pooled, grid.allowed[first_row], held=held):
+        share = F.pad(share, (0, pad_k)).unflatten(3, (regions, inner_k)).sum(-1)
+        near = _ranked(share, coarse.allowed[at], coarse.always[at]).topk(wide, dim=-1).indices.sort(-1).values
+        candidate = (near[..., None] * inner_k + inside_k).flatten(3)  # (B, H, regions here, blocks of near regions)
         row = torch.arange(at.start, at.stop, device=grid.device)[:, None] * inner_q + inside_q
         may, must = (x[row[:, :, None], candidate[..., None, :]] for x in (allowed, always))
-        logits = torch.einsum("bhriad,bhrxjcd->bhriacxj", query[:, :, at], key[batch, kv_head, near])
-        logits += multiplicity[near].permute(0, 1, 2, 5, 3, 4)[:, :, :, None, None]
+        logits = torch.einsum("bhriad,bhrxjcd->bhriacxj", query[:, :, at], keys[batch, kv_head, near])
+        logits += counts[near].permute(0, 1, 2, 5, 3, 4)[:, :, :, None, None]
         fine = _ranked(_share(logits.flatten(6), weight[at], may), may, must)
         kept = fine.topk(min(most, fine.shape[-1]), dim=-1).indices
         chosen.append(candidate[:, :, :, None].expand(fine.shape).gather(-1, kept).flatten(2, 3))
@@ -167,7 +179,7 @@ def lsh_blocks(
     density: float | None = None,
     *,
     num_hashes: int = 16,
-    num_bits: int = 8,
+    num_bits: int = 7,
     seed: int = 0,
     block_size: int | tuple[int, int] = 128,
     is_causal: bool = False,
@@ -196,53 +208,61 @@ def lsh_blocks(
     dtype, group = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
     generator = torch.Generator().manual_seed(seed)
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64)
-    planes = planes.to(grid.device, dtype)
+    planes, buckets = planes.to(grid.device, dtype), 2**num_bits
     # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
     skip = int(is_causal)
     query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
     sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
-    query = _in_blocks(query.to(dtype), grid.q_block)[:, :, sample // 2 :: sample]
-    key = _in_blocks(k.to(dtype), grid.k_block)
-    centre_q = _mean_so_far(q, grid.q_block, is_causal, before=True).to(dtype)
-    centre_k = _mean_so_far(k, grid.k_block, is_causal).to(dtype)
-    code_q = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
-    code_k = _codes(key, centre_k, planes, num_bits).repeat_interleave(group, 3)
+    query = _in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample].transpose(2, 3).to(dtype)
+    mean_k, size_k = _part_means(k, grid.k_block, 1)
+    centre_k = _mean_so_far(mean_k, size_k, is_causal).to(dtype)
+    centre_q = _mean_so_far(*_part_means(q, grid.q_block, 1, before=is_causal), is_causal, before=True).to(dtype)
     at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
     at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
-    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
     real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
-    real_k = (at_k < grid.seq_len).to(dtype)
-    count_q = _histogram(code_q, real_q[..., None], 2**num_bits)  # (B, H, rows, hashes * buckets)
-    count_q = F.pad(count_q, (0, 0, skip, 0))
+    code = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
+    count_q = _histogram(code, real_q[:, None], buckets)  # (B, H, rows - skip, hashes * buckets)
+    key = _in_blocks(k, grid.k_block)
+    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
+    real_k = at_k < grid.seq_len
     if density is None:
-        collisions = count_q @ _histogram(code_k, real_k[..., None], 2**num_bits).mT
-        share = _ranked(collisions.clamp_(max=1), grid.allowed, grid.always)
+        code = _codes(key.transpose(2, 3).to(dtype), centre_k, planes, num_bits)
+        count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
+        collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
+        share = _ranked(collisions, grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
         order = share.topk(int(counts.max()), dim=-1).indices
         return grid.layout(_ascending(order, counts, grid.columns), counts)
 
     budget = grid.budget(density)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    # the exponent of a key's weight, q̄·k, is split at the mean key of its block: within the block q̄ is the mean as of
-    # its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
-    mean_k = _part_means(k, grid.k_block, 1)[0][:, :, 0].to(dtype).repeat_interleave(group, 2)
+    # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
+    # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
     chooser = centre_q[:, grid.first_chooser] if is_causal else centre_q
-    within = scale * (_along(key, chooser) - (mean_k * chooser).sum(-1)[:, :, None])  # (B, columns, k_block, H)
-    within = within.masked_fill_(real_k[..., None] == 0, -math.inf)
-    across = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
-    peak = within.amax(2, keepdim=True)
-    count_k = _histogram(code_k, (within - peak).exp_(), 2**num_bits)
-    relative = across + peak.permute(0, 3, 2, 1)  # (B, H, rows, columns); not causal: one row for all
+    within = scale * _along(key, chooser.to(k.dtype)).to(dtype)  # (B, columns, H, k_block)
+    within = within.masked_fill_(~real_k[:, None], -math.inf)
+    within, heaviest = within.topk(min(LSH_KEYS, grid.k_block), dim=-1)
+    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None] // group
+    block = torch.arange(len(key) * grid.columns, device=grid.device).view(len(key), grid.columns, 1, 1)
+    rows = (block * grid.k_block + heaviest) * k.shape[2] + kv_head
+    key = key.reshape(-1, k.shape[3]).index_select(0, rows.flatten()).view(*rows.shape, -1).to(dtype)
+    code = _codes(key, centre_k.repeat_interleave(group, 2), planes, num_bits)
+    mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
+    middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
+    peak = within[..., :1]
+    count_k = _histogram(code, (within - peak).exp_(), buckets)
+    relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q[:, skip:] if is_causal else centre_q, mean_k)
+    relative += (peak - middle).permute(0, 2, 3, 1)
     if is_causal:
-        relative = relative.masked_fill(~grid.allowed, -math.inf)
+        relative.masked_fill_(~grid.allowed[skip:], -math.inf)
+    # (B, H, rows - skip, columns); not causal: one row for all
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
-    total = relative @ count_k
-    hits = count_q.div_(total.clamp(min=torch.finfo(dtype).tiny)).masked_fill_(total == 0, 0.0)
-    hashed = real_q.sum(-1).clamp(min=1)
-    share = relative * (hits @ count_k.mT) / (F.pad(hashed, (skip, 0), value=1.0)[:, None] * num_hashes)
-    alone = relative * count_k[..., : 2**num_bits].sum(-1)[:, :, None]
+    hits = count_q.div_((relative @ count_k).add_(NO_KEYS))
+    share = relative * (hits @ count_k.mT) / (real_q.sum(-1).clamp(min=1)[:, None] * num_hashes)
+    alone = relative * count_k[..., :buckets].sum(-1)[:, :, None]
     share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    return grid.layout(_largest(_ranked(share, grid.allowed, grid.always), budget, int(budget.max())), budget)
+    share = _ranked(F.pad(share, (0, 0, skip, 0)), grid.allowed, grid.always)
+    return grid.layout(_largest(share, budget, int(budget.max())), budget)
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:
@@ -493,21 +513,22 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _along(blocks: Tensor, direction: Tensor) -> Tensor:
-    """(B, blocks, block, kv_heads, D) · (B, blocks or 1, heads, D) -> (B, blocks, block, heads).
+    """(B, blocks, block, kv_heads, D) · (B, blocks or 1, heads, D) -> (B, blocks, heads, block).
 
-    One product with a block-diagonal matrix reads the keys in place, where a product a head would copy them.
+    One product with a block-diagonal matrix reads the keys in place, where a product a head would copy them; from its
+    left, since the many tokens make the wide side of the result.
     """
     kv_heads, heads = blocks.shape[3], direction.shape[2]
-    diagonal = torch.zeros(*direction.shape[:2], kv_heads, direction.shape[3], heads).to(direction)
+    diagonal = torch.zeros(*direction.shape[:3], kv_heads, direction.shape[3]).to(direction)
     head = torch.arange(heads, device=direction.device)
-    diagonal[:, :, head // (heads // kv_heads), :, head] = direction.permute(2, 0, 1, 3)
-    return blocks.flatten(3) @ diagonal.flatten(2, 3)
+    diagonal[:, :, head, head // (heads // kv_heads)] = direction
+    return diagonal.flatten(3) @ blocks.flatten(3).mT
 
 
 def _pooled_keys(k: Tensor, direction: Tensor, grid: _Grid) -> tuple[Tensor, Tensor]:
     """Peaks and the mean of the others (B, kv_heads, columns, peaks + 1, D), log multiplicity (columns, peaks + 1)."""
     blocks, more = _in_blocks(k, grid.k_block), grid.columns * grid.k_block - grid.seq_len
-    score = _along(blocks, direction.to(k.dtype)).permute(0, 3, 1, 2).contiguous()  # (B, kv_heads, columns, k_block)
+    score = _along(blocks, direction.to(k.dtype)).transpose(1, 2)  # (B, kv_heads, columns, k_block)
     present = torch.full((grid.columns,), grid.k_block, device=grid.device)
     if more:
         present[-1] -= more
@@ -522,32 +543,39 @@ def _pooled_keys(k: Tensor, direction: Tensor, grid: _Grid) -> tuple[Tensor, Ten
 
 
 def _shares(
-    q: Tensor, k: Tensor, grid: _Grid, scale: float | None, *, group: bool = False, held: int = 0
+    q: Tensor, k: Tensor, grid: _Grid, scale: float | None, *, group: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Ranked shares (B, H, some rows, columns), for as many rows at a time as `CHUNK` allows.
-
-    `group`: the mean over the query heads of a KV head. `held`: what the caller needs for a row of one head.
-    """
+    """Ranked shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
     query, weight = _pooled_queries(q, grid, scale)
     key, multiplicity = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
-    batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
+    for at, share in _scored(query, weight, key, multiplicity, grid.allowed):
+        if group:
+            share = share.unflatten(1, (k.shape[2], -1)).mean(2)
+        yield at, _ranked(share, grid.allowed[at], grid.always[at])
+
+
+def _scored(
+    query: Tensor, weight: Tensor, key: Tensor, multiplicity: Tensor, allowed: Tensor, *, held: int = 0
+) -> Iterator[tuple[slice, Tensor]]:
+    """Shares (B, H, some rows, columns) of pooled queries, for as many rows at a time as `CHUNK` allows.
+
+    allowed: (rows, columns), a prefix of the columns, no shorter in later rows. `held`: what the caller needs besides
+    for a row of one head.
+    """
+    batch, heads, rows, parts, _ = query.shape
+    kv_heads, columns = key.shape[1:3]
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
     key, multiplicity = key.transpose(2, 3), multiplicity.T
-    per_row = batch * heads * max(held, query.shape[3] * multiplicity.numel())
-    step = max(1, CHUNK // per_row)
-    if grid.is_causal:  # shorter chunks score fewer keys that they may not choose
-        step = min(step, -(-grid.rows // 8))
-    for start in range(0, grid.rows, step):
-        at = slice(start, min(start + step, grid.rows))
-        rows, allowed = query[:, :, at], grid.allowed[at]
-        seen = max(1, (at.stop - 1) * grid.q_block // grid.k_block + 1) if grid.is_causal else grid.columns
-        seen = min(seen, grid.columns)
-        logits = rows.reshape(batch, kv_heads, -1, q.shape[3]) @ key[:, :, :, :seen].flatten(2, 3).mT
-        logits = logits.view(*rows.shape[:4], -1, seen).add_(multiplicity[:, :seen])
-        share = F.pad(_share(logits, weight[at], allowed[:, :seen]), (0, grid.columns - seen))
-        if group:
-            share = share.unflatten(1, (kv_heads, -1)).mean(2)
-        yield at, _ranked(share, allowed, grid.always[at])
+    step = max(1, CHUNK // (batch * heads * max(held, parts * multiplicity.numel())))
+    if not bool(allowed.all()):  # shorter chunks score fewer keys that they may not choose
+        step = min(step, -(-rows // 8))
+    for start in range(0, rows, step):
+        at = slice(start, min(start + step, rows))
+        seen = max(1, int(allowed[at.stop - 1].sum()))
+        some = query[:, :, at]
+        logits = some.reshape(batch, kv_heads, -1, query.shape[4]) @ key[:, :, :, :seen].flatten(2, 3).mT
+        logits = logits.view(*some.shape[:4], -1, seen).add_(multiplicity[:, :seen])
+        yield at, F.pad(_share(logits, weight[at], allowed[at, :seen]), (0, columns - seen))
 
 
 def _share(logits: Tensor, weight: Tensor, allowed: Tensor) -> Tensor:
@@ -577,29 +605,33 @@ def _ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
     return order.masked_fill(behind, columns).sort(-1).values
 
 
-def _mean_so_far(x: Tensor, block: int, is_causal: bool, before: bool = False) -> Tensor:
-    """(B, N, H, D) -> the mean of all tokens (B, 1, H, D); causal: of those up to each block's end, (B, blocks, H, D).
+def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool, before: bool = False) -> Tensor:
+    """One mean a block, as `_part_means` gives -> that of all tokens (B, 1, H, D); causal: of those up to each block.
 
-    `before`: up to its first token.
+    `before`: the means are of the tokens that end at the block's first one.
     """
+    means = means[:, :, 0]
     if not is_causal:
-        return x.mean(1, keepdim=True)
-    means = _part_means(x, block, 1, before=before)[0][:, :, 0]
-    count = torch.arange(means.shape[1], device=x.device) + (0 if before else 1)
+        weight = (size / size.sum()).to(means.dtype)
+        return (means * weight[:, :, None]).sum(1, keepdim=True)
+    count = torch.arange(means.shape[1], device=means.device) + (0 if before else 1)
     return means.cumsum(1) / count.clamp(min=1)[:, None, None]
 
 
-def _codes(blocks: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
-    """Bucket of each token in each hash: (B, blocks, block, H, D), centres (B, blocks or 1, H, D) -> (…, H, hashes)."""
-    signs = (blocks @ planes).gt_((centre @ planes)[:, :, None])
+def _codes(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
+    """Bucket of each token in each hash: (B, blocks, H, T, D), centres (B, blocks or 1, H, D) -> (…, T, hashes)."""
+    signs = (x @ planes).gt_((centre @ planes)[:, :, :, None])
     power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
     return (signs.unflatten(-1, (-1, num_bits)) @ power).long()
 
 
 def _histogram(code: Tensor, weight: Tensor, buckets: int) -> Tensor:
-    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets); weight (…, blocks, block, H or 1)."""
-    batch, blocks, _, heads, hashes = code.shape
-    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, 1, heads, 1) * blocks
+    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets), of codes (B, blocks, H, T, hashes).
+
+    weight: (…, blocks, H or 1, T).
+    """
+    batch, blocks, heads, _, hashes = code.shape
+    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, heads, 1, 1) * blocks
     lists = (lists + torch.arange(blocks, device=code.device)[:, None, None, None]) * hashes
     at = (lists + torch.arange(hashes, device=code.device)) * buckets + code
     flat = torch.zeros(batch * heads * blocks * hashes * buckets, dtype=weight.dtype, device=code.device)

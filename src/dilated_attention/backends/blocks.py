@@ -37,26 +37,28 @@ class _Group:
     """Query blocks that see equally many key blocks, all of one size, in one batched call.
 
     Attributes:
-        rows: (R,) rows of q_block tokens, one or several query blocks of the layout; heads: (R,) their heads, or None
-            where all heads share the layout.
+        rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
         keys: (R, m) key blocks.
-        q_tokens, k_tokens: tokens a row and a key block have; the block size, or what the last block holds.
+        q_tokens, k_tokens: tokens a query block and a key block have; the block size, or what the last block holds.
         first: no earlier group holds any of the rows.
         masked: the diagonal cuts the key blocks.
-        row_view: (first, step) where the rows are a progression; key_view: (first, step) where row t sees the m blocks
-            from first + t * step on.
+        row_view: (first, step) where row t is the b query blocks from first + t * step on; key_view: (first, step)
+            where it sees the m key blocks from first + t * step on.
     """
 
     rows: Tensor
     heads: Tensor | None
     keys: Tensor
-    q_block: int
     q_tokens: int
     k_tokens: int
     first: bool
     masked: bool
     row_view: tuple[int, int] | None
     key_view: tuple[int, int] | None
+
+    @property
+    def row_tokens(self) -> int:
+        return self.rows.shape[1] * self.q_tokens
 
     def part(self, start: int, stop: int) -> _Group:
         """The rows start to stop."""
@@ -86,7 +88,8 @@ class _BlockPlan:
     @property
     def nbytes(self) -> int:
         return 256 + sum(
-            512 + 8 * (g.rows.numel() * (1 if g.heads is None else 2) + g.keys.numel()) for g in self.groups
+            512 + 8 * (g.rows.numel() + g.keys.numel() + (0 if g.heads is None else g.heads.numel()))
+            for g in self.groups
         )
 
 
@@ -111,7 +114,7 @@ class Calls:
 def calls(layout: BlockLayout) -> tuple[Calls, ...]:
     """What runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
     return tuple(
-        Calls(len(g.rows), g.q_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
+        Calls(len(g.rows), g.row_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
         for batch in range(layout.batch_size)
         for g in _plan(layout, batch).groups
     )
@@ -132,6 +135,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
     lanes = layout.row - batch * rows * heads  # head * rows + query block
     here = (lanes >= 0) & (lanes < rows * heads)
     lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
+    shapes = _row_shapes(layout, lanes, keys)
     q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
     last_row = (lanes % rows == rows - 1) & (q_tail > 0)
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
@@ -143,19 +147,50 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
                 lane, key = lanes[chosen], keys[chosen]
                 if is_last_key and len(lane):  # one key block, the same for every row
                     view = (int(key[0]), 0) if heads == 1 else None
-                    made.add(lane, key[:, None], 1, q_tokens, k_tokens, cut, view)
+                    made.add(lane, key[:, None], _Shape(1, 1), q_tokens, k_tokens, cut, view)
                 elif cut:
                     for count, members, first in _by_count(lane):
                         at = first[:, None] + torch.arange(count, device=lane.device)
-                        made.add(members, key[at], 1, q_tokens, k_tokens, cut, None)
+                        made.add(members, key[at], _Shape(1, 1), q_tokens, k_tokens, cut, None)
                 elif is_last_row:
-                    made.add_lists(lane, key, 1, q_tokens)
+                    made.add_lists(lane, key, _Shape(1, 1), q_tokens)
                 else:
-                    for merged in (*(-(-tokens // layout.q_block) for tokens in _LONG_ROWS), 1):
-                        common, lane_, key_ = _common(lane, key, merged, rows, layout.key_blocks)
-                        made.add_lists(lane_, key_, merged, merged * layout.q_block)
+                    for shape in (*shapes, _Shape(1, 1)):
+                        common, lane_, key_ = _common(lane, key, shape, layout)
+                        made.add_lists(lane_, key_, shape, q_tokens)
                         lane, key = lane[~common], key[~common]
     return _BlockPlan(tuple(made.groups), covered=bool(made.written.all()))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Rows of `merged` query blocks, `stride` blocks apart. A head's rows are numbered by residue, then by place."""
+
+    merged: int
+    stride: int
+
+    def per_residue(self, query_blocks: int) -> int:
+        return -(-query_blocks // (self.merged * self.stride))
+
+    def row(self, block: Tensor, query_blocks: int) -> Tensor:
+        """The row of each query block."""
+        place = block // self.stride // self.merged
+        return block % self.stride * self.per_residue(query_blocks) + place
+
+    def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
+        """(R, merged): the query blocks of each row."""
+        number = self.per_residue(query_blocks)
+        member = torch.arange(self.merged, device=row.device)
+        return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
+
+
+def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
+    """Rows to try: long ones first; query blocks as far apart as many of their key blocks are, then neighbours."""
+    gaps = key.diff()[lane.diff() == 0]
+    usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
+    strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
+    lengths = [-(-tokens // layout.q_block) for tokens in _LONG_ROWS]
+    return [_Shape(n, stride) for n in lengths for stride in sorted({1, *strides}, reverse=True) if n > 1]
 
 
 class _Groups:
@@ -171,51 +206,64 @@ class _Groups:
         self,
         lane: Tensor,
         key: Tensor,
-        merged: int,
+        shape: _Shape,
         q_tokens: int,
         k_tokens: int,
         cut: bool,
         view: tuple[int, int] | None,
     ) -> None:
-        """A group of lanes (head * rows + row, a row being `merged` query blocks), which see the key blocks `key`."""
-        shared = self.layout.num_heads == 1
-        rows = -(-self.layout.query_blocks // merged)
-        head, block = lane // rows, lane % rows
-        step = 1 if len(block) < 2 else int(block[1] - block[0])
-        regular = shared and step > 0 and bool((block.diff() == step).all())
-        row_view = (int(block[0]), step) if regular else None
-        members = block[:, None] * merged + torch.arange(merged, device=lane.device)
-        first = not bool(self.begun[head[:, None], members].any())
-        self.begun[head[:, None], members] = True
+        """A group of lanes (head * rows + row, of rows of that shape), which see the key blocks `key`."""
+        shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
+        rows = shape.stride * shape.per_residue(query_blocks)
+        head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
+        start = blocks[:, 0]
+        step = 1 if len(start) < 2 else int(start[1] - start[0])
+        regular = shared and (shape.merged == 1 or shape.stride == 1) and step > 0
+        regular = regular and bool((start.diff() == step).all())
+        row_view = (int(start[0]), step) if regular else None
+        first = not bool(self.begun[head[:, None], blocks].any())
+        self.begun[head[:, None], blocks] = True
         if first:
-            self.written[head[:, None], members] = True
-        heads, q_block = None if shared else head, merged * self.layout.q_block
-        self.groups.append(_Group(block, heads, key, q_block, q_tokens, k_tokens, first, cut, row_view, view))
+            self.written[head[:, None], blocks] = True
+        heads = None if shared else head
+        view = _progression(key) if shared and view is None else view
+        self.groups.append(_Group(blocks, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
 
-    def add_lists(self, lane: Tensor, key: Tensor, merged: int, q_tokens: int) -> None:
-        """Groups of sorted lists of whole, unmasked key blocks; `merged` query blocks make one row."""
+    def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
+        """Groups of sorted lists of whole, unmasked key blocks, for rows of that shape."""
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
-            for entry, length, step in _views(lane, key, merged * self.layout.q_block / k_tokens):
+            pace = shape.merged * shape.stride * self.layout.q_block / k_tokens
+            for entry, length, step in _views(lane, key, pace):
                 at = entry[:, None] + torch.arange(length, device=lane.device)
                 viewed[at.flatten()] = True
                 view = (int(key[entry[0]]), step)
-                self.add(lane[entry], key[at], merged, q_tokens, k_tokens, False, view)
+                self.add(lane[entry], key[at], shape, q_tokens, k_tokens, False, view)
             lane, key = lane[~viewed], key[~viewed]
         for count, members, first in _by_count(lane):
             at = first[:, None] + torch.arange(count, device=lane.device)
-            self.add(members, key[at], merged, q_tokens, k_tokens, False, None)
+            self.add(members, key[at], shape, q_tokens, k_tokens, False, None)
 
 
-def _common(lane: Tensor, key: Tensor, merged: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Key blocks that all of `merged` neighbouring query blocks see: which entries, and the lists of merged rows."""
-    if merged == 1:
+def _progression(key: Tensor) -> tuple[int, int] | None:
+    """(first, step) where row t of `key` (R, m) is the m blocks from first + t * step on."""
+    start = key[:, 0]
+    step = 0 if len(start) < 2 else int(start[1] - start[0])
+    if step < 0 or bool((start.diff() != step).any()) or bool((key.diff(dim=1) != 1).any()):
+        return None
+    return int(start[0]), step
+
+
+def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
+    if shape.merged == 1:
         return torch.ones_like(lane, dtype=torch.bool), lane, key
-    wide = -(-rows // merged)
-    code = (lane // rows * wide + lane % rows // merged) * columns + key
+    blocks, columns = layout.query_blocks, layout.key_blocks
+    rows = shape.stride * shape.per_residue(blocks)
+    code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key
     unique, inverse, counts = code.unique(return_inverse=True, return_counts=True)
-    full = counts == merged
+    full = counts == shape.merged
     # One or two common blocks do not pay for the merge of their result.
     row = unique // columns
     worth = torch.bincount(row[full], minlength=int(row.max()) + 1 if len(row) else 0) >= 3
@@ -317,15 +365,15 @@ class _Problem:
         for group in self.groups:
             gathered = 0 if group.key_view else 2 * group.keys.shape[1] * group.k_tokens
             heads = 1 if group.heads is None else self.layout.num_heads
-            size = max(1, _CHUNK_BYTES * heads // (row_bytes * (gathered + 2 * group.q_tokens)))
+            size = max(1, _CHUNK_BYTES * heads // (row_bytes * (gathered + 2 * group.row_tokens)))
             number = -(-len(group.rows) // size)
             for i in range(number):
                 yield group.part(i * len(group.rows) // number, (i + 1) * len(group.rows) // number)
 
     def queries(self, x: Tensor, group: _Group) -> Tensor:
         if group.row_view:
-            return _window(x, group.q_block, *group.row_view, len(group.rows), group.q_tokens)
-        return _take(x, group.q_block, group.q_tokens, group.rows[:, None], group.heads)
+            return _window(x, self.layout.q_block, *group.row_view, len(group.rows), group.row_tokens)
+        return _take(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
 
     def keys(self, x: Tensor, group: _Group) -> Tensor:
         if group.key_view:
@@ -338,7 +386,7 @@ class _Problem:
         if group.row_view:
             self.queries(x, group).copy_(values)
             return
-        view, start = _blocks(x, group.q_block, group.q_tokens, group.rows[:, None], group.heads)
+        view, start = _blocks(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
         view.transpose(0, 1).index_copy_(1, start, _slices(values, group.q_tokens, group.heads is not None))
 
     def add_to_keys(self, x: Tensor, group: _Group, values: Tensor) -> None:
@@ -357,7 +405,7 @@ class _Problem:
             bias = self.keys(self.key_bias[:, None].expand(-1, self.layout.num_heads), group)[:, :1, None, :]
         if group.masked and not self.causal(group):
             device = group.rows.device
-            query = group.rows[:, None] * group.q_block + torch.arange(group.q_tokens, device=device)
+            query = group.rows * self.layout.q_block + torch.arange(group.q_tokens, device=device)
             key = group.keys[:, :, None] * self.layout.k_block + torch.arange(group.k_tokens, device=device)
             future = key.flatten(1)[:, None, :] > query[:, :, None]
             mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)[:, None]

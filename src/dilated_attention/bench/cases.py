@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dilated_attention.bench.rivals import RIVALS
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
@@ -20,27 +20,13 @@ from dilated_attention.plan import plan_dilated
 Contender = Callable[[], Iterator[str]]
 """Work to be timed: each name that it yields is a phase, which ends there."""
 
-Method = Literal["dilated", "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex"]
+Blocks = Literal["local", "global", "dilated", "random"]
+Method = Literal[
+    "dilated", "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex", "gather", "mask", "torch.sparse"
+]
 
 DILATED = ("dilated", "dense calls", "block-sparse dilated")
-SPARSE = ("block-sparse", "block-sparse dilated", "flex")
-
-
-def _block_mask(layout: BlockLayout) -> BlockMask:
-    """A layout of whole blocks for compiled FlexAttention, which wants lists as wide as the sequence on CPU."""
-    active = layout.dense_blocks()
-    diagonal = torch.eye(layout.query_blocks, dtype=torch.bool) & layout.is_causal
-
-    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        return chosen.sum(-1).int(), chosen.int().argsort(dim=-1, descending=True, stable=True).int()
-
-    cut, cut_indices = lists(active & diagonal)
-    whole, whole_indices = lists(active & ~diagonal)
-    return BlockMask.from_kv_blocks(cut, cut_indices, whole, whole_indices, layout.block_size, _not_future)
-
-
-def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
+SPARSE = ("block-sparse", "block-sparse dilated", *RIVALS)
 
 
 def contender(call: Callable[[], object]) -> Contender:
@@ -62,9 +48,10 @@ class Case:
             calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
             contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
             right place already and nothing is merged; `block-sparse`: `block_sparse_attention`; `block-sparse dilated`:
-            the product of both patterns; `flex`: PyTorch's compiled FlexAttention with the block-sparse layout.
+            the product of both patterns; others: the block-sparse layout run otherwise, as rivals.py tells.
         segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
-        blocks, density, block_size: of the layout: a window as wide as the density asks, or random blocks.
+        blocks, density, block_size: of the layout: a builder of `BlockLayout` and the density asked of it; dilated
+            layouts take every second block.
         dtype: as in torch, `float32`.
         backend: as in `dilated_attention`.
     """
@@ -74,7 +61,7 @@ class Case:
     segment_lengths: tuple[int, ...] = ()
     dilation_rates: tuple[int, ...] = ()
     offsets: Literal["head", "head_block"] = "head"
-    blocks: Literal["local", "random"] | None = None
+    blocks: Blocks | None = None
     density: float | None = None
     block_size: int = 128
     batch: int = 1
@@ -112,11 +99,14 @@ class Case:
 
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None
+        block_size, is_causal = self.block_size, self.is_causal
         if self.blocks == "local":
-            return BlockLayout.local(
-                seq_len, density=self.density, block_size=self.block_size, is_causal=self.is_causal
-            )
-        return BlockLayout.random(seq_len, self.density, 0, self.block_size, is_causal=self.is_causal)
+            return BlockLayout.local(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
+        if self.blocks == "global":
+            return BlockLayout.global_(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
+        if self.blocks == "dilated":
+            return BlockLayout.dilated(seq_len, (2,), density=self.density, block_size=block_size, is_causal=is_causal)
+        return BlockLayout.random(seq_len, self.density, 0, block_size, is_causal=is_causal)
 
     @property
     def out_bytes(self) -> int:
@@ -152,7 +142,11 @@ class Case:
         if self.method == "dense calls":
             rows = sum(1 / rate for rate in self.dilation_rates)
             outputs = int(outputs * rows) + 1
-        return outputs * self.out_bytes
+        pairs = int((self.density or 1) * self.seq_len**2)
+        tables = {"mask": 5 * self.seq_len**2, "torch.sparse": self.seq_len**2 + 56 * pairs}.get(self.method, 0)
+        if self.method == "gather":
+            outputs += int(2 * (self.density or 1) * self.seq_len / self.block_size) + 1
+        return outputs * self.out_bytes + tables
 
     def _normal(self, device: torch.device, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
@@ -182,22 +176,8 @@ class Case:
         if self.method == "block-sparse dilated":
             product = self.pattern * cache(self.layout)
             return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
-        if self.method == "flex":
-            if self.seq_len % self.block_size:
-                raise ValueError(f"method='flex' needs whole blocks of {self.block_size}; got seq_len={self.seq_len}")
-            mask_on = cache(_block_mask(self.layout(self.seq_len)).to)
-            # For this shape alone: after a second one PyTorch compiles for any, and after eight it compiles no more.
-            torch.compiler.reset()
-            compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-            tile = min(128, self.block_size)
-
-            def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                # Its own choice of tiles on GPUs may exceed blocks of fewer than 128, which it refuses.
-                options = {"BLOCK_M": tile, "BLOCK_N": tile} if tile < 128 and q.is_cuda else None
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                return compiled(q, k, v, block_mask=mask_on(q.device), kernel_options=options).transpose(1, 2)  # type: ignore[arg-type]
-
-            return flex
+        if self.method in RIVALS:
+            return RIVALS[self.method](self.layout(self.seq_len))
         return self._call
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dilated_attention.bench.results import Recorder, Row, failed, read
 from dilated_attention.bench.suites import (
     Step,
     attention,
+    blocks,
     dilation,
     foundation,
     gpu,
@@ -44,6 +45,7 @@ _METHODS: dict[str, Method] = {
 SUITES = {
     "foundation": foundation,
     "attention": attention,
+    "blocks": blocks,
     "dilation": dilation,
     "strategies": strategies,
     "real": real,
@@ -167,7 +169,9 @@ def _add_profile(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     parser.add_argument("--segments", type=_integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
     parser.add_argument("--rates", type=_integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
-    parser.add_argument("--blocks", choices=["local", "random"], default="local", help="kind of block layout")
+    parser.add_argument(
+        "--blocks", choices=["local", "global", "dilated", "random"], default="local", help="kind of block layout"
+    )
     parser.add_argument("--density", type=float, default=0.1, help="active blocks of the layout", metavar="X")
     parser.add_argument("--causal", action="store_true", help="no query sees a later key")
     parser.add_argument("--forward", action="store_true", help="without the backward")

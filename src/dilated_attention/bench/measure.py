@@ -168,7 +168,9 @@ def _measure_peak(request: dict[str, object]) -> int | None:
     torch.set_num_threads(int(str(request["threads"])))
     backward = bool(request["backward"])
     case = Case(**request["case"])  # type: ignore[arg-type]
-    for _ in Case(**{**case.parameters, "seq_len": 64}).contender(device, backward=backward)():
+    for _ in Case(**{**case.parameters, "seq_len": max(64, 4 * case.block_size)}).contender(
+        device, backward=backward
+    )():
         pass  # loads the operators and starts the threads
     work = case.contender(device, backward=backward)
     return peak_above_now(lambda: list(work()), device)

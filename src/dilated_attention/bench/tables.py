@@ -105,6 +105,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
     if density := parameters.get("density"):
         words.append(f"{parameters['blocks']} blocks, {density:.1%}")
+    if model := parameters.get("model"):
+        words.append(model)
     if parameters.get("is_causal"):
         words.append("causal")
     if backend := parameters.get("backend"):

@@ -32,8 +32,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         block_size = 64 if density <= 0.05 else 128  # a row sees at least one block of the 32 or 64
         base = replace(LONGNET, seq_len=4096, density=density, block_size=block_size)
         cases = _methods(device, quick, base)
-        cases["block-sparse, random"] = replace(cases["block-sparse"], blocks="random")
         del cases["dilated"]
+        cases.pop("flex", None)  # and random blocks: suite blocks
         found.append(
             compare(f"4,096 tokens, {density:.0%} of blocks", cases, "dense", device, seconds=4.0 if quick else 10.0)
         )

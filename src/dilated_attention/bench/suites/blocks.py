@@ -1,0 +1,370 @@
+"""`bench blocks`: block-sparse attention against dense, against other ways to run a layout, and choosing the blocks."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import autograd, routing
+from dilated_attention.backends import blocks
+from dilated_attention.bench import activations, measure
+from dilated_attention.bench.cases import Blocks, Case
+from dilated_attention.bench.measure import Rounds, Spread
+from dilated_attention.bench.results import Row
+from dilated_attention.bench.suites import Step, rates
+from dilated_attention.functional import attention, block_sparse_attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import plan_cache, plan_dilated
+
+KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
+SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
+DENSITIES = (0.1, 0.25, 0.5)
+MILLION = 1 << 20
+LOST = "routing: mass lost, 1 - captured over the best possible"
+
+Router = Callable[[Tensor, Tensor], BlockLayout]
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    if quick:
+        found = [
+            _over_dense(_cases(4096, ("local", "random"), DENSITIES), device, 4.0),
+            _over_rivals(replace(SPARSE, blocks="random"), device, 2.0),
+            _over_torch_sparse(512, (0.1,), device, 1.0),
+            _peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5),
+            Step("layouts and their cache", lambda: _tables(4096)),
+            _choosing(replace(SPARSE, is_causal=True), device, 2.0, bar=None),
+            Step("a trained LongNetLM", lambda: _longnet_quality(1024, 10, judged=False)),
+            Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 2, 16)),
+        ]
+        return found
+    found = [
+        _over_dense(_cases(4096, KINDS, DENSITIES), device, 30.0),
+        _over_dense(_cases(4096, KINDS, DENSITIES, is_causal=True), device, 20.0),
+        _over_dense(_cases(16384, KINDS, DENSITIES), device, 150.0),
+        _over_dense(_cases(16384, KINDS, DENSITIES[:1], is_causal=True), device, 40.0),
+    ]
+    for kind in ("random", "local"):
+        for density in DENSITIES:
+            found.append(_over_rivals(replace(SPARSE, blocks=kind, density=density), device, 8.0))
+    for density in (0.1, 0.5):
+        case = replace(SPARSE, seq_len=16384, blocks="random", density=density)
+        found.append(_over_rivals(case, device, 30.0, backward=False))
+    found.append(_over_torch_sparse(1024, DENSITIES, device, 20.0))
+    for method in ("block-sparse", "gather", "torch.sparse"):
+        found.append(_peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device))
+    for density, kinds in ((0.1, KINDS), (0.25, ("random", "global"))):
+        for kind in kinds:
+            found.append(_peak(replace(SPARSE, seq_len=32768, blocks=kind, density=density), device, bar=1.5))
+    found.append(Step("layouts and their cache", lambda: _tables(16384)))
+    for is_causal in (False, True):
+        found.append(_choosing(replace(SPARSE, seq_len=16384, is_causal=is_causal), device, 20.0, bar=0.1))
+    found.append(Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)))
+    found.append(Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)))
+    found.append(Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)))
+    return found
+
+
+def bar(kind: str | None, density: float) -> float:
+    """What the time over dense may be at most, at the density that a layout has."""
+    return 1.5 * density + 0.04 if kind == "random" else 1.25 * density + 0.02
+
+
+def _cases(seq_len: int, kinds: Sequence[Blocks], densities: Sequence[float], is_causal: bool = False) -> list[Case]:
+    base = replace(SPARSE, seq_len=seq_len, is_causal=is_causal)
+    return [replace(base, blocks=kind, density=density) for kind in kinds for density in densities]
+
+
+def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
+    dense = replace(found[0], method="dense")
+    cases = {f"{case.blocks} {case.density:.0%}": case for case in found}
+
+    def run() -> Iterator[Row]:
+        contenders = {name: case.contender(device, backward=True) for name, case in {**cases, "dense": dense}.items()}
+        rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
+        for phase, factor in (("forward", 1.0), ("forward+backward", 3.5)):
+            for name, case in cases.items():
+                ratio = rounds.ratio(name, "dense", phase)
+                yield Row(
+                    name=f"{phase}: time over dense",
+                    parameters=case.parameters,
+                    value=ratio.median,
+                    unit="x",
+                    bar=bar(case.blocks, case.layout(case.seq_len).density),
+                    spread=ratio,
+                    times={key: rounds.spread(key, phase) for key in (name, "dense")},
+                    rates=rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops}),
+                )
+
+    label = f"{dense.seq_len:,} tokens{', causal' if dense.is_causal else ''}, over dense"
+    return Step(label, run, tuple((case, True) for case in (dense, *cases.values())))
+
+
+def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: bool = True) -> Step:
+    """Beside a gather a row and a mask, forward and backward, and beside FlexAttention, forward."""
+    trained = {name: replace(case, method=name) for name in ("gather", "mask")}
+    flex = replace(case, method="flex")
+    why_not = "needs c++, which is not installed" if device.type == "cpu" and shutil.which("c++") is None else None
+
+    def run() -> Iterator[Row]:
+        q, k, v = case.inputs(device)[0]
+        everyone = trained if why_not else {**trained, "flex": flex}
+        with torch.no_grad():
+            expected = case.prepare()(q, k, v).double()
+            for name, rival in everyone.items():
+                difference = (rival.prepare()(q, k, v).double() - expected).norm() / expected.norm()
+                yield Row(
+                    name=f"forward: relative difference from {name}",
+                    parameters=case.parameters,
+                    value=float(difference),
+                    unit="",
+                    bar=3e-6,
+                )
+        work = {name: x.contender(device, backward=backward) for name, x in trained.items()}
+        work["block-sparse"] = case.contender(device, backward=backward)
+        if "flex" in everyone:
+            work["flex"] = flex.contender(device)
+        rounds = measure.interleave(work, seconds=budget, device=device)
+        for phase in ("forward", "forward+backward")[: 1 + backward]:
+            for name in everyone:
+                if (name, phase) in rounds.seconds:
+                    most = 1.05 if name == "flex" and (case.density or 1.0) > 0.1 else 1.0
+                    yield _ratio(rounds, case, name, phase, most)
+        yield from _refused(flex, device, why_not)
+
+    label = f"{case.seq_len:,} tokens, {case.density:.0%} {case.blocks}, over rivals"
+    return Step(label, run, tuple((x, backward) for x in (case, *trained.values())))
+
+
+def _refused(case: Case, device: torch.device, why_not: str | None) -> Iterator[Row]:
+    """The phases that FlexAttention has no part in, with the reason."""
+    phases = ["forward", "forward+backward"]
+    if why_not is None:
+        try:
+            for phase in replace(case, seq_len=2 * case.block_size).contender(device, backward=True)():
+                phases.remove(phase)
+        except NotImplementedError as error:
+            why_not, phases = str(error).strip().splitlines()[0], phases[1:]
+    parameters = replace(case, method="block-sparse").parameters
+    for phase in phases:
+        yield Row(name=f"{phase}: time over flex", parameters=parameters, value=None, unit="x", refused=why_not)
+
+
+def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.device, budget: float) -> Step:
+    cases = _cases(seq_len, ("random",), densities)
+    rivals = [replace(case, method="torch.sparse") for case in cases]
+
+    def run() -> Iterator[Row]:
+        for case, rival in zip(cases, rivals, strict=True):
+            work = {str(x.method): x.contender(device, backward=True) for x in (case, rival)}
+            rounds = measure.interleave(work, seconds=budget / len(cases), device=device)
+            for phase in ("forward", "forward+backward"):
+                yield _ratio(rounds, case, "torch.sparse", phase, 1.0)
+
+    return Step(f"{seq_len:,} tokens, over torch.sparse", run, tuple((case, True) for case in (*cases, *rivals)))
+
+
+def _ratio(rounds: Rounds, case: Case, name: str, phase: str, bar: float) -> Row:
+    ratio = rounds.ratio("block-sparse", name, phase)
+    return Row(
+        name=f"{phase}: time over {name}",
+        parameters=case.parameters,
+        value=ratio.median,
+        unit="x",
+        bar=bar,
+        spread=ratio,
+        times={key: rounds.spread(key, phase) for key in ("block-sparse", name)},
+    )
+
+
+def _peak(case: Case, device: torch.device, bar: float | None = None) -> Step:
+    def run() -> Iterator[Row]:
+        found = measure.peak_above_inputs(case, device)
+        yield Row(
+            name=f"forward: {case.method}, peak memory above q, k, v and out, over the bytes of out",
+            parameters=case.parameters,
+            value=None if found is None else found / case.out_bytes - 1,
+            unit="x",
+            bar=bar,
+            refused="this system does not tell a process's peak memory" if found is None else None,
+        )
+
+    return Step(f"peak memory of {case.method} at {case.seq_len:,} tokens", run, ((case, False),))
+
+
+def _million() -> BlockLayout:
+    near = BlockLayout.local(MILLION, 2048) | BlockLayout.global_(MILLION, 256)
+    return near | BlockLayout.dilated(MILLION, [2**i for i in range(13)], 2)
+
+
+def _tables(seq_len: int) -> Iterator[Row]:
+    built = {"seq_len": MILLION, "heads": 1, "block_size": 128, "blocks": "local, global and dilated"}
+    _million()
+    spread = measure.elapsed(_million, runs=9).scaled(1e3)
+    yield Row(name="layout: time to build", parameters=built, value=spread.median, unit="ms", bar=50.0, spread=spread)
+    yield Row(name="layout: size", parameters=built, value=_million().nbytes / 1e6, unit="MB", bar=20.0)
+
+    layout = BlockLayout.random(seq_len, 0.1, 0).causal()
+    plan = plan_dilated((seq_len,), (1,), ((0,),), seq_len)
+    q, sizes = torch.empty(1, seq_len, 1, 1), [seq_len, *layout.block_size, 1]
+
+    def find() -> object:
+        (found,) = (autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True) or {}).values()
+        return blocks._plan(found, 0)
+
+    def miss() -> object:
+        plan_cache.clear()
+        return find()
+
+    case = replace(SPARSE, seq_len=seq_len, blocks="random", is_causal=True)
+    find()
+    hits = Spread.of([timeit.timeit(find, number=100) / 100 for _ in range(50)]).scaled(1e6)
+    yield Row(
+        name="layout: time of a hit in the plan cache",
+        parameters=case.parameters,
+        value=hits.median,
+        unit="µs",
+        bar=20.0,
+        spread=hits,
+    )
+    misses = measure.elapsed(miss, runs=9).scaled(1e3)
+    yield Row(name="layout: time of a miss", parameters=case.parameters, value=misses.median, unit="ms", spread=misses)
+
+
+def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Router]:
+    options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
+    return {
+        "top-k": lambda q, k: routing.topk_blocks(q, k, density, **options),
+        "two stages": lambda q, k: routing.hierarchical_blocks(
+            q, k, density, region=8 if q.shape[1] // block_size > 64 else 4, **options
+        ),
+        "LSH": lambda q, k: routing.lsh_blocks(q, k, density, **options),
+    }
+
+
+def _chosen(case: Case) -> dict[str, Any]:
+    """Parameters of rows about layouts that a router makes."""
+    return {**case.parameters, "blocks": "chosen"}
+
+
+def _choosing(case: Case, device: torch.device, budget: float, *, bar: float | None) -> Step:
+    assert case.density is not None
+    chosen = routers(case.density, case.block_size, case.is_causal)
+
+    def run() -> Iterator[Row]:
+        q, k, v = case.inputs(device)[0]
+
+        def contender(router: Router) -> Callable[[], Iterator[str]]:
+            def work() -> Iterator[str]:
+                layout = router(q, k)
+                yield "choose"
+                block_sparse_attention(q, k, v, layout, is_causal=case.is_causal)
+                yield "choose and attend"
+
+            return work
+
+        work = {name: contender(router) for name, router in chosen.items()}
+        rounds = measure.interleave(work, seconds=budget, device=device)
+        for name in chosen:
+            choose, both = (rounds.seconds[name, phase] for phase in ("choose", "choose and attend"))
+            share = Spread.of([x / (y - x) for x, y in zip(choose, both, strict=True)])
+            yield Row(
+                name=f"routing: time of choosing the blocks over the attention that follows, {name}",
+                parameters=_chosen(case),
+                value=share.median,
+                unit="x",
+                bar=bar,
+                spread=share,
+                times={phase: rounds.spread(name, phase) for phase in ("choose", "choose and attend")},
+            )
+
+    return Step(f"choosing blocks{', causal' if case.is_causal else ''}", run, ((case, False),))
+
+
+def _longnet_quality(seq_len: int, training_steps: int, *, judged: bool) -> Iterator[Row]:
+    found = activations.longnet(seq_len, training_steps)
+    model = f"LongNetLM, {training_steps} steps"
+    yield from _quality(model, found, 128 if seq_len >= 4096 else 32, True, judged=judged)
+
+
+def _minilm_quality(seq_len: int, batch: int, block_size: int) -> Iterator[Row]:
+    reason = activations.missing()
+    if reason is not None:
+        parameters = {"seq_len": seq_len, "heads": 12, "model": "MiniLM"}
+        for name in routers(0.1, block_size, False):
+            yield Row(name=f"{LOST}, {name}", parameters=parameters, value=None, unit="", refused=reason)
+        return
+    yield from _quality("MiniLM", activations.minilm(seq_len, batch), block_size, False)
+
+
+def _quality(
+    model: str, found: activations.Heads, block_size: int, is_causal: bool, *, judged: bool = True
+) -> Iterator[Row]:
+    """Attention mass in the blocks chosen over that in the best blocks, as many in each row; and the output's error."""
+    q = found[0][0]
+    case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
+    case = replace(case, block_size=block_size, is_causal=is_causal)
+    parameters = {**_chosen(case), "model": model, "layers": len(found)}
+    everything = Dilated((q.shape[1],), (1,))
+    mass = [block_mass(q, k, block_size, is_causal) for q, k, _ in found]
+    dense = [attention(q, k, v, everything, is_causal=is_causal) for q, k, v in found]
+    choices = routers(0.1, block_size, is_causal)
+    choices["local window"] = lambda q, k: case.layout(q.shape[1])
+    for name, router in choices.items():
+        lost, errors = [], []
+        for (q, k, v), share, expected in zip(found, mass, dense, strict=True):
+            layout = router(q, k)
+            lost.append(1 - captured(share, layout))
+            out = attention(q, k, v, layout, is_causal=is_causal)
+            errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
+        yield Row(
+            name=f"{LOST}, {name}",
+            parameters=parameters,
+            value=math.fsum(lost) / len(lost),
+            unit="",
+            bar={"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None,
+            spread=Spread.of(lost),
+        )
+        yield Row(
+            name=f"routing: relative error of the output, {name}",
+            parameters=parameters,
+            value=math.fsum(errors) / len(errors),
+            unit="",
+            spread=Spread.of(errors),
+        )
+
+
+def captured(mass: Tensor, layout: BlockLayout) -> float:
+    """The part of `block_mass` that a layout holds, over what the best lists hold.
+
+    The best lists are as long, and keep the diagonal as every list must.
+    """
+    counts = layout.counts.expand(mass.shape[:3])
+    kept = torch.eye(mass.shape[2], mass.shape[3])
+    best = (mass + kept).sort(-1, descending=True).values.cumsum(-1).gather(-1, (counts - 1)[..., None])
+    return float((mass * layout.dense_blocks()).sum() / (best - 1).sum())
+
+
+def block_mass(q: Tensor, k: Tensor, block_size: int, is_causal: bool) -> Tensor:
+    """The share of each query block's softmax that falls on each key block, exact: `(batch, heads, rows, columns)`."""
+    n, ratio = q.shape[1], q.shape[2] // k.shape[2]
+    keys = k.repeat_interleave(ratio, 2).transpose(1, 2)
+    token = torch.arange(n)
+    rows = []
+    for first in range(0, n, block_size):
+        queries = q[:, first : first + block_size].transpose(1, 2)
+        score = queries @ keys.mT * q.shape[3] ** -0.5
+        if is_causal:
+            score = score.masked_fill(token > token[first : first + block_size, None], -math.inf)
+        share = score.softmax(-1).mean(2)
+        columns = share.new_zeros(*share.shape[:2], -(-n // block_size))
+        rows.append(columns.index_add_(2, token // block_size, share))
+    return torch.stack(rows, 2)
