@@ -43,6 +43,7 @@ BAD = {
     "integer tensors": ({x: tensor(dtype=torch.int64) for x in "qkv"}, ["q", "torch.int64", "floating dtype"]),
     "complex tensors": ({x: tensor(dtype=torch.complex64) for x in "qkv"}, ["q", "torch.complex64", "floating dtype"]),
     "eight bits": ({x: tensor().to(torch.float8_e5m2) for x in "qkv"}, ["torch.float8_e5m2", "float32"]),
+    "a sparse k": ({"k": tensor().to_sparse()}, ["k", "torch.sparse_coo", "dense", "k.to_dense()"]),
     "device of v": ({"v": tensor(device="meta")}, ["v", "meta", "q", "cpu", "one device"]),
     "no branch": ({"segment_lengths": [], "dilation_rates": []}, ["segment_lengths", "empty", "at least one"]),
     "unequal lists": (
@@ -139,7 +140,8 @@ PACKED = {
 
 
 def refused(arguments: dict, words: list[str], error: type[Exception] = ValueError) -> None:
-    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and not x.is_sparse}
+    before = {name: x.clone() for name, x in tensors.items()}
     with pytest.raises(error) as raised:
         dilated_attention(**arguments)
     message = str(raised.value)

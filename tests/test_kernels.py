@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,7 +28,8 @@ from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.reference import count_matrix, phantom_counts
-from dilated_attention.kernels.configurations import Shape
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
@@ -222,6 +224,16 @@ class TestDilated:
         v = torch.randn(2, 70, 2, 25)[..., 1:]
         plan, table = dilated(70, 2, (32, 70), (1, 2))
         check((q, k, v), [plan], count_matrix((32, 70), (1, 2), table, 70, is_causal=True), is_causal=True, scale=0.7)
+
+    def test_the_backward_takes_out_and_lse_of_any_strides(self):
+        q, k, v = tensors(2, 40, 2, 1, 16)
+        plan, _ = dilated(40, 1, (16, 40), (1, 2))
+        options = {"is_causal": True, "scale": 0.25}
+        out, lse = backend.forward(q, k, v, plan, **options)
+        expected = backend.backward(q, None, q, k, v, out, lse, plan, **options)
+        turned = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out, lse))
+        for x, y in zip(backend.backward(q, None, q, k, v, *turned, plan, **options), expected, strict=True):
+            assert torch.equal(x, y)
 
     def test_ragged(self):
         w, r, lengths = (32, 96), (1, 2), [50, 1, 70]
@@ -475,6 +487,30 @@ def test_causal_branches_keep_their_own_launches():
     plan, _ = dilated(4096, 2, (1024, 4096), (1, 4))
     for table in tiles.tables(plan, "queries", True, Shape(64, 64, 1, 1), None, torch.device("cpu")):
         assert table.spans == 1
+
+
+def test_cut_shapes():
+    """A shape that is not cut is launched as it was compiled ahead, and a cut one with its warps."""
+    for architecture in ARCHITECTURES.values():
+        for three in architecture.shapes.values():
+            for shape in three:
+                assert shape.cut(shape.own, 2**20) == shape
+    assert Shape(64, 64, 8, 2).cut(40, 17) == (64, 32, 8, 2)
+    assert Shape(128, 64, 8, 3).cut(1, 64) == (16, 64, 8, 3)
+
+
+def test_tables_refuse_tokens_that_they_cannot_name():
+    group = StridedGroup(*(Rows(2**31, 8, 1, 1, 8),) * 2, 0, 1, 1, first=True)
+    plan = Plan(2**31 + 8, 1, (group,), covered=False, square=True)
+    with pytest.raises(UnsupportedError, match=r"address 2\^31 tokens of all samples; got token 2147483648"):
+        tiles.tables(plan, "queries", False, Shape(16, 16, 1, 1), None, torch.device("cpu"))
+
+
+def test_tf32_is_pytorch_s_choice_and_nvidia_s(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert [backend._precision(dtype) for dtype in (torch.float32, torch.float16)] == ["tf32", "ieee"]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert backend._precision(torch.float32) == "ieee"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is refused for the device there")

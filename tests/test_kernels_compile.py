@@ -1,13 +1,14 @@
 """The kernels compiled for GPUs that are not there: what the machine code holds.
 
 A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot`
-compiles and reports the whole.
+compiles and reports the whole, and what it wrote is read here.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +24,22 @@ from triton.runtime.jit import JITFunction
 
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
-from dilated_attention.kernels.compile_ahead import KERNELS, Report, Variant, build
+from dilated_attention.kernels.compile_ahead import (
+    KERNELS,
+    TARGETS,
+    Report,
+    Variant,
+    build,
+    read,
+    shape_of,
+    table,
+    variants,
+    write,
+)
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 
+REPORTS = Path(__file__).parents[1] / "results/aot"
 EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
     for target, head_dim, calls in [
@@ -42,6 +55,7 @@ EVERY_KERNEL = [
 ONE_KERNEL = [
     Variant("sm_90", "forward", 24, "bf16", "dropout"),
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"),
+    Variant("sm_90", "dkdv", 256, "bf16", "few rows"),
     Variant("sm_90", "forward", 256, "bf16", "padding"),
     Variant("sm_90", "forward", 64, "fp32", "causal"),
     Variant("sm_90", "dq", 128, "fp16", "blocks"),
@@ -54,6 +68,30 @@ ONE_KERNEL = [
 )
 def test_machine_code(variant: Variant):
     assert build(variant).faults == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_reports_cover_what_ships(target):
+    """results/aot has every variant as it is shaped now, and none should not ship."""
+    found = {Variant(r.target, r.kernel, r.head_dim, r.dtype, r.call): r for r in read(REPORTS / f"{target}.jsonl")}
+    assert found.keys() == set(variants([target])), "run python -m dilated_attention.kernels.compile_ahead --output ..."
+    for variant, report in found.items():
+        assert shape_of(variant) == (report.own, report.loop, report.warps, report.stages), variant
+        assert report.faults == [], variant
+
+
+def test_the_table_says_what_the_reports_say():
+    reports = [report for target in TARGETS for report in read(REPORTS / f"{target}.jsonl")]
+    assert (REPORTS / "README.md").read_text(encoding="utf-8") == table(reports)
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    """Compiling one target again keeps the others."""
+    (first, *_), (second, *_) = (read(REPORTS / f"{target}.jsonl") for target in ("sm_90", "gfx942"))
+    for report in (first, second):
+        write(tmp_path, [report])
+    assert read(tmp_path / "sm_90.jsonl") == [first]
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == table([first, second])
 
 
 def test_faults_are_found():

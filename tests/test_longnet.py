@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM
+from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, longnet
 from dilated_attention.nn import Rotary, TransformerBlock, rotate
 from dilated_attention.nn.transformer import _ROWS
 from dilated_attention.patterns import Dilated
@@ -112,6 +112,24 @@ def test_samples_that_are_packed_already(counts):
     alone = [model(sample, all_layers=True) for sample in x.split(counts, 1)]
     for i, states in enumerate(packed):
         torch.testing.assert_close(states, torch.cat([layers[i] for layers in alone], 1), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY.keys())
+def test_packs_without_gradients_change_nothing(config, monkeypatch):
+    model = LongNetEncoder(config).double()
+    lengths = [7, 20, 3, 0, 30, 1]
+    x = torch.randn(6, 30, 32, dtype=torch.float64)
+    together = model(x, lengths=lengths, all_layers=True)
+    monkeypatch.setattr(longnet, "_PACK", 25)
+    sizes = []
+    handle = model.blocks[0].register_forward_hook(lambda block, inputs, out: sizes.append(out.shape[1]))
+    assert all(torch.equal(a, b) for a, b in zip(model(x, lengths=lengths, all_layers=True), together, strict=True))
+    with torch.no_grad():
+        packs = model(x, lengths=lengths, all_layers=True)
+    handle.remove()
+    assert sizes == [61, 7, 23, 30, 1]
+    for actual, expected in zip(packs, together, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_ragged_batch_in_single_precision(model):

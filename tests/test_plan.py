@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain, plan_cache
+from dilated_attention.backends import table
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.plan import PlanCache, plan_dilated, row_counts
 
@@ -53,6 +57,21 @@ class TestCache:
         cache.get("small", lambda: Entry(10))
         cache.get("large", lambda: Entry(31))
         cache.get("small", lambda: pytest.fail("evicted"))
+
+    def test_what_a_cuda_graph_reads_outlives_its_eviction(self, monkeypatch):
+        cache = PlanCache(max_bytes=30)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        alive = []
+        for is_capturing in (False, True):
+            monkeypatch.setattr(
+                torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing
+            )
+            cache.get("a", lambda: Entry(10))  # made, as before a capture, then found
+            alive.append(weakref.ref(cache.get("a", lambda: Entry(10))))
+            cache.clear()
+        gc.collect()
+        assert [entry() is not None for entry in alive] == [False, True]
+        assert cache.info().entries == 0
 
     def test_resize_and_clear(self):
         cache = PlanCache(max_bytes=100)
@@ -235,3 +254,21 @@ class TestExplain:
             explain(q, q, q[:, :4], Dilated((8,), (1,)))
         with pytest.raises(ValueError, match="compat"):
             explain(q, q, q, Dilated((8,), (1,)), compat="longnet")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta", "mps"])
+@pytest.mark.parametrize("backend", ["auto", "native", "triton", "reference", "other"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_the_short_way_to_native_is_that_of_the_table(device, backend, dtype):
+    call = backend, torch.device(device), dtype
+    if table.plainly_native(*call):
+        needs = ["key_padding_mask", "dropout_p", "a block layout"]
+        assert table.choose(*call, head_dim=1, seq_len=1 << 40, needs=needs, work=1 << 60).backend == "native"
+    else:
+        assert call[:2] != ("auto", torch.device("cpu")) or dtype == torch.float8_e5m2
+
+
+def test_integers_of_numpy_are_integers():
+    pattern = Dilated(tuple(np.array([8, 16])), tuple(np.array([1, 2])))
+    assert pattern == Dilated((8, 16), (1, 2))
+    assert all(type(x) is int for x in pattern.segment_lengths + pattern.dilation_rates)

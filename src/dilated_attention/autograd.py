@@ -213,8 +213,11 @@ def _forward(
         dropped = None if dropped is None else dropped.packed()
         out, lse = triton.forward(q_, k_, v_, plan, is_causal=is_causal, scale=scale, key_bias=bias, dropout=dropped)
         return out.view(q.shape), lse.view(q.shape[:3])
-    out = q.new_zeros(q.shape)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    if lengths is not None:  # packed samples cover all rows
+        out.zero_()
+        lse.fill_(-torch.inf)
     for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         sample_bias = None if bias is None else bias[batch, seq]
@@ -276,7 +279,8 @@ def _backward(
         )
         dq, dk, dv = (x.view(y.shape) for x, y in zip(gradients, (q, k, v), strict=True))
         return dq, dk, dv
-    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    make = torch.empty_like if lengths is None else torch.zeros_like  # packed samples cover all rows
+    dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for batch, seq in slices:
         plan = _plan(k, seq.stop - seq.start, segment_lengths, dilation_rates, offsets, compat)
         dout_, q_, k_, v_, out_, lse_ = (x[batch, seq] for x in (dout, q, k, v, out, lse))

@@ -207,19 +207,22 @@ def _attend(
         _check_options(pattern, is_causal, scale, dropout_p)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         dilated = _dilated(pattern, seq_len)
-        asked = {
-            "key_padding_mask": key_padding_mask is not None,
-            "dropout_p": dropout_p > 0,
-            "a block layout": not isinstance(pattern, Dilated),
-        }
-        choice = table.choose(
-            backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale,
-            needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
-        )  # fmt: skip
+        if table.plainly_native(backend, q.device, q.dtype):
+            backend = "native"
+        else:
+            asked = {
+                "key_padding_mask": key_padding_mask is not None,
+                "dropout_p": dropout_p > 0,
+                "a block layout": not isinstance(pattern, Dilated),
+            }
+            backend = table.choose(
+                backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale,
+                needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
+            ).backend  # fmt: skip
         offsets = _table(dilated, compat, k.shape[2], head_offset)
         layouts = _layouts(pattern, q, k.shape[2], seq_len, offsets, lengths, cu_seqlens)
-        if context is not None and choice.backend not in ("native", "triton"):
-            raise UnsupportedError(f"backend={choice.backend!r} sees one device; with a mesh use backend='auto'")
+        if context is not None and backend not in ("native", "triton"):
+            raise UnsupportedError(f"backend={backend!r} sees one device; with a mesh use backend='auto'")
         if context is not None and context.size > 1:
             for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p > 0)):
                 if given:
@@ -235,7 +238,7 @@ def _attend(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "compat": compat}
     ragged: dict[str, Any] = {"lengths": lengths, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
     segments, rates = dilated.segment_lengths, dilated.dilation_rates
-    if choice.backend == "reference":
+    if backend == "reference":
         for _ in autograd.samples(seq_len, lengths, cu_seqlens):
             pass  # checks the lengths
         visible = None
@@ -254,12 +257,12 @@ def _attend(
         out, lse = context_parallel_attention(
             q, k, v, segments, rates, offsets, mesh=mesh, seq_len=seq_len, **options, lengths=lengths,
             cu_seqlens=cu_seqlens, layouts=[x.for_heads(q.shape[2]).to(q.device) for x in layouts],
-            backend=choice.backend, transport=transport, layer=layer,
+            backend=backend, transport=transport, layer=layer,
         )  # fmt: skip
     else:
         out, lse = autograd.attend(
             q, k, v, list(segments), list(rates), [offset for row in offsets for offset in row], is_causal, scale,
-            compat or "", choice.backend, float(dropout_p), first_head, *autograd.pack_layouts(layouts),
+            compat or "", backend, float(dropout_p), first_head, *autograd.pack_layouts(layouts),
             lengths, cu_seqlens, key_padding_mask, seed,
         )  # fmt: skip
     return (out, lse.transpose(1, 2)) if return_lse else out
@@ -379,8 +382,11 @@ def _dense_layouts(layouts: list[BlockLayout], heads: int) -> Callable[[int, int
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not (isinstance(q, Tensor) and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not isinstance(q, Tensor):
+        return q, k, v
+    device = q.device.type
+    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    if not (known and torch.is_autocast_enabled(device)):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -395,6 +401,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
             )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
         if x.dtype != q.dtype or not x.is_floating_point():
             raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
         if x.device != q.device:

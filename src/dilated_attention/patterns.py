@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -30,9 +31,9 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise ValueError(f"{name} must be a sequence of positive integers, one per branch; got {values!r}")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} must hold positive integers; got {value!r} in {list(values)!r}")
-    return tuple(values)
+    return tuple([int(value) for value in values])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import OffsetTable
 
@@ -147,22 +149,30 @@ class PlanCache:
     """A least-recently-used cache bounded by bytes, safe under threads.
 
     Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
-    kept.
+    kept. A value used while a CUDA graph is captured is held for good, beside the limit: the graph reads its memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._captured: dict[int, Any] = {}
         self._max_bytes = max_bytes
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
+        value = self._get(key, make)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured[id(value)] = value
+        return value
+
+    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with self._lock:
             if key in self._entries:
                 self._hits += 1
                 self._entries.move_to_end(key)
-                return self._entries[key]
+                held: Value = self._entries[key]
+                return held
         value = make()
         with self._lock:
             self._misses += 1
@@ -186,7 +196,7 @@ class PlanCache:
             )
 
     def clear(self) -> None:
-        """Drop every entry and set the counters to zero."""
+        """Drop every entry and set the counters to zero. What a CUDA graph reads stays in memory."""
         with self._lock:
             self._entries.clear()
             self._bytes = self._hits = self._misses = self._evictions = 0
@@ -200,8 +210,11 @@ class PlanCache:
             self._evict()
 
 
-plan_cache = PlanCache(max_bytes=64 << 20)
-"""Plans, layouts and their device tables, for the whole process."""
+plan_cache = PlanCache(max_bytes=256 << 20)
+"""Plans, layouts and their device tables, for the whole process.
+
+The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
+"""
 
 
 def plan_dilated(

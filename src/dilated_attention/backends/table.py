@@ -36,6 +36,12 @@ class Choice:
     refusals: dict[str, str]
 
 
+def plainly_native(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `choose` takes native whatever else is asked. Its reasons would be a quarter of a small call's
+    overhead."""
+    return backend == "auto" and device.type == "cpu" and dtype in _FLOATS
+
+
 def choose(
     backend: str,
     device: torch.device,

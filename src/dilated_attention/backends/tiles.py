@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
@@ -111,6 +112,10 @@ def _block_table(
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
+    """ValueError where a token's number does not fit: refusals count the tokens of one sample, and a packed batch has
+    more."""
+    if lines.max(initial=0) >= 2**31:
+        raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
     return torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
 
 

@@ -249,6 +249,7 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
     from dilated_attention.kernels import online
 
     _, tokens, heads, head_dim = out.shape
+    out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     unit, (strides,) = _strides(dout)
     rows = 32
@@ -314,7 +315,9 @@ def _padded(head_dim: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """tf32 only where PyTorch's own switch allows it in matrix products."""
+    """tf32 only where PyTorch's own switch allows it in matrix products; ROCm's Triton has it on some devices only."""
+    if torch.version.hip:
+        return "ieee"
     matmul = torch.backends.cuda.matmul
     allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     return "tf32" if dtype == torch.float32 and allowed else "ieee"

@@ -17,7 +17,7 @@ from dilated_attention.bench import check, patterns, plots, simulate
 from dilated_attention.bench.cases import Case, Method
 from dilated_attention.bench.measure import MATMUL, Spread, available_memory, refusal
 from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
-from dilated_attention.bench.results import Recorder, Row
+from dilated_attention.bench.results import Recorder, Row, failed, read
 from dilated_attention.bench.suites import (
     Step,
     attention,
@@ -283,10 +283,13 @@ def _simulate(options: argparse.Namespace) -> int:
     console = Console()
     for shown in _simulated(found, model):
         console.print(shown)
-    picture = recorder.path.with_suffix(".png")
-    plots.save_weak_scaling(picture, found, model)
-    for path in (recorder.path, picture):
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    if recorder.failure is None:
+        console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
+        figure = plots.weak_scaling(read(recorder.path))
+        if figure is not None:
+            picture = recorder.path.with_suffix(".png")
+            figure.savefig(picture, dpi=150)
+            console.print(f"written: {picture}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -399,6 +402,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
         task = progress.add_task("", total=len(steps))
         for step in steps:
             progress.update(task, description=step.label)
+            recorder.forget(failed(step.label))
             refused = refusal(step.needs, device)
             if refused:
                 case = step.needs[0][0]

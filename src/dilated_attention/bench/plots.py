@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from dilated_attention.bench.cases import Case
 from dilated_attention.bench.profile import Stage, save_bars
 from dilated_attention.bench.results import read
-from dilated_attention.bench.simulate import Network, Rehearsal
-from dilated_attention.environment import device_name
+from dilated_attention.bench.simulate import World
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import plot_counts
@@ -33,15 +32,18 @@ PHASES = ("forward", "forward+backward")
 def draw(results: Path, out: Path) -> Iterator[Path]:
     """Draw every picture that the files of `results` have rows for; the paths written.
 
-    Raises ValueError where there are no results, or a file is damaged.
+    Raises ValueError where there are no results, or a file that it draws is damaged.
     """
     files = sorted(results.glob("*/*.jsonl"))
     if not files:
         raise ValueError(f"{results}: no files of results, <device>/<suite>.jsonl; `bench` writes them")
     for path in files:
+        is_profile = path.stem.startswith("profile-")
+        if not is_profile and path.stem not in PICTURES:
+            continue  # not all files have rows that `read` knows: results/aot
         rows = read(path)
         folder = out / path.parent.name
-        if path.stem.startswith("profile-"):
+        if is_profile:
             stages = tuple(
                 Stage(row["name"].removeprefix("own time of "), row["value"], 0)
                 for row in rows
@@ -279,6 +281,59 @@ def _layouts() -> Figure:
     return figure
 
 
+def weak_scaling(rows: list[Record]) -> Figure | None:
+    """As many tokens a rank in every world: bytes that a rank receives, and the time of its forward.
+
+    Of the newest row and those like it, which differ in the length and the ranks alone.
+    """
+
+    def kind(row: Record) -> dict[str, Any]:
+        parameters = {name: value for name, value in row["parameters"].items() if name != "transport"}
+        shard = parameters.pop("seq_len") // parameters.pop("ranks")
+        return {**parameters, "tokens": shard, "environment": row["environment"]}
+
+    newest = max(rows, key=lambda row: row["date"])
+    worlds: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if kind(row) == kind(newest) and row["value"] is not None:
+            worlds.setdefault(row["parameters"]["seq_len"], {})[row["name"]] = row["value"]
+    alike = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in rows if kind(row) == kind(newest)}
+    tokens = sorted(worlds)
+    if len(tokens) < 2:
+        return None
+    modelled = [name for name in worlds[tokens[-1]] if name.startswith("modelled, ")]
+    network = modelled[-1].removeprefix("modelled, ").partition(": ")[0]
+
+    def values(name: str) -> list[float]:
+        return [worlds[length][name] for length in tokens]
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    traffic, seconds = _axes(figure, 2)
+    compute = values("measured: forward")
+    traffic.plot(tokens, values("counted: received in a forward"), "-s", color="black", label="this library, counted")
+    waits = values(f"modelled, {network}: communication of a forward")
+    total = [a + b for a, b in zip(compute, waits, strict=True)]
+    seconds.plot(tokens, total, "-s", color="black", label="this library, measured + modelled")
+    seconds.plot(tokens, compute, ":", color="0.5", label="its compute alone, measured")
+    for scheme, style in (("dense ring", "--^"), ("all-gather", "--o"), ("official LongNet", ":x")):
+        grey = "0.5" if scheme == "all-gather" else "black"
+        label = f"{scheme}, modelled"
+        traffic.plot(tokens, values(f"modelled: received in a forward, {scheme}"), style, color=grey, label=label)
+        work = compute
+        if scheme == "dense ring":
+            more = [alike[length].flops(dense=True) / alike[length].flops() for length in tokens]
+            work = [a * b for a, b in zip(compute, more, strict=True)]
+        waits = values(f"modelled, {network}: communication, {scheme}")
+        seconds.plot(tokens, [a + b for a, b in zip(work, waits, strict=True)], style, color=grey, label=label)
+    traffic.set(ylabel="bytes that a rank receives, a layer's forward")
+    seconds.set(ylabel="seconds of a rank's forward, nothing hidden")
+    for axes in (traffic, seconds):
+        axes.set(xlabel=f"tokens, {kind(newest)['tokens']:,} a rank; network of {network}", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
 PATTERNS: dict[str, Callable[[], Figure]] = {
     "pattern-branches": _branches,
     "pattern-heads": _heads,
@@ -292,34 +347,5 @@ PICTURES: dict[str, dict[str, Callable[[list[Record]], Figure | None]]] = {
     "dilation": {"dilation": _dilation},
     "strategies": {"strategies": _strategies},
     "model": {"decoding": _decoding},
+    "simulate": {"weak-scaling": weak_scaling},
 }
-
-
-def save_weak_scaling(path: Path, found: Sequence[Rehearsal], network: Network) -> None:
-    """As many tokens a rank in every world: bytes that a rank receives, and the time of its forward."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    traffic, seconds = _axes(figure, 2)
-    tokens = [x.world.seq_len for x in found]
-    compute, rate = [x.forward[0] for x in found], [x.world.flops() / x.forward[0] for x in found]
-    traffic.plot(tokens, [x.received for x in found], "-s", color="black", label="this library, counted")
-    exchange = [c + network.seconds(x.received, x.messages) for c, x in zip(compute, found, strict=True)]
-    seconds.plot(tokens, exchange, "-s", color="black", label="this library, measured + modelled")
-    seconds.plot(tokens, compute, ":", color="0.5", label="its compute alone, measured")
-    for scheme, style in (("dense ring", "--^"), ("all-gather", "--o"), ("official LongNet", ":x")):
-        moved = [x.world.others()[scheme] for x in found]
-        work = compute
-        if scheme == "dense ring":
-            work = [x.world.flops(dense=True) / r for x, r in zip(found, rate, strict=True)]
-        grey = "0.5" if scheme == "all-gather" else "black"
-        traffic.plot(tokens, [received for received, _ in moved], style, color=grey, label=f"{scheme}, modelled")
-        total = [w + network.seconds(*m) for w, m in zip(work, moved, strict=True)]
-        seconds.plot(tokens, total, style, color=grey, label=f"{scheme}, modelled")
-    traffic.set(ylabel="bytes that a rank receives, a layer's forward")
-    seconds.set(ylabel="seconds of a rank's forward, nothing hidden")
-    for axes in (traffic, seconds):
-        axes.set(xlabel=f"tokens, {found[0].world.shard:,} a rank", yscale="log")
-        axes.set_xscale("log", base=2)
-        axes.legend(frameon=False, fontsize=7)
-    figure.suptitle(f"one rank's real code on {device_name()}, one thread; network of {network}", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)

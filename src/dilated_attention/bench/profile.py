@@ -50,7 +50,10 @@ _OPERATORS = {
     **dict.fromkeys(("add_", "add"), "sums of gradients"),
 }
 """Operators whose time counts as theirs where no stage runs them; allocation always does."""
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+LAUNCHES = (
+    "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx",
+    "hipLaunchKernel", "hipExtLaunchKernel", "hipModuleLaunchKernel", "hipExtModuleLaunchKernel",
+)  # fmt: skip
 DISPATCH = "Python and dispatch"
 OUTSIDE = "outside attention"
 

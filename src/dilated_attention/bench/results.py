@@ -101,6 +101,15 @@ class Recorder:
                 print(self.failure, file=sys.stderr)
         print(json.dumps(record), file=self._stream, flush=True)
 
+    def forget(self, name: str) -> None:
+        """Leave out the rows of that name from the next time that a row is written."""
+        self._rows = {key: row for key, row in self._rows.items() if row["name"] != name}
+
+
+def failed(label: str) -> str:
+    """The name of the row that says why a step stopped, until the step is run again."""
+    return f"failed: {label}"
+
 
 def _key(record: Mapping[str, Any]) -> str:
     return json.dumps([record["name"], record["parameters"]], sort_keys=True)

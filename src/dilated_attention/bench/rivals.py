@@ -24,11 +24,16 @@ def flex(layout: BlockLayout) -> Call:
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='flex' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
     mask_on = cache(block_mask(layout).to)
-    compiled = torch.compile(flex_attention)
+    # For this shape alone: after a second one PyTorch compiles for any, and after eight it compiles no more.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    tile = min(128, *layout.block_size)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Its own choice of tiles on GPUs may exceed blocks of fewer than 128, which it refuses.
+        options = {"BLOCK_M": tile, "BLOCK_N": tile} if tile < 128 and q.is_cuda else None
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=mask_on(q.device)).transpose(1, 2)
+        return compiled(q, k, v, block_mask=mask_on(q.device), kernel_options=options).transpose(1, 2)  # type: ignore[arg-type]
 
     return call
 
@@ -52,11 +57,11 @@ def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
 
 def mask(layout: BlockLayout) -> Call:
     """`scaled_dot_product_attention` with a boolean mask of all pairs."""
-    pairs = layout.dense_mask()
+    pairs_on = cache(layout.dense_mask().to)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs_on(q.device)).transpose(1, 2)
 
     return call
 
@@ -74,7 +79,7 @@ def gather(layout: BlockLayout) -> Call:
     if layout.is_causal:
         query = torch.arange(layout.seq_len).view(rows, layout.q_block)
         seen = seen & (key.flatten(1)[:, None, None] <= query[:, None, :, None])
-    attn_mask = None if bool(seen.all()) else seen
+    mask_on = None if bool(seen.all()) else cache(seen.to)
 
     def blocks(x: Tensor) -> Tensor:
         x = x[0].unflatten(0, (-1, layout.k_block))[keys]  # row, block, token, head, dim
@@ -82,6 +87,7 @@ def gather(layout: BlockLayout) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         query = q[0].unflatten(0, (rows, -1)).transpose(1, 2)
+        attn_mask = None if mask_on is None else mask_on(q.device)
         out = F.scaled_dot_product_attention(query, blocks(k), blocks(v), attn_mask=attn_mask)
         return out.transpose(1, 2).flatten(0, 1)[None]
 

@@ -2,7 +2,8 @@
 
     python -m dilated_attention.kernels.compile_ahead --target sm_90 gfx942 --output results/aot
 
-writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions.
+writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions; and
+OUTPUT/README.md, a table of all such files there. Triton keeps what it compiled: to resume, run it again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 """Bytes of shared memory that one program may have."""
 
-MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 16, "tf32": 16}
+MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 32, "tf32": 32}
 """Bytes of stack a thread that may stay: in single precision no shape of tiles was free of them for every call."""
 
 KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
@@ -62,8 +63,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "dropout": {"words": True, "EDGE": 1, "EVEN": False},
     "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
+    "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
-"""What a call may ask of a kernel: constants that differ from one full span with equal tiles."""
+"""What a call may ask of a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """Why this variant should not ship."""
-        matrix = self.wgmma if self.target == "sm_90" and self.dtype in ("bf16", "fp16") else self.wgmma + self.mma
+        is_wide = self.target == "sm_90" and self.dtype in ("bf16", "fp16") and self.own >= 64  # what wgmma multiplies
+        matrix = self.wgmma if is_wide else self.wgmma + self.mma
         checks = {
             f"{self.spilled} bytes spilled": self.spilled > MAX_SPILLED[self.dtype],
             f"{self.shared} bytes of shared memory": self.shared > SHARED_LIMIT[self.target],
@@ -109,19 +112,24 @@ class Report:
         return [fault for fault, found in checks.items() if found]
 
 
+SOME_CALLS = {"fp32": ("even", "causal", "causal blocks", "dropout"), "tf32": ("even", "causal")}
+"""The calls that single precision is compiled for: the plainest, and those that take most registers."""
+
+
 def variants(
     targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32", "tf32")
 ) -> Iterator[Variant]:
-    """Everything that ships; float16 has the code of bfloat16, and tf32, NVIDIA's, is taken for the plainest calls."""
+    """Everything that ships, but for `SOME_CALLS`; float16 has the code of bfloat16, and tf32 is NVIDIA's."""
     for target, dtype, kernel, head_dim, call in itertools.product(targets, dtypes, KERNELS, head_dims, CALLS):
-        if dtype != "tf32" or (target != "gfx942" and call in ("even", "causal")):
+        if call in SOME_CALLS.get(dtype, CALLS) and (dtype, target) != ("tf32", "gfx942"):
             yield Variant(target, kernel, head_dim, dtype, call)
 
 
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
-    architecture, dropout = ARCHITECTURES[variant.target], "words" in CALLS[variant.call]
-    return architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, dropout)
+    architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
+    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in call)
+    return shape.cut(call.get("own", shape.own), shape.loop)
 
 
 def build(variant: Variant) -> Report:
@@ -137,6 +145,8 @@ def build(variant: Variant) -> Report:
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
+        if name == "own":
+            continue
         if name == "EDGE" and variant.kernel == "dkdv":
             value = int(bool(constants["CAUSAL"]))
         for given in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
@@ -204,13 +214,63 @@ COLUMNS = {
 }  # fmt: skip
 
 
+def read(path: Path) -> list[Report]:
+    """The reports of a file that `main` wrote."""
+    return [Report(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(reports: Sequence[Report]) -> str:
+    """Markdown: a line per kernel, dtype and tile shape, with the worst figures of its head_dims and calls."""
+    groups: dict[tuple[Any, ...], list[Report]] = {}
+    for r in reports:
+        groups.setdefault((r.target, r.kernel, r.dtype, r.own, r.loop, r.warps, r.stages), []).append(r)
+    lines = []
+    for target in dict.fromkeys(report.target for report in reports):
+        heads = "kernel", "dtype", "head_dim", "tile", "warps", "stages", "variants", "registers", "spilled", "shared"
+        lines += ["", f"## {target}", "", "| " + " | ".join((*heads, "matrix instructions")) + " |"]
+        lines.append("|---|---|---|---|" + "--:|" * 7)
+        for (where, kernel, dtype, own, loop, warps, stages), group in groups.items():
+            if where != target:
+                continue
+            dims = sorted({r.head_dim for r in group})
+            cells = (
+                kernel, dtype, f"{dims[0]} to {dims[-1]}" if len(dims) > 1 else dims[0], f"{own} x {loop}",
+                warps, stages, len(group), max(r.registers for r in group), max(r.spilled for r in group),
+                f"{max(r.shared for r in group):,}", min(r.wgmma + r.mma for r in group),
+            )  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    versions = ", ".join(sorted({report.triton for report in reports}))
+    limits = "; ".join(f"{target} {limit:,}" for target, limit in SHARED_LIMIT.items())
+    return (
+        f"""# Kernels compiled ahead of time
+
+{len(reports):,} kernels of Triton {versions}, compiled without a GPU and not run: nothing here is a time. Written by
+`python -m dilated_attention.kernels.compile_ahead --output results/aot`, which keeps the file of every target in full.
+
+A line has the most registers and the most bytes spilled of a thread, the most bytes of shared memory of a program and
+the fewest matrix instructions (`wgmma` in bf16 on sm_90, else `mma.sync`, `tcgen05.mma` or `v_mfma`) of its variants:
+its head_dims, each with the calls {", ".join(CALLS)};
+in single precision {" or ".join(f"{', '.join(calls)} ({dtype})" for dtype, calls in SOME_CALLS.items())}.
+A tile is own x streamed rows. `fp32` multiplies in full precision, on NVIDIA without matrix instructions; `tf32` is
+float32 where PyTorch allows tf32 in matrix products; float16 has the code of bf16. `few rows` are at most 16, a step of
+a decoder, and use `mma.sync` on sm_90, too; the tiles of 32 and 64 rows that calls of so few get are not among these.
+
+A kernel ships if it has matrix instructions (not asked of fp32), spills nothing (in single precision: at most
+{MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
+{limits}.
+"""
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
 def main() -> int:
     """Exit code 1 if a kernel should not ship."""
     parser = argparse.ArgumentParser(prog="compile_ahead", description=str(__doc__).splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS)
     parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32", "tf32"])
-    parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl")
+    parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl and README.md")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     reports = []
@@ -221,11 +281,19 @@ def main() -> int:
             print("".join(cells) + "; ".join(report.faults), flush=True)
             reports.append(report)
     if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        for target in arguments.target:
-            lines = [json.dumps(asdict(report)) + "\n" for report in reports if report.target == target]
-            (arguments.output / f"{target}.jsonl").write_text("".join(lines))
+        write(arguments.output, reports)
     return int(any(report.faults for report in reports))
+
+
+def write(folder: Path, reports: Sequence[Report]) -> None:
+    """A file per target, and the table of every target's file in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for target in {report.target for report in reports}:
+        lines = [json.dumps(asdict(report), separators=(",", ":")) for report in reports if report.target == target]
+        (folder / f"{target}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files = [folder / f"{target}.jsonl" for target in TARGETS]
+    everything = [report for file in files if file.exists() for report in read(file)]
+    (folder / "README.md").write_text(table(everything), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ from dilated_attention.parallel.sharding import cp_mean, mesh_size, sequence_ran
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
 
+# Packed tokens that run together without gradients, unless a sample alone has more: enough to fill a device. More would
+# take memory, and on CPU time: large new memory costs as much as a sum over it.
+_PACK = 8192
+
 
 class LongNetStack(Pretrained):
     """What all LongNets share: an embedding, pre-norm blocks, a final norm (LongNet, Ding et al. 2023,
@@ -199,6 +203,14 @@ class LongNetStack(Pretrained):
         source_mask: Tensor | None = None,
     ) -> list[Tensor]:
         """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
+        packs = _packs(counts) if cu_seqlens is not None and cache is None and sources is None else []
+        if len(packs) > 1 and not torch.is_grad_enabled():
+            options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers}
+            found = []
+            for pack, tokens in packs:
+                some = None if places is None else (places[0][tokens], places[1][tokens])
+                found.append(self._run(x[:, tokens], pack, some, cumulative(pack, x.device), **options))
+            return [torch.cat(states, 1) for states in zip(*found, strict=True)]
         tables = None
         if places is not None:
             assert self.config.rotary is not None
@@ -207,7 +219,7 @@ class LongNetStack(Pretrained):
             cache.begin(counts, packed=cu_seqlens is not None)
         states = [x]
         for i, block in enumerate(self.blocks):
-            options: dict[str, Any] = {
+            options = {
                 "cu_seqlens": cu_seqlens,
                 "seq_len": seq_len,
                 "memory": None if cache is None else cache.layers[i],
@@ -257,6 +269,20 @@ class LongNetStack(Pretrained):
         if not torch.compiler.is_compiling():
             rotary.check(int((positions - origins).abs().max()), x.dtype)
         return positions, origins
+
+
+def _packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
+    """Runs of samples of at most `_PACK` tokens together, or one sample: their counts, and where their tokens lie."""
+    packs: list[tuple[list[int], slice]] = []
+    start = stop = 0
+    pack: list[int] = []
+    for count in counts:
+        if pack and stop + count - start > _PACK:
+            packs.append((pack, slice(start, stop)))
+            pack, start = [], stop
+        pack.append(count)
+        stop += count
+    return [*packs, (pack, slice(start, stop))]
 
 
 def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:

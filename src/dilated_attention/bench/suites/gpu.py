@@ -1,12 +1,14 @@
 """`bench gpu`: the Triton kernels on a GPU: right, fast beside dense kernels, small, and where they overtake native.
 
-Steps do not stop at a failure: what a step raises becomes its row's refusal, and the steps after it still run. The
-dense kernels, cuDNN's and FlashAttention's, compute about as many score entries in one long sequence as the pattern
-has in all; times are compared per score entry.
+Steps do not stop at a failure: what a step raises becomes its row's refusal, and the steps after it still run. Nor does
+a comparison stop at a contender that does not run: its rows are refused, and the others are measured. The dense
+kernels, cuDNN's and FlashAttention's, compute about as many score entries in one long sequence as the pattern has in
+all; times are compared per score entry.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,17 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention.backends import flash, table, triton
+from dilated_attention.backends import flash, native, table, triton
 from dilated_attention.bench import measure
 from dilated_attention.bench.cases import Case, Contender
 from dilated_attention.bench.measure import Rounds, Spread
 from dilated_attention.bench.profile import profile
-from dilated_attention.bench.results import Row
+from dilated_attention.bench.results import Row, failed
 from dilated_attention.bench.suites import Step, peak, rates
-from dilated_attention.functional import attention
+from dilated_attention.functional import attention, dilated_attention
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup
 
 PAPER = Case(
     method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",
@@ -65,6 +68,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         if name != "flash" or not check.needs
     ]
     found += [
+        _step("rows from elsewhere", partial(elsewhere, device), {"seq_len": 48, "heads": 4, "backend": "triton"}),
         _step("compiled, and as a CUDA graph", partial(captured, SMALL, device), SMALL.parameters),
         _step("beyond 2^31 elements", partial(_far_rows, device), PAPER.parameters),
         _step("1,048,576 tokens against native", partial(_million, device), PAPER.parameters),
@@ -73,8 +77,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         for is_causal in (False, True):
             for seq_len in (65536,) if quick else (65536, 262144, 1048576):
                 case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
-                budget = 5.0 if quick else 20.0
-                found.append(_step(f"{seq_len:,} tokens", partial(speed, case, names, device, budget), case.parameters))
+                label = f"{seq_len:,} tokens, head_dim {head_dim}" + ", causal" * is_causal
+                run = partial(speed, case, names, device, 5.0 if quick else 20.0)
+                found.append(_step(label, run, case.parameters))
     for density in SPEED_UPS:
         for case in _sparse(density):
             for flex in (False, True):
@@ -83,29 +88,45 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
                 found.append(_step(label, run, case.parameters))
     found.append(_step("4,096 tokens", partial(_small, device, 5.0), SMALL.parameters))
     found.append(_step("where triton overtakes native", partial(threshold, device), SMALL.parameters))
+    long = replace(PAPER, seq_len=1 << 20, head_dim=64)
+    for step in (peak(long, device, bar=1.10), peak(long, device, backward=True)):
+        label = step.label + (", with the backward" if step.needs[0][1] else "")
+        found.append(replace(_step(label, step.measure, long.parameters), needs=step.needs))
+    for case in (SMALL, PAPER, *(_sparse(density)[1] for density in SPEED_UPS)):
+        label = f"launches at {case.seq_len:,} tokens"
+        label += "" if case.density is None else f", {case.density:.0%} of blocks"
+        found.append(_step(label, partial(_launches, case, device), case.parameters))
     for head_dim in (64, 128, 256):
         for kernel in CANDIDATES:
             case = replace(PAPER, head_dim=head_dim)
             label = f"tiles of {kernel}, head_dim {head_dim}"
             found.append(_step(label, partial(tile_shapes, kernel, case, device, 2.0), case.parameters))
-    long = replace(PAPER, seq_len=1 << 20, head_dim=64)
-    found += [peak(long, device, bar=1.10), peak(long, device, backward=True)]
-    for case in (SMALL, PAPER):
-        found.append(_step(f"launches at {case.seq_len:,} tokens", partial(_launches, case, device), case.parameters))
     return found
 
 
+def _failures() -> tuple[type[Exception], ...]:
+    """What a kernel that does not compile or run, or a call that does not fit, may raise: here or in what it calls."""
+    from triton.errors import TritonError
+
+    # PyTorch's errors of memory, of CUDA and of its compiler are RuntimeErrors.
+    return RuntimeError, ValueError, TypeError, AssertionError, LookupError, TritonError
+
+
+def _why(error: Exception) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
+
+
 def _step(label: str, run: Callable[[], Iterator[Row]], parameters: Mapping[str, Any]) -> Step:
-    """A step whose failure is a row: a kernel that does not compile or a call that does not fit ends no session."""
+    """A step whose failure is a row, and which leaves no memory taken: the next ones, or their processes, need it."""
 
     def guarded() -> Iterator[Row]:
-        from triton.errors import TritonError
-
         try:
             yield from run()
-        except (RuntimeError, ValueError, TritonError) as error:  # PyTorch's errors of memory and of CUDA are the first
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            yield Row(name=f"failed: {label}", parameters=parameters, value=None, unit="", refused=why)
+        except _failures() as error:
+            yield Row(name=failed(label), parameters=parameters, value=None, unit="", refused=_why(error))
+        gc.collect()
+        torch.cuda.empty_cache()
 
     return Step(label, guarded)
 
@@ -120,6 +141,7 @@ class Check:
     Attributes:
         needs: whether the call asks for more than causality, which FlashAttention has not.
         pattern, options: of `attention`, for the sequence length.
+        views: q, k and v are parts of one tensor whose rows start one element off and have gaps.
     """
 
     name: str
@@ -132,6 +154,7 @@ class Check:
     kv_heads: int = 2
     batch: int = 2
     needs: bool = False
+    views: bool = False
 
     def parameters(self, backend: str) -> dict[str, Any]:
         return {"seq_len": self.seq_len, "heads": self.heads, "kv_heads": self.kv_heads, "backend": backend}
@@ -155,12 +178,16 @@ def checks(seq_len: int) -> list[Check]:
         Check("nested branches", seq_len, lambda n: Dilated((n // 4, n // 2, n), (1, 2, 4)), kv_heads=4),
         Check("rows in no branch", seq_len, lambda n: Dilated((n // 2, n), (2, 6)), {"is_causal": True}),
         Check("one token", 1, lambda n: Dilated((4,), (1,))),
+        Check("head groups", seq_len, lambda n: Dilated((n // 3, n), (1, 3), head_groups=True)),
+        Check("views and a scale", seq_len, branches, {"scale": 0.3, "is_causal": True}, views=True),
+        Check("phantoms", seq_len, lambda n: Dilated((n // 3, n), (2, 5), "head_block"), {"compat": "torchscale"}),
         Check("lengths", seq_len, branches, {"lengths": [seq_len, seq_len // 2]}),
         Check("packed", seq_len, branches, {"cu_seqlens": torch.tensor([0, seq_len // 2, seq_len // 2 + 1, seq_len])},
               batch=1),
         Check("hidden keys", seq_len, branches, {"key_padding_mask": padded.expand(2, -1)}, needs=True),
         Check("dropout", seq_len, branches, {"dropout_p": 0.2}, needs=True),
         Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64), needs=True),
+        Check("blocks of each head", seq_len, lambda n: _layout_of_heads(n, 4), needs=True),
         Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True},
               needs=True),
         Check("blocks inside dilation", seq_len, lambda n: branches(n) * (lambda m: BlockLayout.local(m, 64, 16)),
@@ -176,26 +203,70 @@ def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Ro
             if backend == "flash" and head_dim % 8:
                 continue
             generator = torch.Generator(device).manual_seed(0)
-            inputs = [
-                torch.randn(check.batch, check.seq_len, heads, head_dim, generator=generator, device=device).to(dtype)
-                for heads in (check.heads, check.kv_heads, check.kv_heads)
-            ]
+            heads = check.heads, check.kv_heads, check.kv_heads
+            shape = check.batch, check.seq_len, sum(heads), head_dim + check.views
+            packed = torch.randn(shape, generator=generator, device=device).to(dtype)
+            inputs = [x if check.views else x.contiguous() for x in packed[..., int(check.views) :].split(heads, 2)]
             pattern = check.pattern(check.seq_len)
             actual = _results(inputs, pattern, backend=backend, **options)
             expected = _results([x.double() for x in inputs], pattern, backend="reference", **options)
-            errors = {name: relative_error(actual[name], expected[name]) for name in expected}
-            worst = max(errors, key=errors.__getitem__)
-            yield Row(
-                name=f"{check.name}: largest relative error",
-                parameters=check.parameters(backend) | {"head_dim": head_dim, "dtype": str(dtype)[len("torch.") :]},
-                value=errors[worst], unit=f"({worst})", bar=BARS[dtype],
-            )  # fmt: skip
+            yield _largest_error(check.name, check.parameters(backend) | {"head_dim": head_dim}, actual, expected)
+
+
+def _largest_error(
+    name: str, parameters: Mapping[str, Any], actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Row:
+    errors = {key: relative_error(actual[key], expected[key]) for key in expected}
+    worst, dtype = max(errors, key=errors.__getitem__), actual["out"].dtype
+    return Row(
+        name=f"{name}: largest relative error",
+        parameters={**parameters, "dtype": str(dtype)[len("torch.") :]},
+        value=errors[worst], unit=f"({worst})", bar=BARS[dtype],
+    )  # fmt: skip
+
+
+def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
+    """Lists of their own for every query head, in which some rows see nothing."""
+    blocks = -(-seq_len // 64)
+    chosen = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.4
+    chosen[:, 0, 0] = False
+    return BlockLayout.from_mask(chosen, seq_len, 64)
+
+
+def elsewhere(device: torch.device) -> Iterator[Row]:
+    """A plan of context parallelism: a local branch, then keys that other ranks sent; judged on native in float64."""
+    local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
+    received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
+    aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+    plan = Plan(48, 2, (local, received, aligned), covered=True, square=False)
+    generator = torch.Generator(device).manual_seed(0)
+    normal = [
+        torch.randn(2, tokens, heads, 64, generator=generator, device=device)
+        for tokens, heads in ((48, 4), (206, 2), (206, 2), (48, 4))
+    ]
+
+    def results(backend: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
+        q, k, v, dout = inputs
+        options = {"is_causal": True, "scale": 0.125}
+        out, lse = backend.forward(q, k, v, plan, **options)
+        gradients = backend.backward(dout, lse.cos(), q, k, v, out, lse, plan, **options)
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+    for dtype in BARS:
+        inputs = [x.to(dtype) for x in normal]
+        actual, expected = results(triton, inputs), results(native, [x.double() for x in inputs])
+        parameters = {"seq_len": 48, "heads": 4, "kv_heads": 2, "head_dim": 64, "backend": "triton"}
+        yield _largest_error("rows from elsewhere", parameters, actual, expected)
 
 
 def _results(inputs: list[Tensor], pattern: Any, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)  # of dropout
     q, k, v = (x.detach().requires_grad_() for x in inputs)
-    out, lse = attention(q, k, v, pattern, return_lse=True, **options)
+    if "compat" in options:
+        branches = pattern.segment_lengths, pattern.dilation_rates
+        out, lse = dilated_attention(q, k, v, *branches, offsets=pattern.offsets, return_lse=True, **options)
+    else:
+        out, lse = attention(q, k, v, pattern, return_lse=True, **options)
     wave = [torch.arange(x.numel(), device=x.device).view_as(x).cos().to(x.dtype) for x in (out, lse)]
     gradients = torch.autograd.grad((out, lse), (q, k, v), wave)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
@@ -244,16 +315,29 @@ def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 def _far_rows(device: torch.device) -> Iterator[Row]:
     """The last segments of more than 2^31 elements, which see nothing else, against a call on them alone."""
-    last = 16384
-    case = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
-    with torch.no_grad():
-        q, k, v = case.inputs(device)[0]
-        out = case.prepare()(q, k, v)[:, -last:]
-        alone = case.prepare()(*(x[:, -last:] for x in (q, k, v)))
-    yield Row(
-        name=f"last rows of {case.out_bytes // 2 / 2**31:.2f} x 2^31 elements: largest difference",
-        parameters=case.parameters, value=(out.float() - alone.float()).abs().max().item(), unit="", bar=0.0,
-    )  # fmt: skip
+    last = max(PAPER.segment_lengths)
+    far_rows = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
+    yield from last_rows(far_rows, last, device)
+
+
+def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
+    """The `last` tokens, which form whole segments, computed among the others and alone: the same numbers."""
+    inputs, dout = case.inputs(device)[0], case.inputs(device)[0][0]
+    call = case.prepare()
+
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+        out = call(q, k, v)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
+
+    few = [x[:, -last:].clone() for x in (*inputs, dout)]
+    found = [x[:, -last:].clone() for x in results(*inputs, dout)]
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, results(*few), strict=True):
+        elements = case.seq_len * case.heads * case.head_dim / 2**31
+        yield Row(
+            name=f"{name}: last rows of {elements:.2f} x 2^31 elements: largest difference",
+            parameters=case.parameters, value=(x.float() - y.float()).abs().max().item(), unit="", bar=0.0,
+        )  # fmt: skip
 
 
 def _million(device: torch.device) -> Iterator[Row]:
@@ -265,7 +349,9 @@ def _million(device: torch.device) -> Iterator[Row]:
         out = replace(case, backend=backend).prepare()(q, k, v)
         found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
     for name, x, y in zip(("out", "dq", "dk", "dv"), *found, strict=True):
-        error = max(relative_error(a.double(), b.double()) for a, b in zip(x.split(65536, 1), y.split(65536, 1)))  # noqa: B905
+        error = max(
+            relative_error(a.double(), b.double()) for a, b in zip(x.split(65536, 1), y.split(65536, 1), strict=True)
+        )
         yield Row(
             name=f"{name}: relative difference from native",
             parameters=case.parameters,
@@ -296,19 +382,25 @@ def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: boo
     return work
 
 
-def _dense_contenders(case: Case, device: torch.device, *, backward: bool) -> dict[str, Contender]:
-    """The dense kernels that serve the case."""
-    found = {}
-    for name, kernel in DENSE.items():
-        contender = dense(case, kernel, device, backward=backward)
+Makers = Mapping[str, Callable[[], Contender]]
+
+
+def _dense_makers(case: Case, device: torch.device, *, backward: bool) -> Makers:
+    return {f"dense {name}": partial(dense, case, kernel, device, backward=backward) for name, kernel in DENSE.items()}
+
+
+def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders that run, each tried once; and why the others do not."""
+    found, refused = {}, {}
+    for name, make in makers.items():
         try:
+            contender = make()
             list(contender())
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
+        except _failures() as error:
+            refused[name] = _why(error)
         else:
-            found[f"dense {name}"] = contender
-    return found
+            found[name] = contender
+    return found, refused
 
 
 def _equal_work(case: Case) -> Case:
@@ -323,34 +415,44 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
     return Spread.of([both - forward for forward, both in pairs])
 
 
-def speed(case: Case, names: list[str], device: torch.device, budget: float) -> Iterator[Row]:
+def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
     """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
     even = _equal_work(case)
-    contenders = {name: replace(case, backend=name).contender(device, backward=True) for name in names}
-    rivals = _dense_contenders(even, device, backward=True)
-    rounds = measure.interleave(contenders | rivals, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
+    contenders, refused = serving({**makers, **_dense_makers(even, device, backward=True)})
+    rivals = [name for name in contenders if name not in names]
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
     matrix = rounds.matmul_gflops
-    work = dict.fromkeys(contenders, case.flops) | dict.fromkeys(rivals, even.flops)
-    spreads = {}
-    for name, flops in work.items():
+    entry: dict[tuple[str, str], float] = {}  # seconds per score entry, times a constant
+    for name in (*contenders, *refused):
+        flops = even.flops if name.startswith("dense ") else case.flops
         for phase, factor in (("forward", 1.0), ("backward", 2.5)):
-            spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
-            spreads[name, phase] = spread.scaled(1 / (factor * flops))
-            ratio = spread.scaled(matrix * 1e9 / (factor * flops))
-            bar = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
-            yield Row(
+            limit = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
+            row = Row(
                 name=f"{phase}: {name}, matrix rate over the rate of useful work", parameters=case.parameters,
-                value=ratio.median, unit="x", bar=None if bar is None else 1 / bar, spread=ratio,
-                times={name: spread}, rates={name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix},
+                value=None, unit="x", bar=None if limit is None else 1 / limit, refused=refused.get(name),
             )  # fmt: skip
-    for phase, limit in (("forward", 1.15), ("backward", None)):
-        if not rivals:
-            return
-        best = min(rivals, key=lambda name: spreads[name, phase].median)
-        yield Row(
-            name=f"{phase}: time per score entry over {best}, the best dense kernel", parameters=case.parameters,
-            value=spreads["triton", phase].median / spreads[best, phase].median, unit="x", bar=limit,
+            if name in contenders:
+                spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
+                entry[name, phase] = spread.median / flops
+                ratio = spread.scaled(matrix * 1e9 / (factor * flops))
+                useful = {name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix}
+                row = replace(row, value=ratio.median, spread=ratio, times={name: spread}, rates=useful)
+            yield row
+    for phase, bar in (("forward", 1.15), ("backward", None)):
+        row = Row(
+            name=f"{phase}: time per score entry over the best dense kernel's", parameters=case.parameters, value=None,
+            unit="x", bar=bar,
         )  # fmt: skip
+        if "triton" in contenders and rivals:
+            best = min(rivals, key=lambda name: entry[name, phase])
+            yield replace(row, value=entry["triton", phase] / entry[best, phase], unit=f"x {best}")
+        else:
+            yield replace(row, refused=_reasons(refused))
+
+
+def _reasons(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in refused.items())
 
 
 def _sparse(density: float) -> list[Case]:
@@ -360,49 +462,87 @@ def _sparse(density: float) -> list[Case]:
 
 def _block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
     """Against FlexAttention with the same blocks, or against dense kernels over the whole sequence."""
+    ours = {"triton": partial(case.contender, device)}
     if flex:
-        bar, names = 1.0, {"flex": replace(case, method="flex", backend="auto").contender(device)}
+        rival = replace(case, method="flex", backend="auto")
+        rivals: Makers = {"flex": partial(rival.contender, device)}
         work = {"triton": case.flops, "flex": case.flops}
-    else:
-        assert case.density is not None
-        bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
-        full = replace(case, method="dense", backend="auto")
-        names = _dense_contenders(full, device, backward=False)
-        work = {"triton": case.flops} | dict.fromkeys(names, full.flops)
-    contenders = {"triton": case.contender(device), **names}
-    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
-    best = min(names, key=lambda name: rounds.spread(name).median)
-    ratio = rounds.ratio("triton", best)
-    yield Row(
-        name=f"forward: time over {best}" + ("" if flex else ", the fastest dense kernel"),
-        parameters=case.parameters, value=ratio.median, unit="x", bar=bar, spread=ratio,
-        times={name: rounds.spread(name) for name in work}, rates=rates(rounds, "forward", work),
-    )  # fmt: skip
+        yield from against("compiled FlexAttention", case, ours, rivals, device, budget, {"triton": 1.0}, work)
+        return
+    assert case.density is not None
+    full = replace(case, method="dense", backend="auto")
+    rivals = _dense_makers(full, device, backward=False)
+    bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
+    work = {"triton": case.flops} | dict.fromkeys(rivals, full.flops)
+    yield from against("the fastest dense kernel", case, ours, rivals, device, budget, {"triton": bar}, work)
 
 
 def _small(device: torch.device, budget: float) -> Iterator[Row]:
     """A short sequence, where the calls on the host count: eager, and as a CUDA graph."""
-    full = replace(SMALL, method="dense", backend="auto")
-    contenders = {name: replace(SMALL, backend=name).contender(device) for name in ("triton", "native")}
-    with torch.no_grad():
+
+    def replayed() -> Contender:
         inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
-        graph, _ = graph_of(lambda: call(*inputs))
+        with torch.no_grad():
+            graph, _ = graph_of(lambda: call(*inputs))
 
-    def replay() -> Iterator[str]:
-        graph.replay()
-        yield "forward"
+        def replay() -> Iterator[str]:
+            graph.replay()
+            yield "forward"
 
-    contenders["triton, CUDA graph"] = replay
-    rivals = _dense_contenders(full, device, backward=False)
-    rounds = measure.interleave(contenders | rivals, seconds=budget, device=device, most=200, dtype=torch.bfloat16)
-    best = min(rivals, key=lambda name: rounds.spread(name).median)
-    for name in contenders:
-        ratio = rounds.ratio(name, best)
-        yield Row(
-            name=f"forward: {name}, time over {best}, the fastest dense kernel", parameters=SMALL.parameters,
-            value=ratio.median, unit="x", bar=1.0 if name == "triton" else None, spread=ratio,
-            times={name: rounds.spread(name), best: rounds.spread(best)},
+        return replay
+
+    ours: Makers = {name: partial(replace(SMALL, backend=name).contender, device) for name in ("triton", "native")}
+    full = replace(SMALL, method="dense", backend="auto")
+    rivals = _dense_makers(full, device, backward=False)
+    work = dict.fromkeys(("triton", "native", "triton, CUDA graph"), SMALL.flops) | dict.fromkeys(rivals, full.flops)
+    yield from against(
+        "the fastest dense kernel", SMALL, {**ours, "triton, CUDA graph": replayed}, rivals, device, budget,
+        {"triton": 1.0}, work, most=200,
+    )  # fmt: skip
+
+
+def against(
+    title: str,
+    case: Case,
+    ours: Makers,
+    rivals: Makers,
+    device: torch.device,
+    budget: float,
+    bars: Mapping[str, float],
+    work: Mapping[str, float],
+    most: int = 50,
+) -> Iterator[Row]:
+    """The forward time of each of ours over that of the fastest of `rivals`, which are called `title`.
+
+    Args:
+        work: useful floating-point operations of everyone.
+        most: rounds.
+    """
+    contenders, refused = serving({**ours, **rivals})
+    rounds = measure.interleave(
+        contenders, seconds=budget, device=device, most=most, dtype=getattr(torch, case.dtype)
+    )  # fmt: skip
+    for name in (*contenders, *refused):
+        row = Row(
+            name=f"forward: {name}, beside {title}", parameters=case.parameters, value=None, unit="ms",
+            refused=refused.get(name),
         )  # fmt: skip
+        if name in contenders:
+            spread = rounds.spread(name).scaled(1e3)
+            row = replace(row, value=spread.median, spread=spread, rates=rates(rounds, "forward", {name: work[name]}))
+        yield row
+    able = [name for name in rivals if name in contenders]
+    for name in ours:
+        row = Row(
+            name=f"forward: {name}, time over {title}", parameters=case.parameters, value=None, unit="x",
+            bar=bars.get(name),
+        )  # fmt: skip
+        if name in contenders and able:
+            best = min(able, key=lambda rival: rounds.spread(rival).median)
+            ratio = rounds.ratio(name, best)
+            yield replace(row, value=ratio.median, unit=f"x {best}", spread=ratio)
+        else:
+            yield replace(row, refused=_reasons(refused))
 
 
 def threshold(
@@ -453,8 +593,6 @@ def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> It
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
     """The times of other tiles over those that ship, each in rounds with them: what to enter in configurations.py."""
-    from triton.runtime.errors import OutOfResources
-
     shipped = ARCHITECTURES[triton.architecture(device)].shape(
         kernel, getattr(torch, case.dtype).itemsize, case.head_dim, dropout=False
     )
@@ -473,8 +611,8 @@ def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float)
         name = f"{phase}: tiles of {kernel} {tuple(shape)} over those that ship, {tuple(shipped)}"
         try:
             list(contender(shape)())
-        except OutOfResources as error:
-            yield Row(name=name, parameters=case.parameters, value=None, unit="x", refused=str(error))
+        except _failures() as error:
+            yield Row(name=name, parameters=case.parameters, value=None, unit="x", refused=_why(error))
             continue
         contenders = {"other": contender(shape), "shipped": contender(shipped)}
         ratio = measure.interleave(contenders, seconds=budget, device=device, most=30).ratio("other", "shipped", phase)

@@ -23,7 +23,7 @@ MEGABITS = 100
 def steps(device: torch.device, quick: bool) -> list[Step]:
     shard = 1 << (15 if quick else 17)
     worlds = [World(seq_len=shard * ranks, ranks=ranks, heads=4 if quick else 12) for ranks in (8192, 8)]
-    tokens = 16384 if quick else 65536
+    tokens = 8192 if quick else 16384
     case = Case(
         method="dilated",
         seq_len=tokens,
@@ -31,7 +31,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         dilation_rates=tuple(1 << i for i in range(0, tokens.bit_length() - 11)),
         heads=4 if quick else 8,
     )
-    rounds = 3 if quick else 9
+    rounds = 3 if quick else 7
     found = [
         Step("bytes at 2^30 tokens", _bytes),
         Step(f"a rank of 8,192 and one of 8, {shard:,} tokens each", partial(_rank_time, worlds, rounds=3)),
