@@ -360,15 +360,21 @@ class _Problem:
         self.layout, self.scale, self.key_bias = layout, scale, key_bias
         self.groups = _plan(layout, batch).groups
 
-    def parts(self, row_bytes: int) -> Iterator[_Group]:
-        """The groups, cut into calls whose temporaries stay bounded. `row_bytes`: of one token, all its heads."""
+    def parts(self, num_heads: int, token_bytes: int) -> Iterator[tuple[_Group, slice]]:
+        """The groups, cut into calls whose temporaries stay bounded, and the heads of each.
+
+        By rows; where one row of all heads is too much, by heads too. `token_bytes`: of one token of one head.
+        """
         for group in self.groups:
             gathered = 0 if group.key_view else 2 * group.keys.shape[1] * group.k_tokens
-            heads = 1 if group.heads is None else self.layout.num_heads
-            size = max(1, _CHUNK_BYTES * heads // (row_bytes * (gathered + 2 * group.row_tokens)))
-            number = -(-len(group.rows) // size)
+            fit = max(1, _CHUNK_BYTES // (token_bytes * (gathered + 2 * group.row_tokens)))  # rows of one head
+            heads = 1 if group.heads is not None else num_heads
+            number = -(-len(group.rows) // max(1, fit // heads))
+            pieces = -(-heads // fit)
             for i in range(number):
-                yield group.part(i * len(group.rows) // number, (i + 1) * len(group.rows) // number)
+                part = group.part(i * len(group.rows) // number, (i + 1) * len(group.rows) // number)
+                for j in range(pieces):
+                    yield part, slice(j * num_heads // pieces, (j + 1) * num_heads // pieces)
 
     def queries(self, x: Tensor, group: _Group) -> Tensor:
         if group.row_view:
@@ -458,8 +464,9 @@ def forward(
         out.zero_()
         lse.fill_(-torch.inf)
     tensors = q, k, v, out, lse, *words
-    for problem, (q_, k_, v_, out_, lse_, *words_) in _problems(layout, scale, key_bias, tensors):
-        for group in problem.parts(q.shape[1] * q.shape[3] * q.element_size()):
+    for problem, whole in _problems(layout, scale, key_bias, tensors):
+        for group, heads in problem.parts(q.shape[1], q.shape[3] * q.element_size()):
+            q_, k_, v_, out_, lse_, *words_ = (x[:, heads] for x in whole)
             views = problem.queries(q_, group), problem.keys(k_, group), problem.keys(v_, group)
             dropped = _pairs(pairs, problem, group, words_)
             part, part_lse = fused.forward(*views, problem.causal(group), scale, problem.bias(group, q.dtype), dropped)
@@ -508,9 +515,10 @@ def backward(
     dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (k, v))
     dq = (q.new_empty if _covered(layout) else q.new_zeros)(q.transpose(1, 2).shape, dtype=sums).transpose(1, 2)
     tensors = dout, q, k, v, out, lse, dq, dk, dv, *words, *(() if dlse is None else (dlse,))
-    for problem, (dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest) in _problems(layout, scale, key_bias, tensors):
-        words_, dlse_ = rest[: len(words)], rest[len(words) :]
-        for group in problem.parts(2 * q.shape[1] * q.shape[3] * q.element_size()):
+    for problem, whole in _problems(layout, scale, key_bias, tensors):
+        for group, heads in problem.parts(q.shape[1], 2 * q.shape[3] * q.element_size()):
+            dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = (x[:, heads] for x in whole)
+            words_, dlse_ = rest[: len(words)], rest[len(words) :]
             part_q, part_k, part_v = fused.backward(
                 problem.queries(dout_, group),
                 problem.queries(dlse_[0], group) if dlse_ else None,
