@@ -178,7 +178,7 @@ def lsh_blocks(
     k: Keys,
     density: float | None = None,
     *,
-    num_hashes: int = 16,
+    num_hashes: int = 10,
     num_bits: int = 7,
     seed: int = 0,
     block_size: int | tuple[int, int] = 128,
