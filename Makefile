@@ -22,11 +22,12 @@ demo: .venv/installed ## train a small LongNet beside the same model with dense 
 test: .venv/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: .venv/installed-dev ## format check, lint, types, documents and tests: what CI runs
+check: .venv/installed-dev ## format check, lint, types, documents, guard and tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory docs
+	$(MAKE) --no-print-directory guard
 	$(MAKE) --no-print-directory test
 
 guard: .venv/installed ## compare ratios of time, memory and calls with results/baseline.json

@@ -3,7 +3,9 @@ byte."""
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import processes
 from dilated_attention import BlockLayout, attention
 from dilated_attention.backends.reference import reference_attention
+from dilated_attention.errors import ContextParallelError
 from dilated_attention.parallel import exchange_plan, traffic
 from dilated_attention.parallel.attention import context_parallel_attention
-from dilated_attention.parallel.comm import Traffic, link_of
+from dilated_attention.parallel.comm import Framing, Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
 from dilated_attention.parallel.sharding import (
     cp_mean,
@@ -463,3 +466,26 @@ def test_a_mesh_of_one_rank_communicates_nothing() -> None:
     out, lse, moved = processes.run(1, alone)[0]
     assert max(out, lse) < 1e-12
     assert moved == Traffic()
+
+
+def destroyed():
+    group = dist.new_group()
+    case = CASES["grouped queries"]
+    tensors, _ = inputs(case, torch.float64)
+    shards = [shard_sequence(x, group) for x in tensors[:3]]
+    options = {"mesh": group, "seq_len": tensors[0].shape[1], "is_causal": True}
+    out = attention(*shards, Dilated((4, 16), (1, 2)), **options)
+    link, died = link_of(group), weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, options
+    gc.collect()
+    try:
+        link.all_to_all(out, *[Framing((), (), 0)] * 2, "after all")
+    except ContextParallelError as error:
+        return died() is None, str(error)
+
+
+def test_a_destroyed_group_is_freed() -> None:
+    for freed, message in processes.run(2, destroyed):
+        assert freed
+        assert "was destroyed" in message

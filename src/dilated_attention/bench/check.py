@@ -33,7 +33,7 @@ BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 TIME_MARGIN = 0.3
 COUNT_MARGIN = 0.02
 """How far above the baseline a figure may lie, as a part of it."""
-PATIENCE = 8.0
+PATIENCE = 30.0
 """Seconds after which a ratio counts as above its limit."""
 
 

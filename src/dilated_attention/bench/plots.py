@@ -80,8 +80,8 @@ def _axes(figure: Figure, columns: int) -> list[Axes]:
 
 def _lengths(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:,g}")
+    axes.set_xlabel("tokens / 1,024")
 
 
 def _lines(axes: Axes, points: dict[str, dict[float, float]]) -> bool:
@@ -326,9 +326,9 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         waits = values(f"modelled, {network}: communication, {scheme}")
         seconds.plot(tokens, [a + b for a, b in zip(work, waits, strict=True)], style, color=grey, label=label)
     traffic.set(ylabel="bytes that a rank receives, a layer's forward")
-    seconds.set(ylabel="seconds of a rank's forward, nothing hidden")
+    seconds.set(ylabel="seconds of a rank's forward, nothing hidden", title=f"network of {network}")
     for axes in (traffic, seconds):
-        axes.set(xlabel=f"tokens, {kind(newest)['tokens']:,} a rank; network of {network}", yscale="log")
+        axes.set(xlabel=f"tokens, {kind(newest)['tokens']:,} a rank", yscale="log")
         axes.set_xscale("log", base=2)
         axes.legend(frameon=False, fontsize=7)
     return figure

@@ -30,6 +30,8 @@ def flex(layout: BlockLayout) -> Call:
     tile = min(128, *layout.block_size)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.requires_grad and not q.is_cuda:
+            raise NotImplementedError("FlexAttention has no backward on CPU")
         # Its own choice of tiles on GPUs may exceed blocks of fewer than 128, which it refuses.
         options = {"BLOCK_M": tile, "BLOCK_N": tile} if tile < 128 and q.is_cuda else None
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -132,9 +132,9 @@ class Transfer:
 
 @dataclass(eq=False)
 class Link:
-    """One rank's end of a process group."""
+    """One rank's end of a process group, which it does not keep alive: its threads end where it is destroyed."""
 
-    group: ProcessGroup
+    end_of: InitVar[ProcessGroup]
     traffic: Traffic = field(default_factory=Traffic)
     fingerprint: int = 0
     place: str = ""
@@ -145,8 +145,16 @@ class Link:
     _messages_from: Counter[int] = field(default_factory=Counter)
     _death: str | None = None
 
-    def __post_init__(self) -> None:
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+    def __post_init__(self, end_of: ProcessGroup) -> None:
+        self._group = weakref.ref(end_of)
+        self.rank, self.size = dist.get_rank(end_of), dist.get_world_size(end_of)
+
+    @property
+    def group(self) -> ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise ContextParallelError(f"the process group of rank {self.rank} of {self.size} was destroyed")
+        return group
 
     def require_alive(self) -> None:
         """Raise if the group has failed before: its connections may hold rows of an older call."""
@@ -439,7 +447,7 @@ class PatientLink(Link):
         return super()._started(works, *arguments)
 
 
-_links: WeakKeyDictionary[ProcessGroup, Link] = WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
 
 
 def link_of(group: ProcessGroup) -> Link:

@@ -20,7 +20,7 @@ from dilated_attention.bench.measure import Rounds, Spread
 from dilated_attention.bench.results import Row
 from dilated_attention.bench.suites import Step, rates
 from dilated_attention.functional import attention, block_sparse_attention
-from dilated_attention.layout import BlockLayout
+from dilated_attention.layout import DENSE_LIMIT, BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
 
@@ -109,8 +109,11 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 
 
 def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: bool = True) -> Step:
-    """Beside a gather a row and a mask, forward and backward, and beside FlexAttention, forward."""
-    trained = {name: replace(case, method=name) for name in ("gather", "mask")}
+    """Beside a gather a row and, as far as there is a dense one, a mask, forward and backward; FlexAttention,
+    forward."""
+    trained = {"gather": replace(case, method="gather")}
+    if case.seq_len**2 <= DENSE_LIMIT:
+        trained["mask"] = replace(case, method="mask")
     flex = replace(case, method="flex")
     why_not = "needs c++, which is not installed" if device.type == "cpu" and shutil.which("c++") is None else None
 
