@@ -153,6 +153,36 @@ def test_chosen_blocks_carry_the_attention(seed, is_causal):
     assert all(got[name] >= least[name] for name in least), got
 
 
+@pytest.mark.parametrize("name", ["topk", "topp", "lsh"])
+def test_a_causal_choice_follows_heads_of_distances(name):
+    """Scores of two heads that depend on the distance alone, largest at 0 and at 600 tokens back."""
+    position, frequency = torch.arange(2048.0), 1.3 ** -torch.arange(16.0)
+    turned = [torch.stack([f(position[:, None] * frequency) for f in (torch.cos, torch.sin)], -1).flatten(1)]
+    turned += [torch.stack([f((position - 600)[:, None] * frequency) for f in (torch.cos, torch.sin)], -1).flatten(1)]
+    q = 2.2 * torch.stack(turned, 1)[None]
+    k = 2.2 * torch.stack(turned[:1] * 2, 1)[None]
+    share = share_of(q, k, BlockLayout.local(2048, 1, 32), True)
+    route = {
+        "topk": lambda: routing.topk_blocks(q, k, 0.15, block_size=32, is_causal=True),
+        "topp": lambda: routing.topp_blocks(q, k, 0.5, block_size=32, is_causal=True),
+        "lsh": lambda: routing.lsh_blocks(q, k, 0.15, block_size=32, is_causal=True),
+    }[name]
+    assert captured(share, route()) > 0.9
+
+
+def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):
+    monkeypatch.setattr(routing, "FORECAST_STRIDE", 1)
+    monkeypatch.setattr(routing, "FORECAST_TOKENS", 16)
+    q, k = make(333, 4, 2, dtype=torch.float64)
+    grid = routing._grid(q, k, (16, 48), True, True, 1)
+    sampled = [1, 2, 5, 9, 19]
+    expected = share_of(q, k, BlockLayout.local(333, 1, (16, 48)), True)[:, :, sampled]
+    for chunk in (2**24, 1):
+        monkeypatch.setattr(routing, "CHUNK", chunk)
+        got = routing._sampled_shares(q, k, sampled, grid, None)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_shares_are_exact_when_every_key_is_a_peak(monkeypatch):
     monkeypatch.setattr(routing, "KEY_PEAKS", 16)
     monkeypatch.setattr(routing, "QUERY_PARTS", 16)

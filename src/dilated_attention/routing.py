@@ -14,12 +14,19 @@ of query block i is made from the tokens up to its first query, i * q_block: its
 queries that end there, and that query itself; its candidates are the key blocks that end there or earlier; the key
 blocks that later tokens of the block reach (the diagonal) are always listed. The direction that picks a key block's
 peaks is the mean query as of the first query block that may choose the key block.
+
+**Forecast.** So a causal estimate is that of the block before, and some heads look at tokens, others at distances. In
+topk_blocks, topp_blocks and lsh_blocks the shares are a mixture of three forecasts: the estimate as it is; moved along
+by one block; and the mean share at each distance so far. Of a few earlier tokens the softmax over some of their keys is
+computed, O(seq_len) scores in all. It gives the shares by distance, and the weights of the mixture, by head and row:
+that of a forecast is ∝ prior * exp(`FORECAST_RATE` * the mass that its lists would have held of those tokens), the
+exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,8 +41,15 @@ QUERY_PARTS = 4
 KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
+FORECAST_PRIOR = 0.5, 0.25, 0.25
+FORECAST_RATE = 4.0
+FORECAST_ROWS = 8  # query blocks from block 2^n to block 2^(n+1) of which some tokens' softmax is computed
+FORECAST_TOKENS = 4  # tokens of such a block
+FORECAST_STRIDE = 8  # of the keys that they see
+FORECAST_GROUP = 8  # of those blocks whose tokens see the same keys; a power of two
+GOLDEN = (5**0.5 - 1) / 2
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
-LSH_KEYS = 24  # and keys, those with the largest weights
+LSH_KEYS = 20  # and keys, those with the largest weights
 NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query alone there hits none
 WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
 
@@ -64,9 +78,12 @@ def topk_blocks(
     """
     grid = _grid(q, k, block_size, is_causal, keep_diagonal, floor)
     budget = grid.budget(density)
-    chosen = [
-        _largest(share, budget[at], int(budget.max())) for at, share in _shares(q, k, grid, scale, group=per_kv_head)
-    ]
+    forecast = _Forecast(q, k, grid, scale, group=per_kv_head) if is_causal else None
+    chosen = []
+    for at, share in _shares(q, k, grid, scale, group=per_kv_head):
+        if forecast is not None:
+            share = forecast(at, share, budget[at])
+        chosen.append(_largest(grid.ranked(at, share), budget[at], int(budget.max())))
     return grid.layout(torch.cat(chosen, dim=2), budget)
 
 
@@ -91,14 +108,22 @@ def topp_blocks(
         raise ValueError(f"mass must lie in (0, 1], got {mass}")
     grid = _grid(q, k, block_size, is_causal, keep_diagonal, floor)
     least = grid.budget(None)
-    lists, counts = [], []
-    for at, share in _shares(q, k, grid, scale, group=per_kv_head):
-        ordered, order = share.sort(dim=-1, descending=True)
+
+    def fewest(at: slice, share: Tensor) -> tuple[Tensor, Tensor]:
+        ordered, order = grid.ranked(at, share).sort(dim=-1, descending=True)
         must = ordered >= ALWAYS
         part = torch.where(must, ordered - ALWAYS, ordered).clamp_(min=0)
         before = part.cumsum(-1) - part
-        counts.append(torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at]))
-        lists.append(_ascending(order[..., : int(counts[-1].max())], counts[-1], grid.columns))
+        return order, torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
+
+    forecast = _Forecast(q, k, grid, scale, group=per_kv_head) if is_causal else None
+    lists, counts = [], []
+    for at, share in _shares(q, k, grid, scale, group=per_kv_head):
+        if forecast is not None:
+            share = forecast(at, share, fewest(at, share)[1])
+        order, count = fewest(at, share)
+        counts.append(count)
+        lists.append(_ascending(order[..., : int(count.max())], count, grid.columns))
     width = max(x.shape[-1] for x in lists)
     lists = [F.pad(x, (0, width - x.shape[-1]), value=grid.columns) for x in lists]
     return grid.layout(torch.cat(lists, dim=2), torch.cat(counts, dim=2))
@@ -178,8 +203,8 @@ def lsh_blocks(
     k: Keys,
     density: float | None = None,
     *,
-    num_hashes: int = 10,
-    num_bits: int = 7,
+    num_hashes: int = 13,
+    num_bits: int = 6,
     seed: int = 0,
     block_size: int | tuple[int, int] = 128,
     is_causal: bool = False,
@@ -213,14 +238,16 @@ def lsh_blocks(
     skip = int(is_causal)
     query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
     sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
-    query = _in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample].transpose(2, 3).to(dtype)
+    query = _in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample].transpose(2, 3).to(dtype).contiguous()
     mean_k, size_k = _part_means(k, grid.k_block, 1)
-    centre_k = _mean_so_far(mean_k, size_k, is_causal).to(dtype)
-    centre_q = _mean_so_far(*_part_means(q, grid.q_block, 1, before=is_causal), is_causal, before=True).to(dtype)
+    centre_k = _mean_so_far(mean_k[:, :, 0], size_k[:, 0], is_causal).to(dtype)
     at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
     at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
     real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
-    code = _codes(query, centre_q[:, skip:] if is_causal else centre_q, planes, num_bits)
+    size_q = real_q.sum(-1).clamp(min=1)
+    mean_q = torch.einsum("bihtd,it->bihd", query, real_q / size_q[:, None])
+    centre_q = _mean_so_far(mean_q, size_q, is_causal)  # (B, rows - skip, H, D); not causal: one for all
+    code = _codes(query, centre_q, planes, num_bits)
     count_q = _histogram(code, real_q[:, None], buckets)  # (B, H, rows - skip, hashes * buckets)
     key = _in_blocks(k, grid.k_block)
     at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
@@ -229,7 +256,7 @@ def lsh_blocks(
         code = _codes(key.transpose(2, 3).to(dtype), centre_k, planes, num_bits)
         count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
-        share = _ranked(collisions, grid.allowed, grid.always)
+        share = grid.ranked(slice(0, grid.rows), collisions)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
         order = share.topk(int(counts.max()), dim=-1).indices
         return grid.layout(_ascending(order, counts, grid.columns), counts)
@@ -238,7 +265,7 @@ def lsh_blocks(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
     # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
-    chooser = centre_q[:, grid.first_chooser] if is_causal else centre_q
+    chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if is_causal else centre_q
     within = scale * _along(key, chooser.to(k.dtype)).to(dtype)  # (B, columns, H, k_block)
     within = within.masked_fill_(~real_k[:, None], -math.inf)
     within, heaviest = within.topk(min(LSH_KEYS, grid.k_block), dim=-1)
@@ -251,18 +278,23 @@ def lsh_blocks(
     middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
     peak = within[..., :1]
     count_k = _histogram(code, (within - peak).exp_(), buckets)
-    relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q[:, skip:] if is_causal else centre_q, mean_k)
+    relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
     relative += (peak - middle).permute(0, 2, 3, 1)
     if is_causal:
         relative.masked_fill_(~grid.allowed[skip:], -math.inf)
     # (B, H, rows - skip, columns); not causal: one row for all
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
-    hits = count_q.div_((relative @ count_k).add_(NO_KEYS))
-    share = relative * (hits @ count_k.mT) / (real_q.sum(-1).clamp(min=1)[:, None] * num_hashes)
+    share = relative.new_zeros(*count_q.shape[:3], grid.columns)
+    for at, seen in _pieces(grid.allowed[skip:], grid.rows):
+        near, some = relative[:, :, at, :seen], count_k[:, :, :seen]
+        hits = count_q[:, :, at].div_((near @ some).add_(NO_KEYS))
+        share[:, :, at, :seen] = near * (hits @ some.mT) / (size_q[at, None] * num_hashes)
     alone = relative * count_k[..., :buckets].sum(-1)[:, :, None]
     share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    share = _ranked(F.pad(share, (0, 0, skip, 0)), grid.allowed, grid.always)
-    return grid.layout(_largest(share, budget, int(budget.max())), budget)
+    share, everything = F.pad(share, (0, 0, skip, 0)), slice(0, grid.rows)
+    if is_causal:
+        share = _Forecast(q, k, grid, scale)(everything, share, budget)
+    return grid.layout(_largest(grid.ranked(everything, share), budget, int(budget.max())), budget)
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:
@@ -439,6 +471,10 @@ class _Grid:
             wanted = (visible * density).round().long()
         return torch.maximum(wanted.clamp(min=self.floor), self.always.sum(-1)).minimum(visible)
 
+    def ranked(self, at: slice, share: Tensor) -> Tensor:
+        """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
+        return _ranked(share, self.allowed[at], self.always[at])
+
     def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
         """Ascending lists (B, H, rows, width), of which the first `counts` entries are meant."""
         counts = counts.expand(lists.shape[:3])
@@ -462,6 +498,97 @@ def _grid(
         raise ValueError(f"floor must be at least 0, got {floor}")
     q_block, k_block, _, _ = block_grid(q.shape[1], block_size)
     return _Grid(q.shape[1], q_block, k_block, is_causal, keep_diagonal, floor, q.device)
+
+
+class _Forecast:
+    """The shares that a causal choice will meet in each row, from an estimate that knows the block before.
+
+    To be called once for all rows, in order. Of some query blocks, `sampled`, a few tokens' softmax is computed; a row
+    knows of those before it, `known` many. `seen`: their mean share, in the key blocks that the row may choose.
+    `distant`: its mean over the first 0, 1, ... sampled blocks by distance, counted back from the last block that a row
+    may choose.
+    """
+
+    def __init__(
+        self,
+        q: Queries,
+        k: Keys,
+        grid: _Grid,
+        scale: float | None,
+        *,
+        group: bool = False,
+    ) -> None:
+        self.grid = grid
+        sampled = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
+        seen = _sampled_shares(q, k, sampled, grid, scale)
+        if group:
+            seen = seen.unflatten(1, (k.shape[2], -1)).mean(2)
+        self.sampled = torch.tensor(sampled, dtype=torch.long, device=grid.device)
+        self.known = torch.searchsorted(self.sampled, torch.arange(grid.rows, device=grid.device))
+        may = grid.allowed[self.sampled]
+        self.seen = seen.masked_fill_(~may, 0.0)
+        reached = torch.arange(grid.columns, device=grid.device) < may.sum(-1, keepdim=True)
+        mean = self._turned(self.seen, may).cumsum(2) / reached.cumsum(0).clamp(min=1)
+        self.distant = F.pad(mean, (0, 0, 1, 0))
+        prior = seen.new_tensor(FORECAST_PRIOR).log() / FORECAST_RATE
+        self.held = prior[:, None, None].expand(-1, *seen.shape[:2])
+
+    def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
+        """share: estimated for the rows `at`, (B, H, rows, columns). counts: the lengths of their lists, (…, rows)."""
+        may, known = self.grid.allowed[at], self.known[at]
+        moved = F.pad(share, (1, -1)).masked_fill_(~may, 0.0)
+        distant = self._turned(self.distant[:, :, known], may)
+        forecasts = torch.stack([share, moved, distant])
+        forecasts /= forecasts.sum(-1, keepdim=True).clamp_(min=torch.finfo(share.dtype).tiny)
+        # what the lists of each would have held of the tokens seen inside these rows
+        first, last = int(known[0]), int(torch.searchsorted(self.sampled, at.stop))
+        inside = self.sampled[first:last] - at.start
+        counts = counts.expand(share.shape[:3])[:, :, inside]
+        ranked = _ranked(forecasts[:, :, :, inside], may[inside], self.grid.always[at][inside])
+        lists = ranked.topk(int(counts.max()) if counts.numel() else 0, dim=-1).indices
+        listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
+        seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
+        held = (seen.gather(-1, lists) * listed).sum(-1)
+        held = torch.cat([self.held[..., None], held], -1).cumsum(-1)  # before the first, after it, after the next, ...
+        self.held = held[..., -1]
+        weight = (FORECAST_RATE * held).softmax(0)[..., known - first]  # (3, B, H, rows)
+        return torch.einsum("fbhr,fbhrc->bhrc", weight, forecasts)
+
+    @staticmethod
+    def _turned(x: Tensor, may: Tensor) -> Tensor:
+        """(…, rows, columns) by key block -> by distance from the last one that a row may choose, or back; else 0."""
+        at = may.sum(-1, keepdim=True) - 1 - torch.arange(may.shape[-1], device=may.device)
+        return x.gather(-1, at.clamp(min=0).expand(x.shape)).masked_fill_(at < 0, 0.0)
+
+
+def _sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: _Grid, scale: float | None) -> Tensor:
+    """The causal softmax of some tokens over some keys, by key block, their mean: (B, H, sampled blocks, columns)."""
+    batch, seq_len, heads, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    stride = math.gcd(FORECAST_STRIDE, grid.k_block)
+    # tokens at other places of each block, and other keys for each group of blocks
+    places = [[(i * GOLDEN + part / FORECAST_TOKENS) % 1 for part in range(FORECAST_TOKENS)] for i in sampled]
+    tokens = [
+        sorted(i * grid.q_block + int(x * grid.q_block) for x in at) for i, at in zip(sampled, places, strict=True)
+    ]
+    at_once = FORECAST_GROUP
+    while at_once > 1 and at_once * FORECAST_TOKENS * batch * heads * seq_len > CHUNK * stride:
+        at_once //= 2
+    shares = torch.zeros(
+        batch, heads, len(sampled), grid.columns, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+    )
+    for start in range(0, len(tokens), at_once):
+        token = torch.tensor(tokens[start : start + at_once], device=q.device).flatten()
+        first, reached = start // FORECAST_GROUP % stride, tokens[start : start + at_once][-1][-1] // grid.k_block + 1
+        key = torch.arange(first, reached * grid.k_block, stride, device=q.device)
+        query = (q[:, token] * scale).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        score = query @ k[:, first : reached * grid.k_block : stride].permute(0, 2, 3, 1)
+        score = F.pad(score, (0, len(key) - score.shape[-1])).to(shares.dtype).view(batch, heads, len(token), -1)
+        sure = tokens[start][0] // stride  # before the first token
+        score[..., sure:].masked_fill_(key[sure:] > token[:, None], -math.inf)
+        share = score.softmax(-1).unflatten(3, (reached, -1)).unflatten(2, (-1, FORECAST_TOKENS))
+        shares[:, :, start : start + at_once, :reached] = share.sum((3, 5)) / FORECAST_TOKENS
+    return shares
 
 
 def _part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
@@ -545,13 +672,15 @@ def _pooled_keys(k: Tensor, direction: Tensor, grid: _Grid) -> tuple[Tensor, Ten
 def _shares(
     q: Tensor, k: Tensor, grid: _Grid, scale: float | None, *, group: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Ranked shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
+    """Shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
     query, weight = _pooled_queries(q, grid, scale)
     key, multiplicity = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
+    parts, start = [], 0
     for at, share in _scored(query, weight, key, multiplicity, grid.allowed):
-        if group:
-            share = share.unflatten(1, (k.shape[2], -1)).mean(2)
-        yield at, _ranked(share, grid.allowed[at], grid.always[at])
+        parts.append(share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share)
+        if at.stop == grid.rows or sum(part.numel() for part in parts) > CHUNK:
+            yield slice(start, at.stop), torch.cat(parts, 2)
+            parts, start = [], at.stop
 
 
 def _scored(
@@ -562,20 +691,25 @@ def _scored(
     allowed: (rows, columns), a prefix of the columns, no shorter in later rows. `held`: what the caller needs besides
     for a row of one head.
     """
-    batch, heads, rows, parts, _ = query.shape
+    batch, heads, _, parts, _ = query.shape
     kv_heads, columns = key.shape[1:3]
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
     key, multiplicity = key.transpose(2, 3), multiplicity.T
     step = max(1, CHUNK // (batch * heads * max(held, parts * multiplicity.numel())))
-    if not bool(allowed.all()):  # shorter chunks score fewer keys that they may not choose
-        step = min(step, -(-rows // 8))
-    for start in range(0, rows, step):
-        at = slice(start, min(start + step, rows))
-        seen = max(1, int(allowed[at.stop - 1].sum()))
+    for at, seen in _pieces(allowed, step):
         some = query[:, :, at]
         logits = some.reshape(batch, kv_heads, -1, query.shape[4]) @ key[:, :, :, :seen].flatten(2, 3).mT
         logits = logits.view(*some.shape[:4], -1, seen).add_(multiplicity[:, :seen])
         yield at, F.pad(_share(logits, weight[at], allowed[at, :seen]), (0, columns - seen))
+
+
+def _pieces(allowed: Tensor, most: int) -> Iterator[tuple[slice, int]]:
+    """`most` rows at a time, an eighth of all where that spares columns that none may choose, and the columns left."""
+    rows = len(allowed)
+    step = most if bool(allowed.all()) else min(most, -(-rows // 8))
+    for start in range(0, rows, step):
+        at = slice(start, min(start + step, rows))
+        yield at, max(1, int(allowed[at.stop - 1].sum()))
 
 
 def _share(logits: Tensor, weight: Tensor, allowed: Tensor) -> Tensor:
@@ -605,17 +739,12 @@ def _ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
     return order.masked_fill(behind, columns).sort(-1).values
 
 
-def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool, before: bool = False) -> Tensor:
-    """One mean a block, as `_part_means` gives -> that of all tokens (B, 1, H, D); causal: of those up to each block.
-
-    `before`: the means are of the tokens that end at the block's first one.
-    """
-    means = means[:, :, 0]
+def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
+    """(B, blocks, H, D), of `size` tokens a block -> the mean of all tokens (B, 1, H, D); causal: up to each block."""
     if not is_causal:
         weight = (size / size.sum()).to(means.dtype)
-        return (means * weight[:, :, None]).sum(1, keepdim=True)
-    count = torch.arange(means.shape[1], device=means.device) + (0 if before else 1)
-    return means.cumsum(1) / count.clamp(min=1)[:, None, None]
+        return (means * weight[:, None, None]).sum(1, keepdim=True)
+    return means.cumsum(1) / torch.arange(1, means.shape[1] + 1, device=means.device)[:, None, None]
 
 
 def _codes(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
