@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import Dilated, attention
-from dilated_attention.decoding import cached_attention
+from dilated_attention import Dilated, attention, dilated_attention
+from dilated_attention.decoding import cached_attention, first_token_attention
 
 PATTERNS = {
     "one segment": (Dilated((64,), (1,)), 4),
@@ -54,6 +54,36 @@ def test_gradients_equal_those_of_the_whole(name, new):
         results.append(torch.autograd.grad(out, leaves, dout))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compat", [None, "torchscale"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_first_token_equals_the_whole(name, compat):
+    pattern, kv_heads = PATTERNS[name]
+    if compat is not None and pattern.head_groups:
+        return
+    for seq_len in (1, 2, 7, 16, 23, 100):
+        q, k, v = (x.requires_grad_() for x in tensors(seq_len, 2 * kv_heads, kv_heads))
+        dout = torch.randn_like(q[:, :1])
+        whole = dilated_attention(
+            q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets=pattern.offsets,
+            head_groups=pattern.head_groups, scale=0.3, compat=compat,
+        )  # fmt: skip
+        first = first_token_attention(q[:, :1], k, v, pattern, scale=0.3, compat=compat)
+        torch.testing.assert_close(first, whole[:, :1], rtol=0, atol=1e-13)
+        expected = torch.autograd.grad(whole[:, :1], (q, k, v), dout)
+        for actual, right in zip(torch.autograd.grad(first, (q, k, v), dout), expected, strict=True):
+            torch.testing.assert_close(actual, right, rtol=0, atol=1e-12)
+
+
+def test_the_first_token_in_other_dtypes():
+    pattern, kv_heads = PATTERNS["nested"]
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
+        q, k, v = tensors(50, 8, kv_heads, dtype)
+        expected = attention(q.double(), k.double(), v.double(), pattern)[:, :1]
+        first = first_token_attention(q[:, :1], k, v, pattern)
+        assert first.dtype == dtype
+        torch.testing.assert_close(first.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_reads_only_what_the_branches_show():

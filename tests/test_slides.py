@@ -39,6 +39,33 @@ def test_a_ragged_batch_is_each_slide_alone(compat, global_pool):
         assert torch.equal(model(x, coords, lengths=lengths), ragged)
 
 
+@pytest.mark.parametrize("compat", ["torchscale", None])
+@pytest.mark.parametrize("counts", [[91, 2, 38, 65], [40, 40]])
+def test_the_cls_token_alone_is_that_of_all_tokens(counts, compat):
+    """Where only they are asked for, the last layer computes nothing else; the gradients are equal too."""
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=dataclasses.replace(ENCODER, compat=compat)))
+    model = model.double()
+    x, starts = torch.randn(1, sum(counts), 32).double(), [sum(counts[:i]) for i in range(len(counts))]
+    results = []
+    for first_only in (False, True):
+        leaf = x.clone().requires_grad_()
+        (state,) = model.encoder.packed(leaf, counts, is_causal=False, first_only=first_only)
+        state = state if first_only else state[:, starts]
+        model.zero_grad()
+        state.square().sum().backward()
+        results.append([state, leaf.grad, *(p.grad for p in model.encoder.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_acts_on_the_cls_token():
+    encoder = dataclasses.replace(ENCODER, attention_dropout=0.5)
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=encoder))
+    x, coords = slides(20, 1)
+    assert not torch.equal(model(x, coords), model(x, coords))
+    assert torch.equal(model.eval()(x, coords), model(x, coords))
+
+
 def test_a_slide_s_places_matter_and_its_order_only_through_segments():
     encoder = dataclasses.replace(ENCODER, pattern=Dilated((128,), (1,)))
     model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=encoder)).double().eval()

@@ -1,4 +1,4 @@
-"""Decoding: attention of the newest tokens of a sequence over its cached keys."""
+"""Attention of some of a sequence's tokens over its keys: of the newest ones in decoding, of the first in pooling."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native
+from dilated_attention.functional import offset_table
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, plan_suffix
 
@@ -42,6 +43,37 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale
     seq_len = k.shape[1]
     plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
     return _Cached.apply(q, k, v, plan, q.shape[3] ** -0.5 if scale is None else scale)
+
+
+def first_token_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, compat: str | None = None, scale: float | None = None
+) -> Tensor:
+    """The first row of dilated attention without causality: what a cls token at the start sees.
+
+    Equals `attention(whole_q, k, v, pattern)[:, :1]`: softmax(scale q·k + log c) v, where c counts the branches in
+    which token 0 sees a key. Plain differentiable operations, O(seq).
+
+    Args:
+        q: `(batch, 1, heads, head_dim)`, the query of token 0.
+        k, v: `(batch, seq, kv_heads, head_dim)`.
+        compat: as in `dilated_attention`. Of `"torchscale"` only the offsets matter: token 0 sees no zero key.
+        scale: of the scores; default 1 / sqrt(head_dim).
+
+    Returns:
+        out, as q; 0 for heads that see no key from token 0.
+    """
+    seq_len, kv_heads = k.shape[1:3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
+    table = offset_table(pattern, compat, kv_heads, 0)
+    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
+        count[[head for head, offset in enumerate(offsets) if offset == 0], : min(segment, seq_len) : rate] += 1
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
+    bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
+    weight = (torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]).softmax(-1)
+    weight = weight.masked_fill((count == 0)[:, None], 0.0)
+    return torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
 
 
 class _Cached(torch.autograd.Function):

@@ -219,7 +219,7 @@ def _attend(
                 backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale,
                 needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
             ).backend  # fmt: skip
-        offsets = _table(dilated, compat, k.shape[2], head_offset)
+        offsets = offset_table(dilated, compat, k.shape[2], head_offset)
         layouts = _layouts(pattern, q, k.shape[2], seq_len, offsets, lengths, cu_seqlens)
         if context is not None and backend not in ("native", "triton"):
             raise UnsupportedError(f"backend={backend!r} sees one device; with a mesh use backend='auto'")
@@ -311,7 +311,8 @@ def _check_options(pattern: Pattern, is_causal: bool, scale: float | None, dropo
         raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
 
 
-def _table(pattern: Dilated, compat: str | None, num_heads: int, head_offset: int) -> tuple[tuple[int, ...], ...]:
+def offset_table(pattern: Dilated, compat: str | None, num_heads: int, head_offset: int) -> tuple[tuple[int, ...], ...]:
+    """`Dilated.offset_table`; by head block where `compat` asks for it."""
     if compat not in (None, "torchscale"):
         raise ValueError(f'compat must be None or "torchscale"; got {compat!r}')
     if compat == "torchscale":
@@ -553,7 +554,7 @@ def explain(
     seq_len = _sequence_length(q, seq_len, context, transport)
     choice = table.choose(backend, q.device, q.dtype)
     dilated = _dilated(pattern, seq_len)
-    offsets = _table(dilated, compat, k.shape[2], head_offset)
+    offsets = offset_table(dilated, compat, k.shape[2], head_offset)
     chosen, exchange = None, None
     found = _layouts(pattern, q, k.shape[2], seq_len, offsets, None, None)
     layouts = {x.seq_len: x.causal() if is_causal else x for x in found}

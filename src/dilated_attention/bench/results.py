@@ -63,12 +63,17 @@ def device_folder(device: torch.device) -> str:
 
 def commit() -> str | None:
     """The commit of the package's sources, with `-dirty` where they differ from it; None outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    sources = str(Path(__file__).parent.parent)
+
+    def git(*arguments: str) -> str:
+        process = subprocess.run(["git", "-C", sources, *arguments], capture_output=True, text=True)
+        return process.stdout.strip()
+
     try:
-        process = subprocess.run(command, capture_output=True, text=True)
+        at = git("describe", "--always", "--abbrev=12", "--exclude=*")
+        return f"{at}-dirty" if at and git("status", "--porcelain", "--", ".") else at or None
     except FileNotFoundError:
         return None
-    return process.stdout.strip() or None
 
 
 class Recorder:

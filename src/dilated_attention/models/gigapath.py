@@ -120,8 +120,12 @@ class GigaPathSlideEncoder(Pretrained):
             one, through the same last LayerNorm; the last has not passed the encoder's own norm, and so is not the
             result without all_layers.
         """
-        states, counts = self._states(x, coords, lengths, all_layers)
-        embeddings = [self._pool(state, counts, global_pool) for state in (states[:-1] if all_layers else states)]
+        mean = self.config.global_pool if global_pool is None else global_pool
+        first_only = not (mean or all_layers)  # then the last layer computes the cls tokens alone
+        states, counts = self._states(x, coords, lengths, all_layers, first_only)
+        if first_only:
+            return self.norm(states[-1][0])
+        embeddings = [self._pool(state, counts, mean) for state in (states[:-1] if all_layers else states)]
         return torch.stack(embeddings) if all_layers else embeddings[0]
 
     def tokens(
@@ -139,9 +143,14 @@ class GigaPathSlideEncoder(Pretrained):
         return [padded(state, kept) for state in states]
 
     def _states(
-        self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layers: bool
+        self,
+        x: Tensor,
+        coords: Tensor,
+        lengths: Sequence[int] | Tensor | None,
+        all_layers: bool,
+        first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
-        """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide."""
+        """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
         config = self.config
         if x.dim() != 3 or x.shape[2] != config.in_chans:
             raise ValueError(f"x must be (batch, tiles, in_chans={config.in_chans}); got shape {tuple(x.shape)}")
@@ -156,7 +165,8 @@ class GigaPathSlideEncoder(Pretrained):
         rows = torch.cat(parts)[None]
         del parts  # at 100,000 tiles they are 300 MB that the layers do not need
         ends = [count + 1 for count in counts]
-        return self.encoder.packed(rows, ends, is_causal=False, all_layers=all_layers), counts
+        options = {"all_layers": all_layers, "first_only": first_only}
+        return self.encoder.packed(rows, ends, is_causal=False, **options), counts
 
     def _places(self, points: Tensor, slide: int, dtype: torch.dtype) -> Tensor:
         config = self.config
@@ -170,9 +180,9 @@ class GigaPathSlideEncoder(Pretrained):
             )
         return grid_sines(places.long(), config.slide_ngrids, config.encoder.embed_dim, dtype)
 
-    def _pool(self, state: Tensor, counts: list[int], global_pool: bool | None) -> Tensor:
+    def _pool(self, state: Tensor, counts: list[int], mean: bool) -> Tensor:
         slides = state[0].split([count + 1 for count in counts])
-        if not (self.config.global_pool if global_pool is None else global_pool):
+        if not mean:
             return self.norm(torch.stack([slide[0] for slide in slides]))
         if not min(counts):
             raise ValueError(f"lengths must be positive: a slide without tiles has no mean; got {counts}")

@@ -132,6 +132,7 @@ class LongNetStack(Pretrained):
         seq_len: int | None = None,
         cache: KeyValueCache | None = None,
         all_layers: bool = False,
+        first_only: bool = False,
         **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
         """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
@@ -141,8 +142,10 @@ class LongNetStack(Pretrained):
         sees another; states are 0 where they are padding.
 
         Args:
+            first_only: as in `packed`; without lengths.
             sources: `sources` and `source_mask` of cross-attention.
         """
+        assert not (first_only and lengths is not None)
         batch, seq, _ = x.shape
         if self.mesh is not None:
             for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources.get("sources"))):
@@ -154,7 +157,8 @@ class LongNetStack(Pretrained):
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
         options: dict[str, Any] = {
-            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers, **sources,
+            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers,
+            "first_only": first_only, **sources,
         }  # fmt: skip
         if min(counts, default=seq) == seq:
             return self._run(x, counts, places, None, **options)
@@ -171,22 +175,30 @@ class LongNetStack(Pretrained):
         *,
         is_causal: bool,
         all_layers: bool = False,
+        first_only: bool = False,
     ) -> list[Float[Tensor, "1 tokens embed_dim"]]:
-        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so."""
+        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so.
+
+        first_only: `(1, samples, embed_dim)`, of each sample's first token; the last block computes nothing else. Not
+        with all_layers.
+        """
+        assert not (all_layers and first_only)
         if self.mesh is not None:
             raise UnsupportedError(
                 "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None)"
             )
         if len(set(counts)) == 1:  # nothing to pack
-            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, all_layers=all_layers)
-            return [state.view(x.shape) for state in states]
+            options: dict[str, Any] = {"all_layers": all_layers, "first_only": first_only}
+            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, **options)
+            return [state.reshape(1, -1, x.shape[-1]) for state in states]
         places = None
         if self.config.rotary is not None:
             kept = within(counts, max(counts, default=0), x.device)
             both = self._positions(x.new_empty(*kept.shape, 0), None, list(counts), None)
             places = (both[0].expand(kept.shape)[kept], both[1].expand(kept.shape)[kept])
         cu_seqlens = cumulative(counts, x.device)
-        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, all_layers=all_layers)
+        options = {"all_layers": all_layers, "first_only": first_only}
+        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, **options)
 
     def _run(
         self,
@@ -197,6 +209,7 @@ class LongNetStack(Pretrained):
         *,
         is_causal: bool,
         all_layers: bool,
+        first_only: bool = False,
         seq_len: int | None = None,
         cache: KeyValueCache | None = None,
         sources: list[tuple[Tensor, Tensor]] | None = None,
@@ -205,7 +218,7 @@ class LongNetStack(Pretrained):
         """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
         packs = _packs(counts) if cu_seqlens is not None and cache is None and sources is None else []
         if len(packs) > 1 and not torch.is_grad_enabled():
-            options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers}
+            options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers, "first_only": first_only}
             found = []
             for pack, tokens in packs:
                 some = None if places is None else (places[0][tokens], places[1][tokens])
@@ -225,6 +238,7 @@ class LongNetStack(Pretrained):
                 "memory": None if cache is None else cache.layers[i],
                 "source": None if sources is None else sources[i],
                 "source_mask": source_mask,
+                "first_only": first_only and block is self.blocks[-1],
             }
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)

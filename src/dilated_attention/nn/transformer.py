@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.decoding import first_token_attention
 from dilated_attention.functional import dilated_attention
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
@@ -94,11 +95,14 @@ class SelfAttention(nn.Module):
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         memory: Memory | None = None,
-    ) -> Float[Tensor, "batch seq embed_dim"]:
+        first_only: bool = False,
+    ) -> Float[Tensor, "batch rows embed_dim"]:
         """rotary: tables of `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens, seq_len: as
-        in `dilated_attention`."""
+        in `dilated_attention`. first_only: the rows of each sample's first token."""
         attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
-        if memory is not None:
+        if first_only:
+            attend = partial(self._attend_first, attend=attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
+        elif memory is not None:
             attend = partial(memory, attend=attend)
         return self.output(self.norm(attend(*self._project(x, rotary)).flatten(-2)))  # q, k and v end with the call
 
@@ -131,6 +135,33 @@ class SelfAttention(nn.Module):
             return dense(q, k, v).transpose(1, 2)
         samples = [dense(*(x[:, :, i:j] for x in (q, k, v))) for i, j in pairwise(cu_seqlens.tolist())]
         return torch.cat(samples, 2).transpose(1, 2)
+
+    def _attend_first(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        is_causal: bool,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        dropped = self.training and self.dropout > 0
+        if self.attention is None or self.mesh is not None or is_causal or dropped:
+            return first_tokens(attend(q, k, v), cu_seqlens)
+        first = partial(first_token_attention, pattern=self.attention.pattern, compat=self.attention.compat)
+        query = first_tokens(q, cu_seqlens)
+        if cu_seqlens is None:
+            return first(query, k, v)
+        samples = [
+            first(query[:, i : i + 1], k[:, start:stop], v[:, start:stop])
+            for i, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))
+        ]
+        return torch.cat(samples, 1)
+
+
+def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
+    """The first token of each sample: of (batch, seq, ...), or of samples packed as (1, tokens, ...)."""
+    return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
 class CrossAttention(nn.Module):
@@ -228,12 +259,12 @@ class TransformerBlock(nn.Module):
         memory: Memory | None = None,
         source: tuple[Tensor, Tensor] | None = None,
         source_mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
-    ) -> Float[Tensor, "batch seq embed_dim"]:
+        first_only: bool = False,
+    ) -> Float[Tensor, "batch rows embed_dim"]:
         """source, source_mask: of `CrossAttention`. The others as in `SelfAttention`."""
-        out = self.attention(
-            self.attention_norm(x), rotary, is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len, memory=memory
-        )
-        x = x + self.dropout(out)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "memory": memory}
+        out = self.attention(self.attention_norm(x), rotary, is_causal, first_only=first_only, **options)
+        x = (first_tokens(x, cu_seqlens) if first_only else x) + self.dropout(out)
         if self.cross_attention is not None:
             assert self.cross_norm is not None
             assert source is not None
