@@ -509,15 +509,7 @@ class _Forecast:
     may choose.
     """
 
-    def __init__(
-        self,
-        q: Queries,
-        k: Keys,
-        grid: _Grid,
-        scale: float | None,
-        *,
-        group: bool = False,
-    ) -> None:
+    def __init__(self, q: Queries, k: Keys, grid: _Grid, scale: float | None, *, group: bool = False) -> None:
         self.grid = grid
         sampled = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
         seen = _sampled_shares(q, k, sampled, grid, scale)
@@ -678,7 +670,7 @@ def _shares(
     parts, start = [], 0
     for at, share in _scored(query, weight, key, multiplicity, grid.allowed):
         parts.append(share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share)
-        if at.stop == grid.rows or sum(part.numel() for part in parts) > CHUNK:
+        if at.stop == grid.rows or 4 * sum(part.numel() for part in parts) > CHUNK:
             yield slice(start, at.stop), torch.cat(parts, 2)
             parts, start = [], at.stop
 
