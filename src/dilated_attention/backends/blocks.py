@@ -23,10 +23,10 @@ from dilated_attention.plan import plan_cache
 
 _CHUNK_BYTES = 16 << 20
 """Bound on the temporaries of one call: gathered keys and values, and partial results."""
-_GATHER_BYTES = 4 << 20
-"""The same where forward gathers keys and values, a head at a time: a cache then holds what is copied, and the head's
-keys. 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to the keys of all heads, is 3 to 6 %
-slower so."""
+_GATHER_BYTES = 2 << 20
+"""The same a thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is copied,
+and the head's keys. 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to the keys of all
+heads, is 3 to 6 % slower so."""
 _VIEW_BLOCKS = 8
 """Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
 _LONG_ROWS = (768, 256)
@@ -366,6 +366,11 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
     return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
 
 
+def _cut(queries: int) -> int:
+    """Queries of a piece, the operator's unit of work on CPU."""
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+
+
 class _Problem:
     """One sequence: q, k, v `(seq, heads, head_dim)`, with a layout that all heads share or one list a head."""
 
@@ -377,17 +382,19 @@ class _Problem:
         """The groups, cut into calls whose temporaries stay bounded, and the heads of each.
 
         By rows of all heads, and where one such row is too much by heads too. `by_head`: where keys are gathered, by
-        heads first, and one head's rows only if they are too many. `token_bytes`: of one token of one head.
+        heads first, and one head's rows only if they are too many, as long as every thread has work. `token_bytes`: of
+        one token of one head.
         """
+        threads = torch.get_num_threads()
         for group in self.groups:
             gathered = 0 if group.key_view else 2 * group.keys.shape[1] * group.k_tokens
-            by_head_here = by_head and gathered > 0
-            limit = _GATHER_BYTES if by_head_here else _CHUNK_BYTES
-            fit = max(1, limit // (token_bytes * (gathered + 2 * group.row_tokens)))  # rows of one head
+            row_bytes = token_bytes * (gathered + 2 * group.row_tokens)  # of a row of one head
             rows, heads = len(group.rows), 1 if group.heads is not None else num_heads
-            if by_head_here:
-                row_pieces, head_pieces = -(-rows // fit), min(heads, -(-rows * heads // fit))
+            few = max(1, _GATHER_BYTES * threads // row_bytes)
+            if by_head and gathered and few * -(-group.row_tokens // _cut(group.row_tokens)) >= 2 * threads:
+                row_pieces, head_pieces = -(-rows // few), min(heads, -(-rows * heads // few))
             else:
+                fit = max(1, _CHUNK_BYTES // row_bytes)
                 row_pieces, head_pieces = -(-rows // max(1, fit // heads)), -(-heads // fit)
             for j in range(head_pieces):
                 for i in range(row_pieces):
@@ -487,7 +494,7 @@ def forward(
         lse.fill_(-torch.inf)
     tensors = q, k, v, out, lse, *words
     for problem, whole in _problems(layout, scale, key_bias, tensors):
-        for group, heads in problem.parts(q.shape[1], q.shape[3] * q.element_size(), by_head=True):
+        for group, heads in problem.parts(q.shape[1], q.shape[3] * q.element_size(), by_head=q.device.type == "cpu"):
             q_, k_, v_, out_, lse_, *words_ = (x[:, heads] for x in whole)
             views = problem.queries(q_, group), problem.keys(k_, group), problem.keys(v_, group)
             dropped = _pairs(pairs, problem, group, words_)
