@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -85,6 +86,8 @@ def interleave(
 ) -> Rounds:
     """Run the contenders in rounds until about `seconds` are spent.
 
+    Each round has another order: what runs before a contender leaves memory and caches as it used them.
+
     Args:
         contenders: a phase's time counts from the contender's start.
         dtype: of the matrix product.
@@ -93,14 +96,13 @@ def interleave(
     size = 1536 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     everyone = {MATMUL: contender(lambda: a @ b), **contenders}
-    names = list(everyone)
+    names, order = list(everyone), random.Random(0)
     begin = time.perf_counter()
     rounds: list[dict[tuple[str, str], float]] = []
     warm = False
     while len(rounds) < least or (len(rounds) < most and time.perf_counter() - begin < seconds):
         times = {}
-        first = len(rounds) % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order.sample(names, len(names)):
             synchronize(device)
             start = time.perf_counter()
             for phase in everyone[name]():
