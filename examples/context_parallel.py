@@ -30,7 +30,8 @@ def main() -> None:
 
     right = shard_sequence(dilated_attention(*whole, SEGMENTS, RATES, is_causal=True), mesh)
     error = (out.cpu() - right).abs().max().item()
-    print(f"rank {dist.get_rank()} holds tokens {sequence_range(SEQ_LEN, mesh)}: largest difference {error:.1e}")
+    line = f"rank {dist.get_rank()} holds tokens {sequence_range(SEQ_LEN, mesh)}: largest difference {error:.1e}\n"
+    print(line, end="")  # in one write: under torchrun all ranks write to one unbuffered stream
     if dist.get_rank() == 0:
         print(explain(q, k, v, Dilated(SEGMENTS, RATES), is_causal=True, mesh=mesh, seq_len=SEQ_LEN))
 

@@ -61,6 +61,8 @@ def test_gradients_equal_those_of_the_whole(name, new):
 def test_the_first_token_equals_the_whole(name, compat):
     pattern, kv_heads = PATTERNS[name]
     if compat is not None and pattern.head_groups:
+        with pytest.raises(ValueError, match="no head groups"):
+            first_token_attention(*tensors(1, 2 * kv_heads, kv_heads), pattern, compat=compat)
         return
     for seq_len in (1, 2, 7, 16, 23, 100):
         q, k, v = (x.requires_grad_() for x in tensors(seq_len, 2 * kv_heads, kv_heads))

@@ -48,7 +48,7 @@ def test_byte_lm():
 
 def test_context_parallel():
     text = torchrun("context_parallel.py", 2)
-    errors = re.findall(r"largest difference ([\d.e+-]+)", text)  # the ranks share a stream: lines may join
+    errors = re.findall(r"largest difference (\S+)", text)
     assert len(errors) == 2
     assert max(map(float, errors)) < 1e-5
     assert "transport" in text

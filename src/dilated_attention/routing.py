@@ -256,7 +256,7 @@ def lsh_blocks(
         code = _codes(key.transpose(2, 3).to(dtype), centre_k, planes, num_bits)
         count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
-        share = grid.ranked(slice(0, grid.rows), collisions)
+        share = _ranked(collisions, grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
         order = share.topk(int(counts.max()), dim=-1).indices
         return grid.layout(_ascending(order, counts, grid.columns), counts)
