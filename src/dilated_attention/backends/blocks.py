@@ -323,10 +323,13 @@ def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int,
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first `tokens` of blocks `ids` (R, m) of x (seq, heads, ...), for a head each or all heads: where they are.
 
-    A view of x whose first dimension counts elements, so that the slice at an offset is the block that starts there,
-    and the offsets (R * m,). Selecting such slices copies whole runs of memory at any strides: 3 to 5 times as fast as
-    advanced indexing, for a head of its own above all.
+    A view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole blocks
+    of all heads are the slices of a plain dimension. Else that dimension counts elements, and the slice at an offset is
+    the block that starts there: copies whole runs of memory at any strides, 3 to 5 times as fast as advanced indexing,
+    for a head of its own above all, and a tenth to a half slower than the plain one.
     """
+    if heads is None and tokens == block:
+        return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()
     token, head, *rest = x.stride()
     start, last = ids * (block * token), (x.shape[0] - tokens) * token
     if heads is None:
@@ -337,17 +340,8 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
     return x.as_strided((last + 1, *size), (1, *stride), x.storage_offset()), start.flatten()
 
 
-def _whole_blocks(x: Tensor, block: int) -> Tensor:
-    """(seq, heads, ...) -> (blocks, block, heads, ...), without a partial last one: a tenth to a half faster to index
-    than `_blocks`."""
-    return x[: len(x) // block * block].unflatten(0, (-1, block))
-
-
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
     """Those blocks, copied: (R, heads or 1, m * tokens, ...)."""
-    if heads is None and tokens == block:
-        taken = _whole_blocks(x, block).index_select(0, ids.flatten())
-        return taken.unflatten(0, ids.shape).flatten(1, 2).transpose(1, 2)
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
@@ -417,12 +411,8 @@ class _Problem:
         if group.row_view:
             self.queries(x, group).copy_(values)
             return
-        slices = _slices(values, group.q_tokens, group.heads is not None)
-        if group.heads is None and group.q_tokens == self.layout.q_block:
-            _whole_blocks(x, group.q_tokens).index_copy_(0, group.rows.flatten(), slices.transpose(0, 1))
-            return
         view, start = _blocks(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
-        view.transpose(0, 1).index_copy_(1, start, slices)
+        view.transpose(0, 1).index_copy_(1, start, _slices(values, group.q_tokens, group.heads is not None))
 
     def add_to_keys(self, x: Tensor, group: _Group, values: Tensor) -> None:
         """Add values (R, heads or 1, m * tokens, head_dim) to the key blocks of a group of x (seq, heads, head_dim)."""
