@@ -200,16 +200,38 @@ def test_nan_and_inf_pass_through(name, number, backend):
     dirty = {x: y.clone() for x, y in clean.items()}
     dirty[name][1, 5, 2, 3] = number
     leaves = [x.requires_grad_() for x in dirty.values()]
-    out = dilated_attention(*leaves, [4], [1], backend=backend)
+    out, lse = dilated_attention(*leaves, [4], [1], backend=backend, return_lse=True)
     expected = dilated_attention(*clean.values(), [4], [1], backend=backend)
     elsewhere = torch.ones_like(out, dtype=torch.bool)
     elsewhere[1, 4:, 2] = False
     assert torch.equal(out[elsewhere], expected[elsewhere])
-    seen = out[1, 5 if name == "q" else slice(4, None), 2]
+    rows = 5 if name == "q" else slice(4, None)
+    seen = out[1, rows, 2]
     if math.isnan(number):
         assert (seen if name != "v" else seen[:, 3]).isnan().all()
+        assert (lse[1, 2, rows].isnan() == (name != "v")).all()
     for gradient in torch.autograd.grad(out.sum(), leaves):
         assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_hidden_key_reaches_nothing(number, is_causal, backend):
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(1, 64, HEADS, DIM, generator=generator) for _ in "qkv"]
+    hidden = torch.zeros(1, 64, dtype=torch.bool)
+    hidden[:, [0, 40]] = True
+    dirty = [clean[0], *(x.masked_fill(hidden[:, :, None, None], number) for x in clean[1:])]
+    results = []
+    for tensors in (clean, dirty):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out, lse = dilated_attention(
+            *leaves, [32, 64], [1, 2], is_causal=is_causal, key_padding_mask=hidden, return_lse=True, backend=backend
+        )
+        results.append([out, lse, *torch.autograd.grad((out, lse), leaves, (out.cos(), lse.exp().cos()))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -56,7 +56,7 @@ def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> 
         for i, length in enumerate(values):
             yield slice(i, i + 1), slice(0, length)
     else:
-        yield slice(None), slice(None)
+        yield slice(None), slice(0, seq_len)
 
 
 def pack_layouts(layouts: Sequence[BlockLayout]) -> tuple[list[int], list[Tensor]]:

@@ -76,7 +76,8 @@ def dilated_attention(
         lengths: `(batch,)` integers: each sample ends there; rows after it give out 0, lse -inf and influence nothing.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: samples packed one after another, batch 1, each with a
             segment grid that starts at its own first token.
-        key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`).
+        key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`), which
+            may hold anything, NaN included.
         return_lse: also return lse.
         backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet),
             `"flash"` (FlashAttention, where it is installed; no masks but the causal one, no dropout, no layouts) or
@@ -233,6 +234,8 @@ def _attend(
 
             refuse(mesh, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
+    if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None
     first_head = head_offset * (q.shape[2] // k.shape[2])
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "compat": compat}
@@ -358,8 +361,7 @@ def _layouts(
         dilated = pattern.dilated
         counts: set[int] = set()
         for _, seq in autograd.samples(seq_len, lengths, cu_seqlens):
-            start, stop, _ = seq.indices(seq_len)
-            counts |= row_counts(dilated.segment_lengths, dilated.dilation_rates, offsets, stop - start)
+            counts |= row_counts(dilated.segment_lengths, dilated.dilation_rates, offsets, seq.stop - seq.start)
         found = [pattern.layout_of(count) for count in sorted(counts)]
         for layout in found:
             layout.check(1, layout.seq_len, q.shape[2], kv_heads)
