@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from dilated_attention.bench import command, measure, results
+from dilated_attention.bench.cases import contender
 from dilated_attention.bench.measure import Rounds
 from dilated_attention.bench.results import Recorder, Row
 from dilated_attention.bench.suites import gpu
@@ -21,8 +22,11 @@ from test_kernels import in_a_child_process
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a child process with TRITON_INTERPRET=1")
-# The interpreter reads arrays of one element as numbers.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+# The interpreter reads arrays of one element as numbers, and numpy warns of what overflows in rows that are not there.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
 TINY = replace(
     gpu.SMALL, seq_len=64, heads=2, head_dim=16, segment_lengths=(32, 64), dilation_rates=(1, 2), dtype="float32"
 )
@@ -48,15 +52,17 @@ def test_the_steps_of_a_gpu(monkeypatch):
     """What a GPU would be asked, without asking it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     labels = [step.label for step in gpu.steps(torch.device("cuda"), quick=False)]
-    for check in gpu.checks(777):
-        assert f"correctness of triton, {check.name}" in labels
+    for name in ("triton", gpu.ONE_KERNEL):
+        for check in gpu.checks(777):
+            assert f"correctness of {name}, {check.name}" in labels
     assert len(labels) == len({*labels}), "a label names one step: `--only` and the rows of failures go by it"
     lengths = [f"{n:,} tokens" for n in (65536, 262144, 1048576)]
     speeds = {f"{n}, head_dim {d}{causal}" for n in lengths for d in (64, 128) for causal in ("", ", causal")}
     sparse = {
         f"{n:,} tokens, {x}% of blocks{flex}" for n in (32768, 4096) for x in (10, 5, 2) for flex in ("", ", flex")
     }
-    assert speeds | sparse | {"rows from elsewhere", "beyond 2^31 elements", "4,096 tokens"} <= {*labels}
+    candidates = {f"the candidate in Gluon, head_dim {d}" for d in (64, 128)}
+    assert speeds | sparse | candidates | {"rows from elsewhere", "beyond 2^31 elements", "4,096 tokens"} <= {*labels}
 
 
 def test_every_bar_has_a_row(monkeypatch):
@@ -148,6 +154,8 @@ def test_speeds(monkeypatch):
                 (measure.MATMUL, "forward"): [1.0],
                 ("triton", "forward"): [second],
                 ("triton", "forward+backward"): [4 * second],
+                (gpu.ONE_KERNEL, "forward"): [second],
+                (gpu.ONE_KERNEL, "forward+backward"): [3 * second],
                 ("dense flash", "forward"): [dense],
                 ("dense flash", "forward+backward"): [3 * dense],
             },
@@ -155,14 +163,20 @@ def test_speeds(monkeypatch):
         )
 
     monkeypatch.setattr(measure, "interleave", interleave)
-    served = {"triton": None, "dense flash": None}, {"native": "why native", "dense cuDNN": "why cuDNN"}
+    served = (
+        dict.fromkeys(("triton", gpu.ONE_KERNEL, "dense flash")),
+        {"native": "why native", "dense cuDNN": "why cuDNN"},
+    )
     monkeypatch.setattr(gpu, "serving", lambda makers: served)
-    rows = {row.name: row for row in gpu.speed(case, ["triton", "native"], CPU, 1.0)}
+    rows = {row.name: row for row in gpu.speed(case, ["triton", "native", gpu.ONE_KERNEL], CPU, 1.0)}
     matrix = "triton, matrix rate over the rate of useful work"
     assert rows[f"forward: {matrix}"].value == pytest.approx(2.0, rel=1e-3)
     assert rows[f"forward: {matrix}"].bar == pytest.approx(1 / 0.58)
     assert not rows[f"forward: {matrix}"].met
     assert rows[f"backward: {matrix}"].value == pytest.approx(2 * 3 / 2.5, rel=1e-3)
+    assert rows[f"backward: {gpu.ONE_KERNEL}, matrix rate over the rate of useful work"].value == pytest.approx(
+        2 * 2 / 2.5, rel=1e-3
+    )
     assert rows["backward: native, matrix rate over the rate of useful work"].refused == "why native"
     assert rows["forward: dense cuDNN, matrix rate over the rate of useful work"].refused == "why cuDNN"
     over = rows["forward: time per score entry over the best dense kernel's"]
@@ -210,6 +224,13 @@ def test_comparisons_run():
     assert "dense cuDNN: RuntimeError" in last.refused
 
 
+def test_calls_in_a_row():
+    calls = []
+    work = gpu._in_a_row(lambda: contender(lambda: calls.append(1)), 3)
+    assert list(work()) == ["forward"]
+    assert len(calls) == 3
+
+
 def test_last_rows_are_their_own():
     """What `beyond 2^31 elements` compares, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)
@@ -229,10 +250,22 @@ class TestInterpreted:
     @pytest.mark.parametrize("check", gpu.checks(70), ids=lambda check: check.name)
     def test_checks(self, check):
         head_dims = (16, 24) if len(check.head_dims) > 1 else (24,)
-        check = replace(check, head_dims=head_dims, dtypes=(torch.float32,))
-        rows = list(gpu.correctness(check, "triton", CPU))
-        assert len(rows) == len(head_dims)
-        assert all(row.met for row in rows), rows
+        check = replace(check, head_dims=head_dims, dtypes=check.dtypes[:1])
+        for name in ("triton", gpu.ONE_KERNEL):
+            rows = list(gpu.correctness(check, name, CPU))
+            assert len(rows) == len(head_dims)
+            assert all(row.met for row in rows), rows
+
+    def test_one_kernel_is_chosen(self):
+        """Other names, and what runs afterwards, keep the two kernels."""
+        asked = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu.triton, "backward", lambda *x, deterministic=True, **y: asked.append(deterministic))
+            for name in ("triton", gpu.ONE_KERNEL):
+                with gpu.chosen(name):
+                    gpu.triton.backward()
+                gpu.triton.backward()
+        assert asked == [True, True, False, True]
 
     def test_rows_from_elsewhere(self, monkeypatch):
         monkeypatch.setattr(gpu, "BARS", {torch.float32: gpu.BARS[torch.float32]})
@@ -253,7 +286,7 @@ class TestInterpreted:
         assert row.value > 0
         assert gpu.ARCHITECTURES["interpreter"].shapes == before
         with gpu.shaped("dq", TINY, CPU, gpu.Shape(16, 64, 1, 1)):
-            assert gpu.ARCHITECTURES["interpreter"].shape("dq", 4, 16, dropout=False).own == 16
+            assert gpu.ARCHITECTURES["interpreter"].shape("dq", 4, 16, masked=False).own == 16
 
     def test_threshold(self):
         *rows, last = gpu.threshold(CPU, budget=0.0, case=TINY, lengths=(32, 64))

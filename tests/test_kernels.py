@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import test_bad_input
 import test_dropout
 from conformance import excesses
 from dilated_attention import dilated_attention
@@ -39,8 +40,11 @@ tl = pytest.importorskip("triton.language", reason="Triton runs on Linux only")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a child process with TRITON_INTERPRET=1")
-# The interpreter reads arrays of one element as numbers.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+# The interpreter reads arrays of one element as numbers, and numpy warns of what overflows in rows that are not there.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
 
 
 def why(q, scale):
@@ -49,12 +53,12 @@ def why(q, scale):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plans, options):
+    def forward(ctx, q, k, v, plans, options, deterministic):
         state = None
         for plan in plans:
             state = backend.forward(q, k, v, plan, state=state, **options)
         ctx.save_for_backward(q, k, v, *state)
-        ctx.plans, ctx.options = plans, options
+        ctx.plans, ctx.options, ctx.deterministic = plans, options, deterministic
         return state[0], state[1].transpose(1, 2)
 
     @staticmethod
@@ -65,21 +69,24 @@ class _Attention(torch.autograd.Function):
             state = tuple(torch.zeros(x.shape) for x in (q, k, v))
         for plan in ctx.plans:
             gradients = backend.backward(
-                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, **ctx.options
-            )
-        return *(x.to(q.dtype) for x in gradients), None, None
+                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, deterministic=ctx.deterministic,
+                **ctx.options,
+            )  # fmt: skip
+        return *(x.to(q.dtype) for x in gradients), None, None, None
 
 
 def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
-    """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
+    """out, lse and gradients of the plans, chained, against the oracle of the count matrix: the backward in two kernels
+    and in one."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     options = {"is_causal": False, "scale": scale} | options
     assert why(inputs[0], scale) is None
-    errors = excesses(
-        lambda q, k, v: _Attention.apply(q, k, v, plans, options),
-        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
-    )  # fmt: skip
-    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+    for deterministic in (True, False):
+        errors = excesses(
+            lambda q, k, v, deterministic=deterministic: _Attention.apply(q, k, v, plans, options, deterministic),
+            inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), f"{deterministic=}, errors over their bars: {errors}"
 
 
 def tensors(batch, seq_len, heads, kv_heads, head_dim, dtype=torch.float32, keys=None):
@@ -99,7 +106,9 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
-@pytest.mark.parametrize("name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout"])
+@pytest.mark.parametrize(
+    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite"]
+)
 def test_in_the_interpreter(name):
     in_a_child_process(f"{__file__}::{name}")
 
@@ -235,6 +244,15 @@ class TestDilated:
         for x, y in zip(backend.backward(q, None, q, k, v, *turned, plan, **options), expected, strict=True):
             assert torch.equal(x, y)
 
+    @both
+    def test_scores_that_overflow_in_rows_that_are_not_there(self, is_causal):
+        """Where every lse is below -90, exp(0 - lse) is infinite."""
+        w, r = (32, 70), (1, 2)
+        plan, table = dilated(70, 2, w, r)
+        q, k, v = tensors(1, 70, 2, 2, 16, torch.float16)
+        counts = count_matrix(w, r, table, 70, is_causal=is_causal)
+        check((q / 2 + 5, k / 2 - 5, v), [plan], counts, is_causal=is_causal)
+
     def test_ragged(self):
         w, r, lengths = (32, 96), (1, 2), [50, 1, 70]
         starts = [0, 50, 51]
@@ -284,6 +302,36 @@ class TestDilated:
             backend.backward(last_rows_of(dout), None, *many, *found, plan, **options), expected, strict=True
         ):
             assert torch.equal(x[:, -rows:], y)
+
+    @both
+    def test_rows_further_apart_than_32_bits(self, is_causal, monkeypatch):
+        """One tile of the loop reaches over 2^31 elements; the others of its rows are never touched."""
+        apart, count, head_dim = 3 << 20, 70, 16
+        tokens = apart * (count - 1) + 1
+        rows = Rows(0, tokens, 1, apart, count)
+        plan = Plan(tokens, 1, (StridedGroup(rows, rows, 0, 1, 1, first=True),), covered=True, square=True)
+
+        def spread(x):
+            far = torch.empty(1, tokens, *x.shape[2:], dtype=x.dtype)
+            far[:, ::apart] = x
+            return far
+
+        few = tensors(1, count, 1, 1, head_dim, torch.float16)
+        options = {"is_causal": is_causal, "scale": 0.25}
+        near = dilated(count, 1, (count,), (1,))[0]
+        expected = backend.forward(*few, near, **options)
+        many = [spread(x) for x in few]
+        found = backend.forward(*many, plan, **options)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x[:, ::apart], y)
+        dout = torch.randn(few[0].shape).half()
+        expected = backend.backward(dout, None, *few, *expected, near, **options)
+        stats = backend._stats
+        monkeypatch.setattr(
+            backend, "_stats", lambda *x: spread(stats(*(y if y is None else y[:, ::apart] for y in x)))
+        )
+        for x, y in zip(backend.backward(spread(dout), None, *many, *found, plan, **options), expected, strict=True):
+            assert torch.equal(x[:, ::apart], y)
 
 
 @interpreted
@@ -425,6 +473,23 @@ class TestDropout:
         dilated_attention(q, k, v, (16, 40), (1, 2), lengths=[40, 7, 0], backend="triton")
         assert len(plans) == 1
         assert len(tiles.tables(plans[0], "queries", True, Shape(16, 16, 1, 1), None, q.device)) == 2  # branches
+
+
+@interpreted
+class TestNotFinite:
+    @pytest.mark.parametrize("name", "qkv")
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    def test_what_sees_it(self, name, number):
+        test_bad_input.test_nan_and_inf_pass_through(name, number, "triton")
+
+    @both
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_hidden_keys(self, number, is_causal):
+        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton")
+
+    @both
+    def test_other_samples(self, is_causal):
+        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton")
 
 
 # ---- tables

@@ -10,25 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.kernels.configurations import Shape
+from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
-
-Side = Literal["queries", "keys"]
-"""Which rows tiles hold: queries in forward and dq, keys in dk/dv."""
 
 Part = tuple[np.ndarray, Sequence[int]]
 """Cells, and the key-value heads that have them."""
 
 TILE_FIELDS, SPAN_FIELDS = 8, 4
 HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
+STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
 COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
 DIAGONALS = slice(TILE_FIELDS + 3, None, SPAN_FIELDS)
 UNMASKED = {"queries": 2**30, "keys": -(2**30)}
@@ -51,8 +48,10 @@ class Table:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
         chain: some tile of queries continues from what an earlier launch wrote.
         is_causal: the diagonals count.
-        even: no tile that the loop streams reaches past its span.
-        edge: whether such tiles need masks: 0 no, -1 all of them, else those at the edges (of lists: so many blocks).
+        even: no tile, held or streamed, reaches past its rows.
+        edge: whether tiles that the loop streams need masks: 0 no, -1 all of them, else those at the edges (of lists:
+            so many blocks).
+        reach: the most tokens between the first and the last row of a tile that the loop streams.
         count: the rows of its segments, of which lists thin out the spans; None without layouts.
     """
 
@@ -62,6 +61,7 @@ class Table:
     is_causal: bool
     even: bool
     edge: int
+    reach: int
     count: int | None = None
 
 
@@ -88,7 +88,7 @@ def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
     edge = int(is_causal or (side == "queries" and not even))
-    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), is_causal, even, edge)
+    return _table(lines, shape, spans, is_causal, even, edge, device)
 
 
 def _block_table(
@@ -108,7 +108,17 @@ def _block_table(
         edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
-    return Table(_to(device, lines), 1, not lines[:, FIRST].all(), layout.is_causal, even, edge, layout.seq_len)
+    return _table(lines, shape, 1, layout.is_causal, even, edge, device, layout.seq_len)
+
+
+def _table(
+    lines: np.ndarray, shape: Shape, spans: int, is_causal: bool, even: bool, edge: int, device: torch.device,
+    count: int | None = None,
+) -> Table:  # fmt: skip
+    """`even` and `edge` of the tiles that the loop streams."""
+    even &= bool((lines[:, ROWS] == shape.own).all())
+    reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
+    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), is_causal, even, edge, reach, count)
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.tiles import Layouts
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
 from dilated_attention.plan import Plan, plan_cache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -98,14 +98,16 @@ def forward(
 
     out, lse = state or _outputs(q, plan)
     arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
-    for launch in _launches("forward", q, plan, is_causal, layouts, dropout is not None):
+    row = _row(arguments)
+    masked = dropout is not None or key_bias is not None
+    for launch in _launches("forward", q, plan, is_causal, layouts, masked):
         with _on(q.device):
             strided.forward[launch.grid(q, k)](
                 OUT=out,
                 LSE=lse,
                 **arguments,
                 **launch.lists(layouts, q),
-                **launch.constants(key_bias, launch.table.chain),
+                **launch.constants(key_bias, launch.table.chain, row),
             )
     return out, lse
 
@@ -126,21 +128,31 @@ def backward(
     layouts: Layouts | None = None,
     dropout: Dropout | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a plan from the merged out and lse; deterministic. Other arguments as for `forward`.
+    """dq, dk, dv of a plan from the merged out and lse. Other arguments as for `forward`.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
         state: running (dq, dk, dv), float32, contiguous, added to in place.
+        deterministic: if not, one kernel of five products instead of two of four and three; it adds up dq by atomic
+            additions in any order, so that the last bits differ from call to call. No caller asks for it before a GPU
+            has shown it faster; see results/README.md.
     """
     from dilated_attention.kernels import strided
 
-    keys = _launches("dkdv", q, plan, is_causal, layouts, dropout is not None)
-    queries = _launches("dq", q, plan, is_causal, layouts, dropout is not None)
+    masked = dropout is not None or key_bias is not None
+
+    def launches(kernel: Kernel) -> tuple[Launch, ...]:
+        return _launches(kernel, q, plan, is_causal, layouts, masked)
+
+    keys = launches("dkdv" if deterministic else "dqdkdv")
+    queries = launches("dq") if deterministic else ()
     dout = _dense_rows(dout)
     arguments = _arguments(q, k, v, dout, key_bias, scale, dropout)
+    row = _row(arguments)
     arguments["STATS"] = _stats(out, lse, dout, dlse)
-    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
+    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1 or not deterministic
     dq, dk, dv = state or (
         _gradient(q, add[1], plan.covered),
         _gradient(k, add[0], plan.covered and plan.square),
@@ -149,11 +161,16 @@ def backward(
     with _on(q.device):
         for launch in keys:
             strided.backward_dkdv[launch.grid(k, k)](
-                DK=dk, DV=dv, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[0])
+                DQ=None if deterministic else dq,
+                DK=dk,
+                DV=dv,
+                **arguments,
+                **launch.lists(layouts, q),
+                **launch.constants(key_bias, add[0], row),
             )
         for launch in queries:
             strided.backward_dq[launch.grid(q, k)](
-                DQ=dq, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[1])
+                DQ=dq, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[1], row)
             )
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
@@ -173,15 +190,18 @@ class Launch:
         """One program per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
         return (len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2]),)
 
-    def constants(self, key_bias: Tensor | None, chain: bool) -> dict[str, Any]:
-        """The kernel's arguments that the table settles; `chain` as in kernels/strided.py."""
+    def constants(self, key_bias: Tensor | None, chain: bool, row: int) -> dict[str, Any]:
+        """The kernel's arguments that the table settles; `chain` as in kernels/strided.py, `row` as from
+        `_row`."""
         shape, table = self.shape, self.table
-        queries, keys = (shape.loop, shape.own) if self.kernel == "dkdv" else (shape.own, shape.loop)
-        return {
+        if side_of(self.kernel) == "queries":
+            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= 2**31}
+        else:
+            sizes = {"BM": shape.loop, "BN": shape.own}
+        return sizes | {
             "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
-            "EDGE": table.edge if key_bias is None or self.kernel == "dkdv" else -1,
-            "EVEN": table.even, "CHAIN": chain, "BM": queries, "BN": keys,
-            "num_warps": shape.warps, "num_stages": shape.stages,
+            "EDGE": table.edge if key_bias is None or side_of(self.kernel) == "keys" else -1,
+            "EVEN": table.even, "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
 
     def lists(self, layouts: Layouts | None, q: Tensor) -> dict[str, Any]:
@@ -189,7 +209,7 @@ class Launch:
         if layouts is None or self.table.count is None:
             return {"INDPTR": None, "INDICES": None, "lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
         layout = layouts[self.table.count]
-        lists = layout.transposed if self.kernel == "dkdv" else layout
+        lists = layout if side_of(self.kernel) == "queries" else layout.transposed
         lines = lists.indptr.shape[2]
         return {
             "INDPTR": lists.indptr, "INDICES": lists.indices,
@@ -211,15 +231,15 @@ class _Launches:
 
 
 def _launches(
-    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None, dropout: bool
+    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None, masked: bool
 ) -> tuple[Launch, ...]:
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    shape = ARCHITECTURES[architecture(q.device)].shape(kernel, q.element_size(), q.shape[-1], dropout)
+    shape = ARCHITECTURES[architecture(q.device)].shape(kernel, q.element_size(), q.shape[-1], masked)
 
     def make() -> _Launches:
-        side: tiles.Side = "keys" if kernel == "dkdv" else "queries"
+        side = side_of(kernel)
         cut = shape.cut(*tiles.longest(plan, side, layouts))
         tables = tiles.tables(plan, side, is_causal, cut, layouts, q.device)
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
@@ -286,6 +306,11 @@ def _arguments(
         "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
         "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
+
+
+def _row(arguments: dict[str, Any]) -> int:
+    """The most elements from a key to the next in what the loops of forward and dq read."""
+    return max(arguments["UNIT"] * arguments["ksn"], arguments["UNIT"] * arguments["vsn"], arguments["wsn"])
 
 
 def _words(dropout: Dropout | None) -> dict[str, Any]:

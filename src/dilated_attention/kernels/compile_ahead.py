@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dilated_attention.kernels import strided
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -39,10 +39,13 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 """Bytes of shared memory that one program may have."""
 
-MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 32, "tf32": 32}
-"""Bytes of stack a thread that may stay: in single precision no shape of tiles was free of them for every call."""
+MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 20, "tf32": 0}
+"""Bytes of stack a thread that may stay: in fp32 six kernels for three of the targets have some."""
 
-KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
+KERNELS = {
+    "forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv,
+    "dqdkdv": strided.backward_dkdv,
+}  # fmt: skip
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 _POINTERS = {
@@ -81,7 +84,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report:
-    """What the machine code of a variant holds; bytes, and instructions counted once each."""
+    """What the machine code of a variant holds; bytes, and instructions counted once each.
+
+    `serialized`: the assembler lets every `wgmma` end before the next begins, which it tells in a warning only.
+    """
 
     target: str
     kernel: Kernel
@@ -97,6 +103,7 @@ class Report:
     shared: int
     wgmma: int
     mma: int
+    serialized: bool
     triton: str
 
     @property
@@ -108,6 +115,7 @@ class Report:
             f"{self.spilled} bytes spilled": self.spilled > MAX_SPILLED[self.dtype],
             f"{self.shared} bytes of shared memory": self.shared > SHARED_LIMIT[self.target],
             "no matrix instructions": self.dtype != "fp32" and not matrix,
+            "wgmma one after another": self.serialized,
         }
         return [fault for fault, found in checks.items() if found]
 
@@ -128,26 +136,29 @@ def variants(
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
-    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, "words" in call)
+    masked = "words" in call or "BIAS" in call
+    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked)
     return shape.cut(call.get("own", shape.own), shape.loop)
 
 
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
     shape = shape_of(variant)
-    queries, keys = (shape.loop, shape.own) if variant.kernel == "dkdv" else (shape.own, shape.loop)
+    side = side_of(variant.kernel)
+    queries, keys = (shape.own, shape.loop) if side == "queries" else (shape.loop, shape.own)
     constants = {
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
+        "WIDE": False,
         "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "QB": 128, "KB": 128, "LH": 1,
         "BIAS": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
-    }  # fmt: skip
+    } | ({"DQ": None} if variant.kernel == "dkdv" else {})  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
         if name == "own":
             continue
-        if name == "EDGE" and variant.kernel == "dkdv":
+        if name == "EDGE" and side == "keys":
             value = int(bool(constants["CAUSAL"]))
         for given in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
             if given in _POINTERS:
@@ -170,31 +181,38 @@ def build(variant: Variant) -> Report:
         {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants},
         alignment,
     )
-    compiled = triton.compile(
-        source, target=TARGETS[variant.target], options={"num_warps": shape.warps, "num_stages": shape.stages}
-    )
+    compiled = triton.compile(source, target=TARGETS[variant.target], options=shape.options(variant.target))
     return Report(
         **asdict(variant),
         **shape._asdict(),
         shared=compiled.metadata.shared,
         triton=triton.__version__,
-        **(_hip_code(compiled) if variant.target == "gfx942" else _cuda_code(compiled)),
+        **(_hip_code(compiled) if variant.target == "gfx942" else machine_code(compiled)),
     )
 
 
-def _cuda_code(compiled: Any) -> dict[str, Any]:
-    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def machine_code(compiled: Any) -> dict[str, Any]:
+    """The fields of `Report` that the code for an NVIDIA device tells."""
+    ptx = compiled.asm["ptx"]
+    wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [disassembler, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage = _disassemble(file.name, "--dump-resource-usage")
+        code = _disassemble(file.name, "--dump-sass") if wgmma else ""
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
-    ptx = compiled.asm["ptx"]
-    wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
-    mma = len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx))
-    return {"registers": int(registers), "spilled": int(stack), "wgmma": wgmma, "mma": mma}
+    return {
+        "registers": int(registers),
+        "spilled": int(stack),
+        "wgmma": wgmma,
+        "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
+        "serialized": code.count("WARPGROUP.DEPBAR") > ptx.count("wgmma.wait_group"),
+    }
+
+
+def _disassemble(path: str, option: str) -> str:
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([program, option, path], capture_output=True, text=True, check=True).stdout
 
 
 def _hip_code(compiled: Any) -> dict[str, Any]:
@@ -205,6 +223,7 @@ def _hip_code(compiled: Any) -> dict[str, Any]:
         "spilled": int(found["private_segment_fixed_size"]),
         "wgmma": 0,
         "mma": len(re.findall(r"\bv_mfma", code)),
+        "serialized": False,
     }
 
 
@@ -255,8 +274,8 @@ A tile is own x streamed rows. `fp32` multiplies in full precision, on NVIDIA wi
 float32 where PyTorch allows tf32 in matrix products; float16 has the code of bf16. `few rows` are at most 16, a step of
 a decoder, and use `mma.sync` on sm_90, too; the tiles of 32 and 64 rows that calls of so few get are not among these.
 
-A kernel ships if it has matrix instructions (not asked of fp32), spills nothing (in single precision: at most
-{MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
+A kernel ships if it has matrix instructions (not asked of fp32), of which none waits for the end of another before it
+begins, spills nothing (in fp32: at most {MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
 {limits}.
 """
         + "\n".join(lines)

@@ -9,14 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "dq", "dkdv"]
+Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
+"""`dqdkdv` is the backward in one kernel."""
+
+Side = Literal["queries", "keys"]
+"""Which rows the tiles of a kernel hold; the loop streams the other side's."""
+
+
+def side_of(kernel: Kernel) -> Side:
+    return "queries" if kernel in ("forward", "dq") else "keys"
 
 
 class Shape(NamedTuple):
-    """A program holds a tile of `own` rows and streams tiles of `loop` rows.
-
-    Queries and keys in forward and dq, keys and queries in dkdv.
-    """
+    """A program holds a tile of `own` rows of its kernel's side and streams tiles of `loop` rows of the other."""
 
     own: int
     loop: int
@@ -30,6 +35,12 @@ class Shape(NamedTuple):
         )
         return Shape(own, loop, self.warps, self.stages)
 
+    def options(self, target: str) -> dict[str, int]:
+        """How Triton launches and compiles it. Left alone, ptxas spills some kernels to make room for two or three
+        programs on a multiprocessor; of those for sm_90 with all registers none leaves room for fewer."""
+        registers = {} if target == "gfx942" else {"maxnreg": 255}
+        return {"num_warps": self.warps, "num_stages": self.stages} | registers
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -37,19 +48,21 @@ class Architecture:
 
     shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
 
-    def shape(self, kernel: Kernel, element_size: int, head_dim: int, dropout: bool) -> Shape:
-        """The choice of dropout takes registers: with it the streamed tile is half as long."""
+    def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool) -> Shape:
+        """Dropout and hidden keys take registers: `masked` by either, the streamed tile is half as long."""
         shape = self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
-        return shape._replace(loop=max(16, shape.loop // 2)) if dropout else shape
+        return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape
 
 
 _SM_80 = Architecture({
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 3)),
     ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
-    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+    ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 32, 8, 3), Shape(32, 32, 8, 1)),
     ("forward", 4): (Shape(64, 32, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 2)),
     ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
+    ("dqdkdv", 2): (Shape(64, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+    ("dqdkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
 # 8.6, 8.9 and 12.0 have 99 KB of shared memory a program where 8.0 has 163.
@@ -57,6 +70,7 @@ _SM_86 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+    ("dqdkdv", 2): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
 # 8 warps are two warpgroups, each with its half of the rows in wgmma.
@@ -64,11 +78,15 @@ _SM_90 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
     ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 16, 8, 2)),
+    ("dqdkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 3), Shape(32, 32, 8, 2)),
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {
+    ("forward", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+    ("dqdkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 2)),
+    ("dqdkdv", 4): (Shape(32, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
 # 4 wavefronts have 512 registers a lane; 64 KB of shared memory.
@@ -76,7 +94,9 @@ _GFX942 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
     ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
-    ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(32, 16, 4, 1)),
+    ("dqdkdv", 2): (Shape(128, 32, 4, 1), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
+    ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 4, 1), Shape(32, 16, 4, 1)),
+    ("dqdkdv", 4): (Shape(64, 16, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
 })  # fmt: skip
 
 # A step of the interpreter takes 10 to 50 ms whatever its size.

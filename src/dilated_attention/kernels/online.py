@@ -37,13 +37,19 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_keys(K, V, BIAS, key, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
-    """k and v of the tokens `key`, and which of them are seen: those that the bias, if there is one, does not hide."""
-    k = load_rows(K, key * ksn, d, seen, D, MASKED)
-    v = load_rows(V, key * vsn, d, seen, D, MASKED)
+def load_keys(K, V, BIAS, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
+    """k and v of the tokens base + ahead, and which of them are seen: those that the bias, if any, does not hide."""
+    k = load_rows(K + base * ksn, ahead * ksn, d, seen, D, MASKED)
+    v = load_rows(V + base * vsn, ahead * vsn, d, seen, D, MASKED)
+    return k, v, shown(BIAS, sample + base + ahead, seen)
+
+
+@triton.jit
+def shown(BIAS, keys, seen):
+    """Which keys are seen and not hidden by the bias, if there is one."""
     if BIAS is not None:
-        seen &= tl.load(BIAS + sample + key, mask=seen, other=0.0) == 0.0
-    return k, v, seen
+        seen &= tl.load(BIAS + keys, mask=seen, other=0.0) == 0.0
+    return seen
 
 
 @triton.jit
@@ -53,9 +59,10 @@ def store_rows(X, rows, d, inside, x, D: tl.constexpr):
 
 @triton.jit
 def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
-    """X[rows] = x, or += x if launches add up (CHAIN).
+    """X[rows] = x, or += x (CHAIN).
 
-    One program per launch holds a row, so atomic addition is deterministic; it needs no registers for the old value.
+    Atomic addition needs no registers for the old value. It is deterministic where launches add up, since one program
+    of a launch holds a row.
     """
     if CHAIN:
         tl.atomic_add(X + rows[:, None] + d[None, :], x, mask=inside[:, None] & (d < D)[None, :], sem="relaxed")
@@ -106,13 +113,14 @@ def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CH
     top = tl.where(phantoms > 0, tl.maximum(m, 0.0), m)
     shift = tl.where(top == -INF, 0.0, top)
     decay = tl.exp2(m - shift)
-    return top, z * decay + phantoms * tl.exp2(-shift), acc * decay[:, None]
+    zeros = tl.where(phantoms > 0, phantoms * tl.exp2(-shift), 0.0)  # not 0 times infinity
+    return top, z * decay + zeros, acc * decay[:, None]
 
 
 @triton.jit
 def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
-    """Write out = acc / z and lse = m + log z; rows that saw nothing get 0 and -inf."""
-    some = z > 0.0
+    """Write out = acc / z and lse = m + log z; rows that saw nothing get 0 and -inf, a NaN stays one."""
+    some = z != 0.0
     z = tl.where(some, z, 1.0)
     store_rows(OUT, rows, d, inside, acc / z[:, None], D)
     tl.store(LSE + stats, tl.where(some, (m + tl.log2(z)) * LN2, -INF), mask=inside)
@@ -157,7 +165,7 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, visible, keep, keep_scale, MAS
 @triton.jit
 def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dv += pᵀ do and dk += dsᵀ q (short of the scale); scores, `visible` and `keep` are transposed."""
+    """dv += pᵀ do and dk += dsᵀ q (short of the scale), and ds; scores, `visible` and `keep` are transposed."""
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
     if MASKED:
         s = tl.where(visible, s, -INF)
@@ -169,8 +177,8 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    ds = p * (dp - delta[None, :])
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    return tl.dot(ds, q, dk, input_precision=PRECISION), dv, ds
 
 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])

@@ -11,6 +11,9 @@ A launch is an int32 table with one line per tile:
 of score and value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of
 the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
 
+The loops stand in `if steps > 0`, since where a loop may not run at all, ptxas lets every wgmma end before the next one
+begins (its warning C7515).
+
 Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
   N, M             tokens of q and of k
@@ -19,7 +22,8 @@ Legend beyond online.py's.
   SPANS            spans per tile
   CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
   EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
-  EVEN             no such tile reaches past its span
+  EVEN             no tile, held or streamed, reaches past its rows
+  WIDE             the elements that a tile of the loop reaches over do not fit 32 bits
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
 """
@@ -29,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.kernels.blocks import locate_block, read_list
+from dilated_attention.kernels.blocks import locate_block, read_list, tokens
 from dilated_attention.kernels.online import (
     LOG2E,
     attend,
@@ -41,6 +45,7 @@ from dilated_attention.kernels.online import (
     load_pairs,
     load_rows,
     load_stats,
+    shown,
     survives,
     write_rows,
 )
@@ -110,8 +115,8 @@ def read_spans(T, CAUSAL: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
-    """The positions in its span that a step visits, their tokens, which exist, and the span's diagonal.
+def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
+    """The positions in its span that a step visits, their tokens as base + ahead, which exist, the span's diagonal.
 
     The span is picked by selects, without a branch, so that the loop over all spans pipelines as one.
     """
@@ -126,7 +131,8 @@ def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr):
         count = tl.where(here, S[4], count)
         diagonal = tl.where(here, S[5], diagonal)
     j = tile * R + tl.arange(0, R)
-    return j, start.to(tl.int64) + stride.to(tl.int64) * j, j < count, diagonal
+    base, ahead = tokens(start, stride, tile * R, R, WIDE)
+    return j, base, ahead, j < count, diagonal
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -135,7 +141,7 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
             EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+            WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """out and lse, contiguous. BIAS (B, M): not 0 hides a key. WQ (B, N, H · G, 2), WK: the words of dropout."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -155,21 +161,22 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
                 steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
             else:
                 steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
-            for step in tl.range(0, steps):
-                if INDPTR is None:
-                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
-                else:
-                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
-                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
-                visible = seen[None, :]
-                if CAUSAL and MASKED:
-                    visible &= j[None, :] <= (i + diagonal)[:, None]
-                keep = visible
-                if WQ is not None:
-                    x = tl.load(WK + key * wsn + h * wsh, mask=seen, other=0)
-                    keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
-                                   WQ is not None, PRECISION)  # fmt: skip
+            if steps > 0:
+                for step in tl.range(0, steps):
+                    if INDPTR is None:
+                        j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
+                    else:
+                        j, base, ahead, seen, diagonal = locate_block(where, step, KB, BN, WIDE)
+                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                    visible = seen[None, :]
+                    if CAUSAL and MASKED:
+                        visible &= j[None, :] <= (i + diagonal)[:, None]
+                    keep = visible
+                    if WQ is not None:
+                        x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
+                        keep = survives(a[:, None], w[:, None], x[None, :], threshold)
+                    m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                                       WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     stats = (b * N + token) * (H * G) + n
     finish(OUT, LSE, stats * D, stats, d, inside, m, z, acc, D)
@@ -181,7 +188,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                 EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+            WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -203,33 +210,37 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
                 steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
             else:
                 steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
-            for step in tl.range(0, steps):
-                if INDPTR is None:
-                    j, key, seen, diagonal = locate(where, step, SPANS, BN)
-                else:
-                    j, key, seen, diagonal = locate_block(where, step, KB, BN)
-                k, v, seen = load_keys(K, V, BIAS, key, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
-                visible = seen[None, :]
-                if CAUSAL and MASKED:
-                    visible &= j[None, :] <= (i + diagonal)[:, None]
-                keep = visible
-                if WQ is not None:
-                    x = tl.load(WK + key * wsn + h * wsh, mask=seen, other=0)
-                    keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
-                               WQ is not None, PRECISION)  # fmt: skip
+            if steps > 0:
+                for step in tl.range(0, steps):
+                    if INDPTR is None:
+                        j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
+                    else:
+                        j, base, ahead, seen, diagonal = locate_block(where, step, KB, BN, WIDE)
+                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                    visible = seen[None, :]
+                    if CAUSAL and MASKED:
+                        visible &= j[None, :] <= (i + diagonal)[:, None]
+                    keep = visible
+                    if WQ is not None:
+                        x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
+                        keep = survives(a[:, None], w[:, None], x[None, :], threshold)
+                    dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                                   WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale,
-                  B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
+def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale,
+                  scale, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                   EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another.
+
+    With DQ, float32, also dq: what the tiles give to a row is added in any order.
+    """
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)
@@ -238,9 +249,15 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ
     v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
     if WQ is not None:
         x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
+    if DQ is not None:
+        real = shown(BIAS, b * M + token, inside)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
+    if WQ is not None:
+        WQ += 2 * b * N * (H * G)
+    if DQ is not None:
+        DQ += b * N * (H * G) * D
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
@@ -254,30 +271,38 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ
                     steps, where = read_list(
                         INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, QB, BM
                     )
-                for step in tl.range(0, steps * TOGETHER):
-                    n = h * G + g
-                    if TOGETHER > 1:
-                        n += step // steps
-                        step = step % steps
-                    if INDPTR is None:
-                        j, query, seen, diagonal = locate(where, step, SPANS, BM)
-                    else:
-                        j, query, seen, diagonal = locate_block(where, step, QB, BM)
-                    q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
-                    do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
-                    lse, delta = load_stats(STATS, query * (H * G) + n, seen, BM)
-                    visible = j[None, :] >= (i + diagonal)[:, None]
-                    keep = visible
-                    if WQ is not None:
-                        a, w = load_pairs(WQ, (b * N + query) * (H * G) + n, seen, BM)
-                        keep = survives(a[None, :], w[None, :], x[:, None], threshold)
-                    dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep, keep_scale,
-                                         MASKED, WQ is not None, PRECISION)  # fmt: skip
+                if steps > 0:
+                    for step in tl.range(0, steps * TOGETHER):
+                        n = h * G + g
+                        if TOGETHER > 1:
+                            n += step // steps
+                            step = step % steps
+                        if INDPTR is None:
+                            j, base, ahead, seen, diagonal = locate(where, step, SPANS, BM, True)
+                        else:
+                            j, base, ahead, seen, diagonal = locate_block(where, step, QB, BM, True)
+                        query = base + ahead  # offsets of 32 bits would make this kernel spill
+                        q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
+                        do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
+                        stats = query * (H * G) + n
+                        lse, delta = load_stats(STATS, stats, seen, BM)
+                        visible = j[None, :] >= (i + diagonal)[:, None]
+                        keep = visible
+                        if WQ is not None:
+                            a, w = load_pairs(WQ, stats, seen, BM)
+                            keep = survives(a[None, :], w[None, :], x[:, None], threshold)
+                        dk, dv, ds = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
+                                                 keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
+                        if DQ is not None:
+                            if BIAS is not None or not EVEN:  # the scores of other keys may be infinite
+                                ds = tl.where(real[:, None], ds, 0.0)
+                            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+                            write_rows(DQ, stats * D, d, seen, dq * scale, D, True)
     token, inside = read_rows(T, i)
     if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
-        shown = (tl.load(BIAS + b * M + token, mask=inside, other=0.0) == 0.0)[:, None]
-        dk = tl.where(shown, dk, 0.0)
-        dv = tl.where(shown, dv, 0.0)
+        real = shown(BIAS, b * M + token, inside)[:, None]
+        dk = tl.where(real, dk, 0.0)
+        dv = tl.where(real, dv, 0.0)
     rows = ((b * M + token) * H + h) * D
     write_rows(DK, rows, d, inside, dk * scale, D, CHAIN)
     write_rows(DV, rows, d, inside, dv, D, CHAIN)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.backends import flash, native, table, triton
 from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, Contender
+from dilated_attention.bench.cases import Case, Contender, contender
 from dilated_attention.bench.measure import Rounds, Spread
 from dilated_attention.bench.profile import profile
 from dilated_attention.bench.results import Row, failed
@@ -32,7 +32,7 @@ from dilated_attention.functional import attention, dilated_attention
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 
 PAPER = Case(
     method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",
@@ -51,8 +51,11 @@ CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
            (64, 32, 8, 2)],
     "dkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2),
              (64, 32, 4, 3), (64, 16, 8, 3)],
+    "dqdkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2),
+               (64, 32, 8, 3), (32, 32, 8, 2)],
 }  # fmt: skip
 """Tiles to try: own, loop, warps, stages."""
+ONE_KERNEL = "triton, one backward kernel"
 DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -63,8 +66,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     names = ["triton", "native"] + ["flash"] * (flash.version(torch.cuda.get_device_capability(device)) is not None)
     found = [
         _step(f"correctness of {name}, {check.name}", partial(correctness, check, name, device), check.parameters(name))
-        for name in names
-        for check in checks(777)
+        for name in (*names, ONE_KERNEL)
+        for check in checks(777, head_dims=HEAD_DIMS if name != ONE_KERNEL else (64, 128))
         if name != "flash" or not check.needs
     ]
     found += [
@@ -78,8 +81,13 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
             for seq_len in (65536,) if quick else (65536, 262144, 1048576):
                 case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
                 label = f"{seq_len:,} tokens, head_dim {head_dim}" + ", causal" * is_causal
-                run = partial(speed, case, names, device, 5.0 if quick else 20.0)
+                run = partial(speed, case, [*names, ONE_KERNEL], device, 5.0 if quick else 20.0)
                 found.append(_step(label, run, case.parameters))
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        for head_dim in (128, 64):
+            case = replace(PAPER, head_dim=head_dim)
+            run = partial(gluon, case, device, 5.0)
+            found.append(_step(f"the candidate in Gluon, head_dim {head_dim}", run, case.parameters))
     for density in SPEED_UPS:
         for case in _sparse(density):
             for flex in (False, True):
@@ -131,6 +139,33 @@ def _step(label: str, run: Callable[[], Iterator[Row]], parameters: Mapping[str,
     return Step(label, guarded)
 
 
+def backend_of(name: str) -> str:
+    return "triton" if name == ONE_KERNEL else name
+
+
+@contextmanager
+def chosen(name: str) -> Iterator[None]:
+    """Calls of the Triton backend run `ONE_KERNEL` if that is the name: no argument of theirs asks for it yet."""
+    plain = triton.backward
+    if name == ONE_KERNEL:
+        triton.backward = partial(plain, deterministic=False)
+    try:
+        yield
+    finally:
+        triton.backward = plain
+
+
+def _contender(name: str, case: Case, device: torch.device) -> Contender:
+    """Forward and backward of a case by a backend."""
+    plain = replace(case, backend=backend_of(name)).contender(device, backward=True)
+
+    def work() -> Iterator[str]:
+        with chosen(name):
+            yield from plain()
+
+    return work
+
+
 # ---- correctness
 
 
@@ -142,6 +177,7 @@ class Check:
         needs: whether the call asks for more than causality, which FlashAttention has not.
         pattern, options: of `attention`, for the sequence length.
         views: q, k and v are parts of one tensor whose rows start one element off and have gaps.
+        apart: added to q and taken from k, so that scores lie far below zero.
     """
 
     name: str
@@ -155,6 +191,7 @@ class Check:
     batch: int = 2
     needs: bool = False
     views: bool = False
+    apart: float = 0.0
 
     def parameters(self, backend: str) -> dict[str, Any]:
         return {"seq_len": self.seq_len, "heads": self.heads, "kv_heads": self.kv_heads, "backend": backend}
@@ -163,7 +200,10 @@ class Check:
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-def checks(seq_len: int) -> list[Check]:
+HEAD_DIMS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
+
+
+def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
     """Every head_dim, type and feature, at a length that nothing divides."""
 
     def branches(n: int) -> Dilated:
@@ -171,15 +211,16 @@ def checks(seq_len: int) -> list[Check]:
 
     padded = torch.arange(seq_len) % 3 == 0
     padded[: seq_len // 3 + 1] = True  # the first segment: rows that see nothing
-    every = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
     return [
-        Check("every head_dim", seq_len, branches, head_dims=every),
-        Check("every head_dim, causal", seq_len, branches, {"is_causal": True}, head_dims=every),
+        Check("every head_dim", seq_len, branches, head_dims=head_dims),
+        Check("every head_dim, causal", seq_len, branches, {"is_causal": True}, head_dims=head_dims),
         Check("nested branches", seq_len, lambda n: Dilated((n // 4, n // 2, n), (1, 2, 4)), kv_heads=4),
         Check("rows in no branch", seq_len, lambda n: Dilated((n // 2, n), (2, 6)), {"is_causal": True}),
         Check("one token", 1, lambda n: Dilated((4,), (1,))),
         Check("head groups", seq_len, lambda n: Dilated((n // 3, n), (1, 3), head_groups=True)),
         Check("views and a scale", seq_len, branches, {"scale": 0.3, "is_causal": True}, views=True),
+        Check("scores far below zero", seq_len, branches, {"is_causal": True}, dtypes=(torch.float16, torch.bfloat16),
+              apart=5.0),
         Check("phantoms", seq_len, lambda n: Dilated((n // 3, n), (2, 5), "head_block"), {"compat": "torchscale"}),
         Check("lengths", seq_len, branches, {"lengths": [seq_len, seq_len // 2]}),
         Check("packed", seq_len, branches, {"cu_seqlens": torch.tensor([0, seq_len // 2, seq_len // 2 + 1, seq_len])},
@@ -198,6 +239,7 @@ def checks(seq_len: int) -> list[Check]:
 def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:
     """The largest relative error of each dtype and head_dim, judged on the float64 oracle of the same inputs."""
     options = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in check.options.items()}
+    name, backend = backend, backend_of(backend)
     for dtype in check.dtypes if backend != "flash" else check.dtypes[1:]:
         for head_dim in check.head_dims:
             if backend == "flash" and head_dim % 8:
@@ -206,11 +248,13 @@ def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Ro
             heads = check.heads, check.kv_heads, check.kv_heads
             shape = check.batch, check.seq_len, sum(heads), head_dim + check.views
             packed = torch.randn(shape, generator=generator, device=device).to(dtype)
-            inputs = [x if check.views else x.contiguous() for x in packed[..., int(check.views) :].split(heads, 2)]
+            q, k, v = (x if check.views else x.contiguous() for x in packed[..., int(check.views) :].split(heads, 2))
+            inputs = [q + check.apart, k - check.apart, v] if check.apart else [q, k, v]
             pattern = check.pattern(check.seq_len)
-            actual = _results(inputs, pattern, backend=backend, **options)
+            with chosen(name):
+                actual = _results(inputs, pattern, backend=backend, **options)
             expected = _results([x.double() for x in inputs], pattern, backend="reference", **options)
-            yield _largest_error(check.name, check.parameters(backend) | {"head_dim": head_dim}, actual, expected)
+            yield _largest_error(check.name, check.parameters(name) | {"head_dim": head_dim}, actual, expected)
 
 
 def _largest_error(
@@ -418,7 +462,7 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
 def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
     """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
     even = _equal_work(case)
-    makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
+    makers = {name: partial(_contender, name, case, device) for name in names}
     contenders, refused = serving({**makers, **_dense_makers(even, device, backward=True)})
     rivals = [name for name in contenders if name not in names]
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
@@ -426,7 +470,7 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
     entry: dict[tuple[str, str], float] = {}  # seconds per score entry, times a constant
     for name in (*contenders, *refused):
         flops = even.flops if name.startswith("dense ") else case.flops
-        for phase, factor in (("forward", 1.0), ("backward", 2.5)):
+        for phase, factor in (("forward", 1.0), ("backward", 2.5))[name == ONE_KERNEL :]:
             limit = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
             row = Row(
                 name=f"{phase}: {name}, matrix rate over the rate of useful work", parameters=case.parameters,
@@ -449,6 +493,32 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
             yield replace(row, value=entry["triton", phase] / entry[best, phase], unit=f"x {best}")
         else:
             yield replace(row, refused=_reasons(refused))
+
+
+def gluon(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """The forward of bench/hopper.py: how far from triton's numbers, then its time over triton's in the same rounds."""
+    from dilated_attention.bench import hopper
+
+    q, k, v = case.inputs(device)[0]
+    pattern, scale = case.pattern, case.head_dim**-0.5
+    table = pattern.offset_table(case.heads)
+    plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, case.seq_len)
+    calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "gluon": hopper.prepare(q, k, v, plan, scale),
+        "triton": partial(triton.forward, q, k, v, plan, is_causal=False, scale=scale),
+    }
+    for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
+        yield Row(
+            name=f"{name}: relative difference of the candidate in Gluon from triton", parameters=case.parameters,
+            value=relative_error(x.double(), y.double()), unit="", bar=1e-2,
+        )  # fmt: skip
+    contenders = {name: contender(call) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    ratio = rounds.ratio("gluon", "triton")
+    yield Row(
+        name="forward: the candidate in Gluon over triton", parameters=case.parameters, value=ratio.median, unit="x",
+        spread=ratio, rates=rates(rounds, "forward", dict.fromkeys(calls, case.flops)),
+    )  # fmt: skip
 
 
 def _reasons(refused: Mapping[str, str]) -> str:
@@ -499,6 +569,25 @@ def _small(device: torch.device, budget: float) -> Iterator[Row]:
         "the fastest dense kernel", SMALL, {**ours, "triton, CUDA graph": replayed}, rivals, device, budget,
         {"triton": 1.0}, work, most=200,
     )  # fmt: skip
+    layers = 20
+    yield from against(
+        f"the fastest dense kernel, {layers} calls in a row", SMALL,
+        {name: partial(_in_a_row, make, layers) for name, make in ours.items()},
+        {name: partial(_in_a_row, make, layers) for name, make in rivals.items()},
+        device, budget, {}, {name: layers * flops for name, flops in work.items()},
+    )  # fmt: skip
+
+
+def _in_a_row(make: Callable[[], Contender], times: int) -> Contender:
+    """So many calls before the clock looks, as the layers of a model make them: the host may run ahead of the GPU."""
+    plain = make()
+
+    def work() -> Iterator[str]:
+        for _ in range(times):
+            list(plain())
+        yield "forward"
+
+    return work
 
 
 def against(
@@ -594,12 +683,13 @@ def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> It
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
     """The times of other tiles over those that ship, each in rounds with them: what to enter in configurations.py."""
     shipped = ARCHITECTURES[triton.architecture(device)].shape(
-        kernel, getattr(torch, case.dtype).itemsize, case.head_dim, dropout=False
+        kernel, getattr(torch, case.dtype).itemsize, case.head_dim, masked=False
     )
     phase = "forward" if kernel == "forward" else "forward+backward"
+    name = ONE_KERNEL if kernel == "dqdkdv" else case.backend
 
     def contender(shape: Shape) -> Contender:
-        plain = case.contender(device, backward=kernel != "forward")
+        plain = case.contender(device) if kernel == "forward" else _contender(name, case, device)
 
         def work() -> Iterator[str]:
             with shaped(kernel, case, device, shape):
@@ -608,15 +698,15 @@ def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float)
         return work
 
     for shape in [Shape(*x) for x in CANDIDATES[kernel] if x != shipped]:
-        name = f"{phase}: tiles of {kernel} {tuple(shape)} over those that ship, {tuple(shipped)}"
+        row = f"{phase}: tiles of {kernel} {tuple(shape)} over those that ship, {tuple(shipped)}"
         try:
             list(contender(shape)())
         except _failures() as error:
-            yield Row(name=name, parameters=case.parameters, value=None, unit="x", refused=_why(error))
+            yield Row(name=row, parameters=case.parameters, value=None, unit="x", refused=_why(error))
             continue
         contenders = {"other": contender(shape), "shipped": contender(shipped)}
         ratio = measure.interleave(contenders, seconds=budget, device=device, most=30).ratio("other", "shipped", phase)
-        yield Row(name=name, parameters=case.parameters, value=ratio.median, unit="x", spread=ratio)
+        yield Row(name=row, parameters=case.parameters, value=ratio.median, unit="x", spread=ratio)
 
 
 def _launches(case: Case, device: torch.device) -> Iterator[Row]:
