@@ -1,0 +1,239 @@
+# mypy: ignore-errors
+"""A candidate that a GPU has to judge: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
+
+`bench gpu` checks and times it; no backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
+waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
+tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and each of two warpgroups with 64 rows lets
+the product for the next tile of keys run under the softmax of this one, and under the last product with values.
+
+It reads the tables of kernels/strided.py. A span of stride r is a box of a tensor that is viewed as (tokens / r rows of
+r tokens), so there is one descriptor per stride. Legend: H heads; N tokens; D head_dim; BN keys a tile; ST tiles in
+flight; STRIDES of the tiles and spans; s, p, m, z, acc as in kernels/online.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from dilated_attention.backends import tiles
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.kernels.configurations import Shape
+from dilated_attention.plan import Plan
+
+ROWS = gl.constexpr(64)
+"""Rows of a warpgroup; a tile has two."""
+
+TILE_FIELDS = gl.constexpr(8)
+SPAN_FIELDS = gl.constexpr(4)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def load_box(DESCRIPTORS, BAR, BUFFER, b, head, start, stride, position, H, N, STRIDES: gl.constexpr, D: gl.constexpr):
+    """The box of the rows at `position` of the tile or span that begins at `start`, by the descriptor of its stride."""
+    for n in gl.static_range(len(STRIDES)):
+        row = b * (N // STRIDES[n]) + start // STRIDES[n] + position
+        column = ((start % STRIDES[n]) * H + head) * D
+        tma.async_copy_global_to_shared(DESCRIPTORS[n], [row, column], BAR, BUFFER, pred=stride == STRIDES[n])
+
+
+@gluon.jit
+def load_tiles(T, QS, KS, VS, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, kv_head, H, HK, N,
+               SPANS: gl.constexpr, STRIDES: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+               ST: gl.constexpr):  # fmt: skip
+    """The warp that loads: the queries of both warpgroups, then keys and values, as buffers become free."""
+    start = gl.load(T + 1)
+    stride = gl.load(T + 2)
+    mbarrier.expect(Q_FULL, 2 * ROWS * D * 2)
+    for w in gl.static_range(2):
+        load_box(QS, Q_FULL, Q.index(w), b, head, start, stride, w * ROWS, H, N, STRIDES, D)
+    step = 0
+    for span in range(SPANS):
+        S = T + TILE_FIELDS + span * SPAN_FIELDS
+        start = gl.load(S)
+        stride = gl.load(S + 1)
+        for tile in range(gl.load(S + 2) // BN):
+            at = step % ST
+            turn = ((step // ST) & 1) ^ 1
+            mbarrier.wait(K_FREE.index(at), turn)
+            mbarrier.expect(K_FULL.index(at), BN * D * 2)
+            load_box(KS, K_FULL.index(at), K.index(at), b, kv_head, start, stride, tile * BN, HK, N, STRIDES, D)
+            mbarrier.wait(V_FREE.index(at), turn)
+            mbarrier.expect(V_FULL.index(at), BN * D * 2)
+            load_box(VS, V_FULL.index(at), V.index(at), b, kv_head, start, stride, tile * BN, HK, N, STRIDES, D)
+            step += 1
+
+
+@gluon.jit
+def soften(s, m, z, scale, dtype: gl.constexpr, OPERAND: gl.constexpr):
+    """The running maximum and denominator after scores s, their p, and what the numerator shrinks by."""
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - gl.expand_dims(top, 1))
+    decay = gl.exp2(m - top)
+    return top, z * decay + gl.sum(p, 1), gl.convert_layout(p.to(dtype), OPERAND), decay
+
+
+@gluon.jit
+def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale,
+            SPANS: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+    """Warpgroup W: rows W · ROWS to W · ROWS + ROWS - 1 of the tile."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    NUMERATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, NUMERATOR, 2)
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, NUMERATOR)
+    steps = 0
+    for span in range(SPANS):
+        steps += gl.load(T + TILE_FIELDS + span * SPAN_FIELDS + 2) // BN
+    m = gl.full([ROWS], -float("inf"), gl.float32, SCORE_ROWS)
+    z = gl.full([ROWS], 0.0, gl.float32, SCORE_ROWS)
+    acc = gl.full([ROWS, D], 0.0, gl.float32, NUMERATOR)
+    none = gl.full([ROWS, BN], 0.0, gl.float32, SCORES)
+    q = Q.index(W)
+    mbarrier.wait(Q_FULL, 0)
+    mbarrier.wait(K_FULL.index(0), 0)
+    s = warpgroup_mma(q, K.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(K_FREE.index(0), count=1)
+    m, z, p, decay = soften(s, m, z, scale, Q.dtype, OPERAND)
+    for step in range(1, steps):
+        at = step % ST
+        before = (step - 1) % ST
+        mbarrier.wait(K_FULL.index(at), (step // ST) & 1)
+        s = warpgroup_mma(q, K.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(V_FULL.index(before), ((step - 1) // ST) & 1)
+        acc = warpgroup_mma(p, V.index(before), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(K_FREE.index(at), count=1)
+        m, z, new, decay = soften(s, m, z, scale, Q.dtype, OPERAND)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        mbarrier.arrive(V_FREE.index(before), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(decay, OUT_ROWS), 1)
+        p = new
+    last = (steps - 1) % ST
+    mbarrier.wait(V_FULL.index(last), ((steps - 1) // ST) & 1)
+    acc = warpgroup_mma(p, V.index(last), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    token = gl.load(T + 1) + gl.load(T + 2) * (W * ROWS + gl.arange(0, ROWS, OUT_ROWS))
+    rows = (b * N + token).to(gl.int64) * H + head
+    d = gl.arange(0, D, gl.SliceLayout(0, NUMERATOR))
+    out = acc / gl.expand_dims(gl.convert_layout(z, OUT_ROWS), 1)
+    gl.store(OUT + gl.expand_dims(rows * D, 1) + gl.expand_dims(d, 0), out.to(Q.dtype))
+    gl.store(LSE + gl.convert_layout(rows, SCORE_ROWS), (m + gl.log2(z)) * LN2)
+
+
+@gluon.jit
+def forward(QS, KS, VS, OUT, LSE, TILES, B, H, HK, N, scale, G: gl.constexpr, SPANS: gl.constexpr,
+            STRIDES: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+    """out (B, N, H, D) and lse (B, N, H), contiguous, of q (B, N, H, D) and k, v (B, N, HK, D), H = G · HK."""
+    program = gl.program_id(0)
+    T = TILES + (program // G // B) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
+    b = (program // G) % B
+    kv_head = gl.load(T)
+    head = kv_head * G + program % G
+    dtype: gl.constexpr = QS[0].dtype
+    Q = gl.allocate_shared_memory(dtype, [2, ROWS, D], QS[0].layout)
+    K = gl.allocate_shared_memory(dtype, [ST, BN, D], KS[0].layout)
+    V = gl.allocate_shared_memory(dtype, [ST, BN, D], VS[0].layout)
+    Q_FULL = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    K_FULL = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    K_FREE = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    V_FULL = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    V_FREE = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(Q_FULL, count=1)
+    for n in gl.static_range(ST):
+        mbarrier.init(K_FULL.index(n), count=1)
+        mbarrier.init(K_FREE.index(n), count=2)
+        mbarrier.init(V_FULL.index(n), count=1)
+        mbarrier.init(V_FREE.index(n), count=2)
+    gl.warp_specialize(
+        [
+            (compute, (0, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale, SPANS,
+                       D, BN, ST)),
+            (compute, (1, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale, SPANS,
+                       D, BN, ST)),
+            (load_tiles, (T, QS, KS, VS, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, kv_head, H, HK, N,
+                          SPANS, STRIDES, D, BN, ST)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+TILES_IN_FLIGHT = {64: (128, 3), 128: (128, 2)}
+"""By head_dim: keys a tile, tiles in flight."""
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch:
+    """A launch for contiguous q (B, N, H, D) and k, v (B, N, HK, D); UnsupportedError where it would be wrong."""
+    _, tokens, _, head_dim = q.shape
+    if head_dim not in TILES_IN_FLIGHT or q.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"the candidate needs a head_dim of 64 or 128 in 16 bits; got {head_dim}, {q.dtype}")
+    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
+        raise UnsupportedError("the candidate needs contiguous q, k and v on 16 bytes")
+    keys, stages = TILES_IN_FLIGHT[head_dim]
+    found = tiles.tables(plan, "queries", False, Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
+    lines = found[0].lines
+    strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 4)]].flatten().tolist()} - {0})  # 0: spans of other tiles
+    if len(found) != 1 or found[0].chain or not found[0].even or not plan.covered or lines[:, 5].any():
+        raise UnsupportedError("the candidate needs one launch of full tiles that covers all rows, without phantoms")
+    if any(tokens % stride for stride in strides):
+        raise UnsupportedError(f"the candidate needs strides that divide {tokens}; got {strides}")
+    return Launch(q, k, v, found[0], tuple(strides), keys, stages, scale)
+
+
+@dataclass(frozen=True)
+class Launch:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: tiles.Table
+    strides: tuple[int, ...]
+    keys: int
+    stages: int
+    scale: float
+
+    @property
+    def grid(self) -> int:
+        return len(self.table.lines) * self.q.shape[0] * (self.q.shape[2] // self.k.shape[2])
+
+    def constants(self) -> dict[str, object]:
+        return {
+            "G": self.q.shape[2] // self.k.shape[2], "SPANS": self.table.spans, "STRIDES": self.strides,
+            "D": self.q.shape[3], "BN": self.keys, "ST": self.stages,
+        }  # fmt: skip
+
+    def views(self) -> list[tuple[Tensor, int]]:
+        """Per descriptor: the tensor as (tokens / stride rows of stride tokens), and the rows of a box; of q, k, v."""
+        return [
+            (x.view(x.shape[0] * x.shape[1] // stride, -1), rows)
+            for x, rows in ((self.q, ROWS.value), (self.k, self.keys), (self.v, self.keys))
+            for stride in self.strides
+        ]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        q, k = self.q, self.k
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
+        boxes = []
+        for view, rows in self.views():
+            box = [rows, q.shape[3]]
+            layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+            boxes.append(TensorDescriptor.from_tensor(view, box, layout))
+        number = len(self.strides)
+        forward[(self.grid,)](
+            tuple(boxes[:number]), tuple(boxes[number : 2 * number]), tuple(boxes[2 * number :]), out, lse,
+            self.table.lines, q.shape[0], q.shape[2], k.shape[2], q.shape[1], self.scale * LOG2E.value,
+            **self.constants(), num_warps=4,
+        )  # fmt: skip
+        return out, lse
