@@ -48,7 +48,8 @@ def emulate(call, seed):
     [
         {"w": (256, 512), "r": (1, 2), "seq_len": 1024},
         {"w": (512, 1024), "r": (1, 4), "seq_len": 1024, "kv_heads": 1, "batch": 2},
-        {"w": (128,), "r": (1,), "seq_len": 256, "head_dim": 128, "dtype": torch.float16},
+        {"w": (128, 512), "r": (1, 1), "seq_len": 512, "head_dim": 128, "dtype": torch.float16},
+        {"w": (128,), "r": (1,), "seq_len": 256},
     ],
     ids=lambda case: f"{case['w']} {case['r']}",
 )
