@@ -42,7 +42,9 @@ def ranks_of(context: int) -> Ranks | None:
     if not dist.is_initialized():
         return None
     mesh = init_device_mesh("cpu", (dist.get_world_size() // context, context), mesh_dim_names=("data", "context"))
-    return Ranks(mesh, mesh["data", "context"]._flatten("data_context"))
+    ranks = Ranks(mesh, mesh["data", "context"]._flatten("data_context"))
+    dist.barrier()  # or a rank that is done leaves before its peers have connected
+    return ranks
 
 
 def train(text: Path, out: Path, context: int, resume: bool = False, killed_after: int | None = None) -> list[float]:
