@@ -168,7 +168,7 @@ def _train(options: argparse.Namespace) -> int:
         print(f"dilated-attention train: error: {error}", file=sys.stderr)
         return 2
     try:
-        return session.run(
+        code: int = session.run(
             training,
             options.out,
             Console(quiet=ranks is not None and not ranks.first),
@@ -176,6 +176,9 @@ def _train(options: argparse.Namespace) -> int:
             held_out_windows=options.held_out,
             sample_bytes=options.sample,
         )
+        if ranks is not None:
+            ranks.leave()
+        return code
     except FloatingPointError as error:
         print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
         return 1

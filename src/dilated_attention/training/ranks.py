@@ -59,6 +59,10 @@ class Ranks:
         mesh = init_device_mesh(device.type, (size // context_parallel, context_parallel), mesh_dim_names=names)
         return cls(mesh, mesh["data", "context"]._flatten("data_context"))
 
+    def leave(self) -> None:
+        """At the end of a run: threads of gloo that outlive their process group may abort the process."""
+        dist.destroy_process_group()
+
     @property
     def first(self) -> bool:
         """Whether this is the process that writes and reports."""
