@@ -1,7 +1,8 @@
 """Exact dilated, block-sparse and context-parallel attention over very long sequences."""
 
 from dilated_attention.errors import BackendError, UnsupportedError
-from dilated_attention.functional import Explanation, attention, block_sparse_attention, dilated_attention, explain
+from dilated_attention.explain import Explanation, explain
+from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
 from dilated_attention.patterns import Dilated, Product

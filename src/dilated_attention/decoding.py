@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends import native
-from dilated_attention.functional import offset_table
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, plan_suffix
 
@@ -65,7 +65,7 @@ def first_token_attention(
     seq_len, kv_heads = k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
-    table = offset_table(pattern, compat, kv_heads, 0)
+    table = (pattern if compat is None else replace(pattern, compat=compat)).offset_table(kv_heads)
     for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
         count[[head for head, offset in enumerate(offsets) if offset == 0], : min(segment, seq_len) : rate] += 1
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from dilated_attention.backends import table
+from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import BackendError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -99,7 +100,7 @@ def report() -> str:
         why = None if device_type == "cpu" else unavailable(device_type)
         lines.append(f"\n{device_type}: {'not available: ' + why if why else device_name(device_type)}")
         if not why:
-            lines += [f"  {line}" for name in table.NAMES for line in _backend(name, torch.device(device_type))]
+            lines += [f"  {line}" for name in table.BACKENDS for line in _backend(name, torch.device(device_type))]
     return "\n".join(lines)
 
 
@@ -108,7 +109,7 @@ def _backend(name: str, device: torch.device) -> Iterator[str]:
     refused: dict[str, None] = {}
     for dtype in DTYPES:
         try:
-            table.choose(name, device, dtype)
+            table.choose(name, Facts(device, dtype))
             served.append(str(dtype).removeprefix("torch."))
         except BackendError as error:
             refused[str(error)] = None
@@ -116,12 +117,12 @@ def _backend(name: str, device: torch.device) -> Iterator[str]:
     for why in refused:
         yield f"{'':<10} refused: {why}"
     try:
-        auto = table.choose("auto", device, torch.float32)
+        auto = table.choose("auto", Facts(device, torch.float32))
     except BackendError:
         return
     if served:
         yield f"{'':<10} " + (
             f"chosen by auto: {auto.reason}"
-            if auto.backend == name
-            else f"not chosen by auto: {auto.refusals.get(name, f'{auto.backend} comes first')}"
+            if auto.backend.name == name
+            else f"not chosen by auto: {auto.refusals[name]}"
         )

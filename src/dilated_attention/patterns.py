@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +19,8 @@ from dilated_attention.layout import BlockLayout, name_of, warn_of_blind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from dilated_attention.plan import Branches
 
 OffsetTable = tuple[tuple[int, ...], ...]
 """Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
@@ -31,7 +34,8 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise ValueError(f"{name} must be a sequence of positive integers, one per branch; got {values!r}")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # quick one first
+        if not whole or value < 1:
             raise ValueError(f"{name} must hold positive integers; got {value!r} in {list(values)!r}")
     return tuple([int(value) for value in values])
 
@@ -57,12 +61,16 @@ class Dilated:
             for a head that takes no part in the branch.
         head_groups: cut the heads into one contiguous run per branch (the first num_heads mod branches runs are one
             head larger); run i uses branch i alone, at offset i mod r_i. Rows that take no part give out 0, lse -inf.
+        compat: `"torchscale"`: the forward of released torchscale, GigaPath and LongViT checkpoints. Offsets `"head"`
+            mean `"head_block"`; and when not causal, a query also sees the zero keys that pad its segment to a multiple
+            of the rate. The gradient is the true one of that forward.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     offsets: Offsets = "head"
     head_groups: bool = False
+    compat: str | None = None
 
     def __post_init__(self) -> None:
         segments = _positive_ints("segment_lengths", self.segment_lengths)
@@ -96,6 +104,10 @@ class Dilated:
                 f"head_groups=True sets the offsets itself (i mod r_i for run i); got offsets={offsets!r}. "
                 'Leave offsets="head", or give the table without head_groups'
             )
+        if self.compat not in (None, "torchscale"):
+            raise ValueError(f'compat must be None or "torchscale"; got {self.compat!r}')
+        if self.compat is not None and self.head_groups:
+            raise ValueError('compat="torchscale" has offsets by head block and no head groups; got head_groups=True')
         object.__setattr__(self, "segment_lengths", segments)
         object.__setattr__(self, "dilation_rates", rates)
         object.__setattr__(self, "offsets", offsets)
@@ -110,7 +122,8 @@ class Dilated:
         """
         if isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0:
             raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
-        if head_offset and (self.head_groups or self.offsets == "head_block"):
+        offsets = "head_block" if self.compat == "torchscale" and self.offsets == "head" else self.offsets
+        if head_offset and (self.head_groups or offsets == "head_block"):
             raise ValueError(
                 f"head_offset={head_offset} needs offsets that do not depend on the total number of heads; "
                 "give offsets as a table over all heads: Dilated(...).offset_table(total)"
@@ -129,18 +142,18 @@ class Dilated:
                 stop = start + base + (i < larger)
                 table.append(tuple([i % rate if start <= h < stop else -1 for h in range(num_heads)]))
                 start = stop
-        elif self.offsets == "head":
+        elif offsets == "head":
             table = [tuple([(head_offset + h) % rate for h in range(num_heads)]) for _, rate in branches]
-        elif self.offsets == "head_block":
+        elif offsets == "head_block":
             table = [tuple([h // -(-num_heads // rate) for h in range(num_heads)]) for _, rate in branches]
         else:
-            for row in self.offsets:
+            for row in offsets:
                 if len(row) < head_offset + num_heads or (not head_offset and len(row) != num_heads):
                     raise ValueError(
                         f"offsets must have one entry per key-value head in each branch; got {len(row)} entries "
                         f"for heads {head_offset} to {head_offset + num_heads}"
                     )
-            table = [tuple(row[head_offset : head_offset + num_heads]) for row in self.offsets]
+            table = [tuple(row[head_offset : head_offset + num_heads]) for row in offsets]
         for row, (segment, rate) in zip(table, branches, strict=True):
             if num_heads and all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
@@ -148,6 +161,12 @@ class Dilated:
                     f"least the segment length; got offsets {row}. Lower the dilation rate or lengthen the segment"
                 )
         return tuple(table)
+
+    def branches(self, num_heads: int, head_offset: int = 0) -> Branches:
+        """The pattern in normal form, for so many key-value heads; arguments and errors as those of `offset_table`."""
+        if torch.compiler.is_compiling():  # a cache cannot be traced
+            return _branches(self, num_heads, head_offset)
+        return _kept_branches(self, num_heads, head_offset)
 
     def __mul__(self, layout: BlockLayout | LayoutOfLength) -> Product:
         """Block sparsity inside the dilated subsequences; see `Product`."""
@@ -188,6 +207,16 @@ class Dilated:
         return _plot(self, seq_len, head, num_heads, ax)
 
 
+def _branches(pattern: Dilated, num_heads: int, head_offset: int) -> Branches:
+    from dilated_attention.plan import Branches
+
+    table = pattern.offset_table(num_heads, head_offset)
+    return Branches(pattern.segment_lengths, pattern.dilation_rates, table, pattern.compat)
+
+
+_kept_branches = lru_cache(maxsize=1024)(_branches)
+
+
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """The layout for `length` tokens; what a callable gives is kept in `plan_cache` while the callable lives."""
     from dilated_attention.plan import plan_layout
@@ -225,6 +254,11 @@ class Product:
         if not isinstance(self.layout, BlockLayout) and not callable(self.layout):
             kind = type(self.layout).__name__
             raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
+        if self.dilated.compat is not None:
+            raise ValueError(
+                f"compat={self.dilated.compat!r} attends the padding of whole segments, of which a layout shows parts; "
+                "leave compat out of a product"
+            )
 
     def layout_of(self, length: int) -> BlockLayout:
         """The layout inside a segment of which `length` tokens take part."""

@@ -20,6 +20,18 @@ from dilated_attention.patterns import OffsetTable
 Value = TypeVar("Value")
 
 
+class Branches(NamedTuple):
+    """A dilated pattern in normal form: w and r of each branch, and the offset of each key-value head in it.
+
+    compat: `"torchscale"` or None, as in `Dilated`.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offsets: OffsetTable
+    compat: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The tokens start + i * segment + j * stride, for 0 <= i < segments and 0 <= j < count."""

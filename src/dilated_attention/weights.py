@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.functional import Pattern, attention
+from dilated_attention.call import Pattern
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Product
+from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import Rows, StridedGroup, plan_dilated
 
 
@@ -38,6 +40,11 @@ def attention_weights(
     Raises:
         ValueError: as `attention`.
     """
+    if isinstance(pattern, Dilated) and pattern.compat is not None:
+        raise UnsupportedError(
+            f"compat={pattern.compat!r}: a part of each row's weight lies on padding that the matrix has no column for; "
+            "leave compat out"
+        )
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     with torch.autocast(device, enabled=False):
         _, lse = attention(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, append_column
 
 MODULES = {
@@ -36,25 +36,28 @@ def order(capability: tuple[int, int]) -> tuple[int, ...]:
     return {9: (3, 4, 2), 10: (4, 2)}.get(capability[0], (2,))
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, needs: Sequence[str]) -> str | None:
-    """Why FlashAttention cannot serve a call, and what would serve; None if it can.
-
-    Args:
-        needs: what the call asks for beyond q, k, v and causality.
-    """
-    if device.type != "cuda":
-        return f"FlashAttention needs a CUDA device; got {device.type}"
-    capability = torch.cuda.get_device_capability(device)
+def refusal(facts: Facts) -> str | None:
+    """Why FlashAttention cannot serve a call, and what would serve; None if it can."""
+    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
+        return None
+    if facts.device.type != "cuda":
+        return f"FlashAttention needs a CUDA device; got {facts.device.type}"
+    capability = torch.cuda.get_device_capability(facts.device)
     if version(capability) is None:
         wanted = " or ".join(MODULES[number] for number in order(capability)) or "compute capability 8.0"
         return f"FlashAttention needs {wanted} on this device of capability {capability[0]}.{capability[1]}; not found"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention has no {dtype}; use float16 or bfloat16"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"FlashAttention needs a head_dim that 8 divides, at most {MAX_HEAD_DIM}; got {head_dim}"
-    if needs:
-        return f"FlashAttention does not serve {' or '.join(needs)}; use native or triton"
+    if facts.dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention has no {facts.dtype}; use float16 or bfloat16"
+    if facts.head_dim % 8 or facts.head_dim > MAX_HEAD_DIM:
+        return f"FlashAttention needs a head_dim that 8 divides, at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.needs:
+        return f"FlashAttention does not serve {' or '.join(facts.needs)}; use native or triton"
     return None
+
+
+def on_request(facts: Facts) -> str:
+    """Why `auto` passes this backend by."""
+    return "not required to be installed; only on request"
 
 
 @cache

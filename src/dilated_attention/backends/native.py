@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
+from dilated_attention.backends.facts import Facts
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_layout
@@ -27,9 +28,21 @@ TokenStatistic = Float[Tensor, "batch seq heads"]
 KeyBias = Float[Tensor, "batch keys"]
 Layouts = dict[int, BlockLayout]
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
 """Output of one tile: large against a call's start-up, small enough to be merged from cache and to be allocated from
 memory that the tile before it gave back. An accelerator gets at least a quarter of the whole output a call."""
+
+
+def refusal(facts: Facts) -> str | None:
+    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    if facts.dtype not in DTYPES:
+        return f"PyTorch's fused attention has no kernel for {facts.dtype}; use float32"
+    return None
+
+
+def on_request(facts: Facts) -> None:
+    """`auto` takes this backend wherever no other comes first."""
 
 
 @dataclass(frozen=True, slots=True)

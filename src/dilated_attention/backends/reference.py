@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Dropout, survives
+from dilated_attention.backends.facts import Facts
 
 MAX_BYTES = 2 * 1024**3  # of a count matrix
 
@@ -263,6 +264,18 @@ def reference_attention(
         q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms, keep=keep,
         dropout_p=dropout.probability if dropout is not None else 0.0,
     )  # fmt: skip
+
+
+def refusal(facts: Facts) -> str | None:
+    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    if facts.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return f"lse and gradients have no place in {facts.dtype}; use float32"
+    return None
+
+
+def on_request(facts: Facts) -> str:
+    """Why `auto` passes this backend by."""
+    return "quadratic in the sequence; only on request"
 
 
 def _check_size(batch: int, num_heads: int, seq_len: int) -> None:

@@ -1,91 +1,107 @@
-"""Which backend serves a call: one row a backend, and what each row refuses, in words.
+"""The registry of backends, and the choice among them.
 
-The choice rests on facts of the call, never on the environment. `auto` takes `native` unless `triton` was measured to
-be faster: `TRITON_FROM` says from which work on. `flash` needs a package that is not required, and the memory of
-`reference` is quadratic in the sequence, so both serve on request.
+Whether a backend serves a call, and whether `auto` takes it, rests on facts of the call, never on the environment. Every
+refusal is a sentence that says what would serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
+from torch import Tensor
 
-from dilated_attention.backends import flash, triton
+from dilated_attention.backends import flash, native, reference, triton
+from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import BackendError
 
-NAMES = ("native", "triton", "flash", "reference")
 
-TRITON_FROM: dict[str, int] = {}
-"""Score entries times head_dim from which on `auto` takes triton, by architecture as in kernels/configurations.py.
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
 
-Empty: nothing has been measured on a GPU yet. `dilated-attention bench gpu` writes the value to enter here, the least
-work from which on triton was faster than native, to results/<device>/gpu.jsonl.
-"""
+    Attributes:
+        merits: why `auto` takes it, where it does.
+        refusal: why it cannot serve a call, and what would; None if it can.
+        on_request: why `auto` passes it by for a call that it could serve; None if it does not.
+        forward, backward: over a plan; arguments as those of `native`.
+        attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
+        over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
+        packs_samples: takes the samples of a ragged call as one sequence with one plan.
+    """
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    name: str
+    merits: str
+    refusal: Callable[[Facts], str | None]
+    on_request: Callable[[Facts], str | None]
+    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    attend: Callable[..., tuple[Tensor, Tensor]] | None = None
+    over_mesh: bool = False
+    packs_samples: bool = False
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Why it cannot serve a call; None if it can."""
+        if facts.over_mesh and not self.over_mesh:
+            return "it sees one device; with a mesh use backend='auto'"
+        return self.refusal(facts)
+
+
+_REGISTERED = (
+    Backend(
+        "triton", "one kernel for all branches, measured faster from this much work on",
+        triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
+    ),
+    Backend(
+        "native", "PyTorch's fused attention serves every device",
+        native.refusal, native.on_request, native.forward, native.backward, over_mesh=True,
+    ),
+    Backend(
+        "flash", "FlashAttention is installed", flash.refusal, flash.on_request,
+        partial(native.forward, operators=flash), partial(native.backward, operators=flash),
+    ),
+    Backend(
+        "reference", "the definition, in double precision",
+        reference.refusal, reference.on_request, attend=reference.reference_attention,
+    ),
+)  # fmt: skip
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _REGISTERED}
+"""By name, in the order in which `auto` looks at them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves a call, why, and why the others do not."""
+    """The backend that serves a call, and why."""
 
-    backend: str
-    reason: str
-    refusals: dict[str, str]
+    backend: Backend
+    reason: str = "chosen before"
+    facts: Facts | None = None
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Why each other backend does not serve the call."""
+        return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 
-def plainly_native(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `choose` takes native whatever else is asked. Its reasons would be a quarter of a small call's
-    overhead."""
-    return backend == "auto" and device.type == "cpu" and dtype in _FLOATS
+def choose(name: str, facts: Facts) -> Choice:
+    """The backend for a call: the named one, or for "auto" the first that serves it and is not on request only.
 
-
-def choose(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int = 64,
-    seq_len: int = 1,
-    scale: float = 1.0,
-    needs: Sequence[str] = (),
-    work: int = 0,
-) -> Choice:
-    """The backend for a call on `device` in `dtype`; `backend` is a name, or "auto".
-
-    Args:
-        needs: what the call asks for beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout".
-        work: about how many score entries the call has, times head_dim.
-
-    Raises BackendError, listing every refusal, when none can serve it.
+    Raises BackendError, with every refusal, when none can serve it.
     """
-    if backend not in ("auto", *NAMES):
-        raise ValueError(f"backend must be one of {('auto', *NAMES)}; got {backend!r}")
-    refusals: dict[str, str] = {}
-    if dtype not in _FLOATS:
-        refusals["native"] = f"PyTorch's fused attention has no kernel for {dtype}; use float32"
-        refusals["reference"] = f"lse and gradients have no place in {dtype}; use float32"
-    eager = not torch.compiler.is_compiling()  # what the next lines ask cannot be traced
-    least = TRITON_FROM.get(triton.architecture(device)) if eager and device.type == "cuda" else None
-    if eager and (backend == "triton" or (backend == "auto" and least is not None)):
-        why = triton.refusal(device, dtype, head_dim, seq_len, scale)
-        refusals.update({} if why is None else {"triton": why})
-    if eager and backend == "flash":
-        why = flash.refusal(device, dtype, head_dim, needs)
-        refusals.update({} if why is None else {"flash": why})
-    if backend != "auto":
-        if backend in refusals:
-            raise BackendError(f"backend={backend!r} cannot serve this call: {refusals[backend]}")
-        return Choice(backend, "asked for by name", refusals)
-    refusals.setdefault("flash", "not required to be installed; only on request")
-    refusals.setdefault("reference", "quadratic in the sequence; only on request")
-    if least is not None and work >= least and "triton" not in refusals:
-        refusals.setdefault("native", f"slower than triton from {least:.3g} score entries times head_dim on")
-        return Choice("triton", f"{work:.3g} score entries times head_dim, at least {least:.3g}", refusals)
-    measured = "not measured against native on this device yet; only on request"
-    refusals.setdefault("triton", measured if least is None else f"native is faster below {least:.3g}; got {work:.3g}")
-    if "native" in refusals:
-        raise BackendError("no backend can serve this call: " + "; ".join(f"{n}: {why}" for n, why in refusals.items()))
-    return Choice("native", f"PyTorch's fused attention serves {dtype} on {device.type}", refusals)
+    if name == "auto":
+        for backend in BACKENDS.values():
+            if backend.on_request(facts) is None and backend.why_not(facts) is None:
+                return Choice(backend, backend.merits, facts)
+        refusals = "; ".join(f"{name}: {why}" for name, why in _refusals(facts).items())
+        raise BackendError(f"no backend can serve this call: {refusals}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {name!r}")
+    if why := BACKENDS[name].why_not(facts):
+        raise BackendError(f"backend={name!r} cannot serve this call: {why}")
+    return Choice(BACKENDS[name], "asked for by name", facts)
+
+
+def _refusals(facts: Facts, chosen: Backend | None = None) -> dict[str, str]:
+    others = [backend for backend in BACKENDS.values() if backend is not chosen]
+    return {x.name: x.why_not(facts) or x.on_request(facts) or "another one comes first" for x in others}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.tiles import Layouts
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
 from dilated_attention.plan import Plan, plan_cache
@@ -28,10 +29,21 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
+AUTO_FROM: dict[str, int] = {}
+"""Score entries times head_dim from which on `auto` takes this backend, by architecture as in kernels/configurations.py.
+
+Empty: nothing has been measured on a GPU yet. `dilated-attention bench gpu` writes the value to enter here, the least
+work from which on this backend was faster than native, to results/<device>/gpu.jsonl.
+"""
+
+
+def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
+    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
+        return None
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
+    device, dtype = facts.device, facts.dtype
     if device.type == "cpu" and not _interpreted():
         return "Triton needs a GPU"
     if device.type not in ("cpu", "cuda"):
@@ -40,12 +52,22 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: in
         return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
     if dtype not in DTYPES:
         return f"the kernels have no {dtype}; use float16, bfloat16 or float32"
-    if head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {head_dim}"
-    if not scale > 0:
-        return f"the kernels need a positive scale; got {scale}"
-    if seq_len > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {seq_len}"
+    if facts.head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
+    return None
+
+
+def on_request(facts: Facts) -> str | None:
+    """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
+    least = None
+    if facts.device.type == "cuda" and AUTO_FROM and not torch.compiler.is_compiling():
+        least = AUTO_FROM.get(architecture(facts.device))
+    if least is None:
+        return "not measured against native on this device yet; only on request"
+    if facts.work < least:
+        return f"native is faster below {least:.3g} score entries times head_dim; got {facts.work:.3g}"
     return None
 
 

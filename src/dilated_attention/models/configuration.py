@@ -47,7 +47,7 @@ def _made(kind: type, fields: Any, where: str) -> Any:
     names = {entry.name for entry in dataclasses.fields(kind)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object with the fields {', '.join(sorted(names))}, got {fields!r}")
-    missing = names - fields.keys() - getattr(kind, "newer", frozenset())
+    missing = names - fields.keys() - getattr(kind, "newer", {"compat"})  # that of a pattern is newer, too
     for word, wrong in (("unknown", fields.keys() - names), ("missing", missing)):
         if wrong:
             raise ValueError(f"{where}: {word} field {', '.join(sorted(wrong))}")
@@ -116,8 +116,8 @@ class LongNetConfig(Configuration):
         norm_eps: of every LayerNorm.
         dropout: of what the blocks add to the residual stream, in training.
         attention_dropout: of the attention's probabilities, in training.
-        compat: `"torchscale"`: attention as released checkpoints compute it, see `dilated_attention`; the pattern's
-            offsets `"head"` become `"head_block"`. None: exact.
+        compat: `"torchscale"`: attention as released checkpoints compute it, see `Dilated`; the pattern's offsets
+            `"head"` become `"head_block"`. None: exact.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"pattern": Dilated}
@@ -184,6 +184,9 @@ class LongNetConfig(Configuration):
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
         if not (self.pattern is None or isinstance(self.pattern, Dilated)):
             raise ValueError(f"pattern={self.pattern!r}: must be a Dilated, or None for dense attention")
+        if self.pattern is not None and self.pattern.compat is not None:
+            object.__setattr__(self, "compat", self.pattern.compat)
+            object.__setattr__(self, "pattern", dataclasses.replace(self.pattern, compat=None))
         if self.compat is not None:
             if self.pattern is None or self.pattern.head_groups:
                 raise ValueError(f"compat={self.compat!r}: needs a pattern without head groups; got {self.pattern}")
@@ -192,6 +195,11 @@ class LongNetConfig(Configuration):
                 object.__setattr__(self, "pattern", head_block)
         if self.pattern is not None:
             self.pattern.offset_table(self.kv_heads)  # a table of offsets must fit the heads
+
+    @property
+    def attention_pattern(self) -> Dilated | None:
+        """`pattern`, with `compat`."""
+        return None if self.pattern is None else dataclasses.replace(self.pattern, compat=self.compat)
 
     @property
     def kv_heads(self) -> int:

@@ -57,14 +57,13 @@ class LongNetStack(Pretrained):
                 config.num_heads,
                 config.kv_heads,
                 config.mlp_width,
-                config.pattern,
+                config.attention_pattern,
                 backend,
                 bias=config.bias,
                 sub_ln=config.sub_ln,
                 norm_eps=config.norm_eps,
                 dropout=config.dropout,
                 attention_dropout=config.attention_dropout,
-                compat=config.compat,
                 cross_attention=cross_attention,
             )
             for _ in range(config.num_layers)
@@ -354,13 +353,12 @@ class LongNetAttention(Pretrained):
             config.embed_dim,
             config.num_heads,
             config.kv_heads,
-            config.pattern,
+            config.attention_pattern,
             backend,
             bias=config.bias,
             sub_ln=config.sub_ln,
             norm_eps=config.norm_eps,
             dropout=config.attention_dropout,
-            compat=config.compat,
         )
 
     def forward(

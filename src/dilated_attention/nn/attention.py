@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import Pattern, attention, dilated_attention
+from dilated_attention.call import Pattern
+from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
@@ -24,8 +25,6 @@ _MANY = 128
 
 class _Attention(nn.Module):
     """`attention` with its options held; no parameters. Attention dropout acts in training only."""
-
-    compat: str | None = None
 
     def __init__(
         self, scale: float | None, dropout: float, backend: str, mesh: Any = None, transport: str = "auto"
@@ -41,6 +40,11 @@ class _Attention(nn.Module):
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, None for one device; `layer` in errors. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = mesh, transport, layer
+
+    @property
+    def compat(self) -> str | None:
+        """Of the pattern: see `Dilated`."""
+        return None
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """The pattern at this many tokens."""
@@ -59,10 +63,15 @@ class _Attention(nn.Module):
         return_lse: bool = False,
         seq_len: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        return self._attend(
+        if seq_len is None:
+            whole = q.shape[1] * (1 if self.mesh is None else mesh_size(self.mesh))
+        else:
+            whole = seq_len
+        return attention(
             q,
             k,
             v,
+            self.pattern_of(whole),
             is_causal=is_causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -76,12 +85,6 @@ class _Attention(nn.Module):
             transport=self.transport if self.mesh is not None else "auto",
             layer=self.layer,
         )
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        seq_len = options["seq_len"]
-        if seq_len is None:
-            seq_len = q.shape[1] * (1 if self.mesh is None else mesh_size(self.mesh))
-        return attention(q, k, v, self.pattern_of(seq_len), **options)
 
 
 class DilatedAttention(_Attention):
@@ -104,27 +107,17 @@ class DilatedAttention(_Attention):
         backend: str = "auto",
     ) -> None:
         super().__init__(scale, dropout, backend)
-        self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
-        self.compat = compat
+        self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups, compat)
 
     def pattern_of(self, seq_len: int) -> Dilated:
         return self.pattern
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-        return dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern.segment_lengths,
-            self.pattern.dilation_rates,
-            offsets=self.pattern.offsets,
-            head_groups=self.pattern.head_groups,
-            compat=self.compat,
-            **options,
-        )
+    @property
+    def compat(self) -> str | None:
+        return self.pattern.compat
 
     def extra_repr(self) -> str:
-        return f"{self.pattern}, compat={self.compat!r}, dropout={self.dropout}, backend={self.backend!r}"
+        return f"{self.pattern}, dropout={self.dropout}, backend={self.backend!r}"
 
 
 class RingDilatedAttention(DilatedAttention):

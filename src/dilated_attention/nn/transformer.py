@@ -42,7 +42,6 @@ class SelfAttention(nn.Module):
         sub_ln: the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423); without it LN is left
             out.
         dropout: of the attention's probabilities, in training.
-        compat: as in `dilated_attention`.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class SelfAttention(nn.Module):
         sub_ln: bool = False,
         norm_eps: float = 1e-5,
         dropout: float = 0.0,
-        compat: str | None = None,
     ) -> None:
         super().__init__()
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
@@ -76,7 +74,7 @@ class SelfAttention(nn.Module):
                 pattern.dilation_rates,
                 offsets=pattern.offsets,
                 head_groups=pattern.head_groups,
-                compat=compat,
+                compat=pattern.compat,
                 dropout=dropout,
                 backend=backend,
             )
@@ -148,7 +146,7 @@ class SelfAttention(nn.Module):
         dropped = self.training and self.dropout > 0
         if self.attention is None or self.mesh is not None or is_causal or dropped:
             return first_tokens(attend(q, k, v), cu_seqlens)
-        first = partial(first_token_attention, pattern=self.attention.pattern, compat=self.attention.compat)
+        first = partial(first_token_attention, pattern=self.attention.pattern)
         query = first_tokens(q, cu_seqlens)
         if cu_seqlens is None:
             return first(query, k, v)
@@ -199,7 +197,7 @@ class TransformerBlock(nn.Module):
     """x + A(LN x), then x + C(LN x, source) in a decoder with a source, then x + W_2 LN gelu(W_1 LN x).
 
     Args:
-        bias, sub_ln, compat: as in `SelfAttention`; the LN inside the MLP is sub-LN's too.
+        bias, sub_ln: as in `SelfAttention`; the LN inside the MLP is sub-LN's too.
         dropout: of what is added to x, in training.
         attention_dropout: of the attention's probabilities.
         cross_attention: have C.
@@ -219,7 +217,6 @@ class TransformerBlock(nn.Module):
         norm_eps: float = 1e-5,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
-        compat: str | None = None,
         cross_attention: bool = False,
     ) -> None:
         super().__init__()
@@ -234,7 +231,6 @@ class TransformerBlock(nn.Module):
             sub_ln=sub_ln,
             norm_eps=norm_eps,
             dropout=attention_dropout,
-            compat=compat,
         )
         self.cross_norm = nn.LayerNorm(embed_dim, norm_eps) if cross_attention else None
         self.cross_attention = (

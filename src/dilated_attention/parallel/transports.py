@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ ForwardParts = Generator[Part, None, Tensor]
 BackwardParts = Generator[Part, Gradients, Gradients]
 
 
+@runtime_checkable
 class Transport(Protocol):
     """A schedule for one sharding on one rank."""
 

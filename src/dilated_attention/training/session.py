@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dilated_attention.backends import table
+from dilated_attention.backends.facts import Facts
 from dilated_attention.environment import environment, peak_memory, require_device
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
@@ -118,7 +119,7 @@ def resume(
 
 def _usable(device: str, backend: str) -> torch.device:
     usable = require_device(device)
-    table.choose(backend, usable, torch.float32)
+    table.choose(backend, Facts(usable, torch.float32))
     return usable
 
 

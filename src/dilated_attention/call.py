@@ -1,0 +1,257 @@
+"""A call in normal form: checked once, its backend chosen once.
+
+The public functions make a `Call`. `explain` prints it, `operators` carries it through PyTorch's dispatcher, and
+`execution` runs it on one device, `parallel.attention` over a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention import checks
+from dilated_attention.backends import table
+from dilated_attention.backends.dropout import Dropout, dropout_of
+from dilated_attention.backends.facts import Facts
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel.comm import link_of
+from dilated_attention.parallel.sharding import Mesh, context_group
+from dilated_attention.patterns import Dilated, Product
+from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
+
+Pattern = Dilated | BlockLayout | Product
+
+
+class Options(TypedDict, total=False):
+    """The options that every public call takes; `attention` says what they mean."""
+
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    key_padding_mask: Tensor | None
+    backend: str
+    mesh: Any
+    seq_len: int | None
+    head_offset: int
+    transport: str
+    layer: str
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the sequence of a call lies on the ranks of a group.
+
+    Attributes:
+        bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
+        samples: the edges of packed samples; None for one sample.
+        layer: the name of the calling layer, for error messages.
+    """
+
+    group_name: str
+    bounds: tuple[int, ...]
+    samples: tuple[int, ...] | None = None
+    transport: str = "auto"
+    layer: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one call asks.
+
+    Attributes:
+        branches: the dilated pattern for the key-value heads of k; of a block layout alone, one branch of all tokens.
+        layouts: the block layout inside segments, one for each number of tokens that they have; none without blocks.
+        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh `shards` has the packed ones.
+        first_head: global index of the first query head.
+        seed: of dropout; None without.
+        shards: over a mesh of several ranks; None on one device.
+    """
+
+    branches: Branches
+    choice: table.Choice
+    layouts: tuple[BlockLayout, ...] = ()
+    is_causal: bool = False
+    scale: float = 1.0
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    first_head: int = 0
+    seed: Tensor | None = None
+    shards: Shards | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        backend: str = "auto",
+        mesh: Mesh | None = None,
+        seq_len: int | None = None,
+        head_offset: int = 0,
+        transport: str = "auto",
+        layer: str = "",
+    ) -> Call:
+        """What `attention` with these arguments asks.
+
+        Raises ValueError, naming the argument, its value and what would be right; over a mesh on every rank.
+        """
+        group = None if mesh is None else context_group(mesh)
+        several = group is not None and dist.get_world_size(group) > 1
+        try:
+            checks.tensors(q, k, v)
+            seq_len = _sequence_length(q, seq_len, group, transport)
+            lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+            checks.mask(q, key_padding_mask)
+            checks.options(is_causal, scale, dropout_p)
+            branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
+            needs = {
+                "key_padding_mask": key_padding_mask is not None,
+                "dropout_p": dropout_p > 0,
+                "a block layout": not isinstance(pattern, Dilated),
+            }
+            if several:
+                for name in ("key_padding_mask", "dropout_p"):
+                    if needs[name]:
+                        raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
+            asked = tuple([name for name, needed in needs.items() if needed])
+            facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), several)
+            call = cls(
+                branches,
+                table.choose(backend, facts),
+                is_causal=is_causal,
+                scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+                lengths=lengths,
+                cu_seqlens=cu_seqlens,
+                key_padding_mask=key_padding_mask,
+                dropout_p=float(dropout_p),
+                first_head=head_offset * (q.shape[2] // k.shape[2]),
+                seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None,
+            )
+            if not isinstance(pattern, Dilated):
+                layouts = call._layouts(pattern, q, k, seq_len)
+                if several:
+                    layouts = tuple([layout.for_heads(q.shape[2]).to(q.device) for layout in layouts])
+                call = replace(call, layouts=layouts)
+            if several:
+                call = call.over(Shards(group.group_name, (seq_len,), None, transport, layer))
+            return call
+        except ValueError as error:
+            if several:  # the other ranks may wait for this one
+                link_of(group).refuse(str(error), q.device if isinstance(q, Tensor) else torch.device("cpu"))
+            raise
+
+    @property
+    def backend(self) -> table.Backend:
+        return self.choice.backend
+
+    def plan(self, seq_len: int) -> Plan:
+        """The plan of one sample of this many tokens on one device."""
+        return plan_dilated(*self.branches[:3], seq_len, self.branches.compat)
+
+    def samples(self, seq_len: int) -> Iterator[tuple[slice, slice]]:
+        """The (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
+
+        Raises ValueError where the values do not fit: this is the first place that reads them.
+        """
+        if self.cu_seqlens is not None:
+            bounds = self.cu_seqlens.tolist()
+            if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
+                raise ValueError(f"cu_seqlens must ascend from 0 to seq, {seq_len}; got {bounds}")
+            for start, stop in pairwise(bounds):
+                yield slice(0, 1), slice(start, stop)
+        elif self.lengths is not None:
+            values = self.lengths.tolist()
+            if any(not 0 <= length <= seq_len for length in values):
+                raise ValueError(f"lengths must lie in [0, {seq_len}], q's seq; got {values}")
+            for i, length in enumerate(values):
+                yield slice(i, i + 1), slice(0, length)
+        else:
+            yield slice(None), slice(0, seq_len)
+
+    def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
+        """Which pairs of query and key survive; None where all do."""
+        if self.seed is None:
+            return None
+        queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
+
+    def over(self, shards: Shards) -> Call:
+        """The same call of a sequence that is sharded so."""
+        seq_len, samples, layouts = shards.bounds[-1], None, self.layouts
+        if self.cu_seqlens is not None:
+            samples = tuple(self.cu_seqlens.tolist())
+            if samples[0] != 0 or samples[-1] != seq_len or any(x > y for x, y in pairwise(samples)):
+                raise ValueError(
+                    f"cu_seqlens must ascend from 0 to the global length, seq_len={seq_len}; got {list(samples)}"
+                )
+            if len(layouts) == 1:
+                layouts = tuple(layouts[0].prefix(n) for n in sorted({y - x for x, y in pairwise(samples)} - {0}))
+        return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
+
+    def _layouts(
+        self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int
+    ) -> tuple[BlockLayout, ...]:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        if isinstance(pattern, BlockLayout):
+            # Packed samples have the layout of their first tokens, whatever their common length.
+            length = seq_len if self.cu_seqlens is None else pattern.seq_len
+            pattern.check(q.shape[0], length, heads, kv_heads)
+            return (pattern,)
+        counts: set[int] = set()
+        for _, seq in self.samples(seq_len):
+            counts |= row_counts(*self.branches[:3], seq.stop - seq.start)
+        found = tuple([pattern.layout_of(count) for count in sorted(counts)])
+        for layout in found:
+            layout.check(1, layout.seq_len, heads, kv_heads)
+        return found
+
+
+def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
+    """The global length, of which q is this rank's shard."""
+    if group is None:
+        if transport != "auto":
+            raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
+        if seq_len is not None and seq_len != q.shape[1]:
+            raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
+        return q.shape[1]
+    if seq_len is None:
+        return q.shape[1] * dist.get_world_size(group)
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"seq_len must be a non-negative integer, the length over all ranks; got {seq_len!r}")
+    return seq_len
+
+
+def _dilated(pattern: Pattern, seq_len: int) -> Dilated:
+    """The dilated factor of a pattern; a block layout alone has one segment of all tokens."""
+    if isinstance(pattern, Dilated):
+        return pattern
+    if isinstance(pattern, BlockLayout):
+        return Dilated((max(seq_len, 1),), (1,))
+    if isinstance(pattern, Product):
+        return pattern.dilated
+    raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
+
+
+def _work(branches: Branches, q: Tensor) -> int:
+    """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
+    pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
+    return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])

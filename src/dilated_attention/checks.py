@@ -1,0 +1,97 @@
+"""What the arguments of a call must be: each check raises a ValueError that names the argument, the value and the
+remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
+            )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(
+            f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
+            "read as (batch, seq, heads, head_dim)"
+        )
+    if q.shape[3] == 0:
+        raise ValueError(f"q must have head_dim of at least 1; got shape {tuple(q.shape)}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
+        )
+
+
+def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
+    if lengths is not None:
+        lengths = _integers("lengths", lengths, f"{q.shape[0]} integers, one per batch row")
+        if lengths.shape != q.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(
+                f"lengths must be {q.shape[0]} integers, one per batch row; "
+                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
+            )
+    if cu_seqlens is not None:
+        cu_seqlens = torch.as_tensor(cu_seqlens)
+        if (
+            cu_seqlens.dim() != 1
+            or not len(cu_seqlens)
+            or cu_seqlens.is_floating_point()
+            or cu_seqlens.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"cu_seqlens must be (samples + 1,) integers; got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+            )
+        if q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
+    return lengths, cu_seqlens
+
+
+def _integers(name: str, values: Any, wanted: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{name} must be {wanted}; got {values!r}")
+    return torch.tensor(values)
+
+
+def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
+    if key_padding_mask is None:
+        return
+    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+        kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
+        raise ValueError(f"key_padding_mask must be a bool tensor, True where a key is ignored; got {kind}")
+    if key_padding_mask.shape != q.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, seq) = {tuple(q.shape[:2])}; got {tuple(key_padding_mask.shape)}"
+        )
+    if key_padding_mask.device != q.device:
+        raise ValueError(f"key_padding_mask must be on q's device, {q.device}; got {key_padding_mask.device}")
+
+
+def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number; got {scale!r}")
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")

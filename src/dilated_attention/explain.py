@@ -1,0 +1,128 @@
+"""What a call would do, and why, without doing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dilated_attention.backends import blocks
+from dilated_attention.call import Call, Options, Pattern
+from dilated_attention.parallel import attention as parallel
+from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import StridedGroup
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do. Prints as a table.
+
+    Attributes:
+        backend, reason: the backend that would serve the call, and why.
+        refusals: why each other backend would not.
+        groups: the strided groups of the plan, in order of execution.
+        flops: of the forward: 4 head_dim a score entry. Of several ranks' calls, flops and bytes are those of the
+            groups before block layouts thin them out.
+        bytes: that the forward must move at least in the device's memory: rows of q, k and v read, and of out and lse
+            read and written, per group, or per call inside a layout.
+        calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
+        transport: with a mesh, how rows travel, why, and why not otherwise.
+        exchange: with a mesh, what this rank sends and receives.
+    """
+
+    backend: str
+    reason: str
+    refusals: dict[str, str]
+    groups: tuple[StridedGroup, ...]
+    flops: int
+    bytes: int
+    calls: dict[int, tuple[blocks.Calls, ...]]
+    transport: TransportChoice | None = None
+    exchange: ExchangePlan | None = None
+
+    def __str__(self) -> str:
+        lines = [f"backend   {self.backend}: {self.reason}"]
+        lines += [f"  not {name}: {why}" for name, why in self.refusals.items()]
+        if self.transport is not None:
+            lines.append(f"transport {self.transport.transport}: {self.transport.reason}")
+            lines += [f"  not {name}: {why}" for name, why in self.transport.refusals.items()]
+        if self.exchange is not None:
+            moved = self.exchange
+            lines.append(
+                f"exchange  rank {moved.rank} of {moved.world_size}, forward: {moved.bytes_sent / 1e6:.2f} MB to and "
+                f"{moved.bytes_received / 1e6:.2f} MB from other ranks, {moved.peers_sent} and {moved.peers_received} "
+                f"messages, {moved.rounds} rounds; backward: {moved.backward_bytes_sent / 1e6:.2f} and "
+                f"{moved.backward_bytes_received / 1e6:.2f} MB"
+            )
+        lines.append(f"forward   {self.flops / 1e9:.3f} GFLOP, at least {self.bytes / 1e6:.2f} MB moved")
+        lines.append("group  heads              segments  rows    stride  first token  written")
+        for i, group in enumerate(self.groups):
+            rows = group.queries
+            heads = f"{group.head}:{group.head + group.heads * group.head_stride}:{group.head_stride}"
+            how = "directly" if group.first else "merged"
+            lines.append(
+                f"{i:<6} {heads:<18} {rows.segments:<9} {rows.count:<7} {rows.stride:<7} {rows.start:<12} {how}"
+            )
+        for length, calls in self.calls.items():
+            lines.append(f"layout of {length} tokens, inside each segment of as many")
+            lines.append("rows    queries  keys     keys are  diagonal  written")
+            for call in calls:
+                keys, cut = "copied" if call.copied else "viewed", "cuts" if call.masked else ""
+                how = "directly" if call.first else "merged"
+                lines.append(f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {keys:<9} {cut:<9} {how}")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    compat: str | None = None,
+    **options: Unpack[Options],
+) -> Explanation:
+    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well.
+
+    Takes the options of `attention`, and `compat` as `dilated_attention` does. With a mesh the groups are this rank's,
+    over its own rows and over those that it receives.
+    """
+    if compat is not None and isinstance(pattern, Dilated):
+        pattern = replace(pattern, compat=compat)
+    call = Call.of(q, k, v, pattern, **options)
+    layouts = {x.seq_len: x.causal() if call.is_causal else x for x in call.layouts}
+    calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}
+    chosen, exchange = None, None
+    if call.shards is None:
+        samples = [(batch, call.plan(seq.stop - seq.start)) for batch, seq in call.samples(q.shape[1])]
+        groups = tuple(group for _, plan in samples for group in plan.groups)
+        batches = [len(range(q.shape[0])[batch]) for batch, plan in samples for _ in plan.groups]
+    else:
+        chosen, exchange, groups = parallel.account(call, q, k)
+        batches, layouts = [q.shape[0]] * len(groups), {}  # as if no layout thinned the groups out
+    ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
+    pairs, moved = 0, 0
+    for group, batch in zip(groups, batches, strict=True):
+        problems, queries, keys = group.queries.segments * batch, group.queries.count, group.keys.count
+        written = 1 if group.first else 2  # a merge reads what it changes
+        if not layouts:
+            pairs += batch * ratio * group.entries(call.is_causal)
+            moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
+            continue
+        heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
+        layout = layouts[queries].for_heads(q.shape[2])
+        layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
+        each = problems * len(heads) // (layout.batch_size * layout.num_heads)
+        pairs += each * int(layout.seen.sum())
+        for run in blocks.calls(layout):
+            read = run.queries * row + run.keys * 2 * row
+            moved += each * run.rows * (read + (1 if run.first else 2) * written * run.queries * (row + 4))
+    choice, flops = call.choice, 4 * q.shape[3] * pairs
+    return Explanation(
+        choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange
+    )

@@ -1,0 +1,283 @@
+"""The differentiable operator, once for one device and for a mesh.
+
+`dilated_attention::forward` and `::backward` are custom operators with fake implementations, so that
+`torch.compile(fullgraph=True)`, `torch.export` and `torch.func` see one opaque step. Operators take numbers, strings and
+tensors: `_pack` and `_unpack` alone know how a `Call` becomes these. The plan is made inside, at the length that arrives.
+Nothing is saved for the backward but q, k, v, out and lse, and over a mesh the rows of other ranks that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention import execution
+from dilated_attention.backends.table import BACKENDS, Choice
+from dilated_attention.call import Call, Shards
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel import attention as parallel
+from dilated_attention.plan import Branches
+
+_CALL = (
+    "SymInt[] numbers, float scale, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
+    "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? seed"
+)
+torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor[]")
+torch.library.define(
+    "dilated_attention::backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] saved, "
+    f"{_CALL}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Differentiable out, contiguous as q, and lse, `(batch, seq, heads)`."""
+    if call.backend.attend is not None:
+        return execution.attend(call, q, k, v)
+    if call.shards is not None and call.lengths is not None:
+        return _padded(q, k, v, call)
+    out, lse, *_ = _entry()(q, k, v, *_pack(call))
+    return out, lse
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """A padded batch over a mesh: one call a sample, each sharded by the edges of the batch cut at its own length."""
+    results = []
+    for i, (own, sample) in enumerate(parallel.samples(call, q.shape[1])):
+        out, lse = attend(q[i : i + 1, :own], k[i : i + 1, :own], v[i : i + 1, :own], sample)
+        missing = q.shape[1] - own
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
+        results.append((out, torch.nn.functional.pad(lse, (0, 0, 0, missing), value=-torch.inf)))
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _pack(call: Call) -> tuple[Any, ...]:
+    """A call as the operators' arguments behind their tensors."""
+    branches, shards = call.branches, call.shards
+    numbers = [int(call.is_causal), call.first_head, int(branches.compat is not None), len(branches.offsets)]
+    for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets):
+        numbers += row
+    words = [call.backend.name]
+    if shards is not None:
+        words += (shards.group_name, shards.transport, shards.layer)
+        for edges in (shards.bounds, shards.samples or ()):
+            numbers += (len(edges), *edges)
+    for x in call.layouts:
+        numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
+    tables = [table for x in call.layouts for table in (x.indptr, x.indices)]
+    ragged = call.lengths, call.cu_seqlens, call.key_padding_mask
+    return numbers, call.scale, call.dropout_p, words, tables, *ragged, call.seed
+
+
+def _unpack(
+    k: Tensor,
+    numbers: Sequence[int],
+    scale: float,
+    dropout_p: float,
+    words: Sequence[str],
+    tables: Sequence[Tensor],
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    seed: Tensor | None,
+) -> Call:
+    """The call that `_pack` packed; k has its key-value heads."""
+    read = _read(tuple(numbers), k.shape[2], len(words) > 1)
+    layouts = [
+        BlockLayout(*tables[2 * i : 2 * i + 2], seq_len, q_block, k_block, bool(is_causal))
+        for i, (seq_len, q_block, k_block, is_causal) in enumerate(read.sizes)
+    ]
+    shards = None if len(words) == 1 else Shards(words[1], read.bounds, read.samples, words[2], words[3])
+    return Call(
+        read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
+        key_padding_mask, dropout_p, read.first_head, seed, shards,
+    )  # fmt: skip
+
+
+class _Numbers(NamedTuple):
+    branches: Branches
+    is_causal: bool
+    first_head: int
+    bounds: tuple[int, ...]
+    samples: tuple[int, ...] | None
+    sizes: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
+    rest = iter(numbers)
+
+    def take(count: int) -> tuple[int, ...]:
+        return tuple(islice(rest, count))
+
+    is_causal, first_head, compat, count = take(4)
+    segment_lengths, dilation_rates = take(count), take(count)
+    offsets = tuple([take(kv_heads) for _ in range(count)])
+    branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None)
+    bounds, samples = (take(next(rest)), take(next(rest)) or None) if over_mesh else ((), None)
+    left = tuple(rest)
+    sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
+    return _Numbers(branches, bool(is_causal), first_head, bounds, samples, sizes)
+
+
+@torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
+def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+    """out, contiguous as q; lse, `(batch, seq, heads)`; and over a mesh what the backward needs of other ranks' rows."""
+    factor, call = _positive(_unpack(k, *packed))
+    q = q if factor == 1 else q * factor
+    return (execution if call.shards is None else parallel).forward(call, q, k, v)
+
+
+@torch.library.register_fake("dilated_attention::forward")
+def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    numbers, _, _, words = packed[:4]
+    if len(words) == 1:
+        return [out, lse]
+    call = _unpack(k, [int(x) for x in numbers], *packed[1:])
+    return [out, lse, *parallel.empty_saved(call, q, k)]
+
+
+@torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: list[Tensor],
+    *packed: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
+    call = _unpack(k, *packed)
+    factor, call = _positive(call)
+    q = q if factor == 1 else q * factor
+    if call.shards is None:
+        dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)
+    else:
+        dq, dk, dv = parallel.backward(call, dout, dlse, q, k, v, [out, lse, *saved])
+    return dq if factor == 1 else dq.mul_(factor), dk, dv
+
+
+def _positive(call: Call) -> tuple[float, Call]:
+    """The call with a positive scale, and the factor of q that makes it the same: the sign of its own scale, or 0."""
+    if call.scale > 0:
+        return 1.0, call
+    return (-1.0, replace(call, scale=-call.scale)) if call.scale else (0.0, replace(call, scale=1.0))
+
+
+@torch.library.register_fake("dilated_attention::backward")
+def _(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Attention(torch.autograd.Function):
+    """`dilated_attention::forward` with its gradient."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.dilated_attention.forward(q, k, v, *packed))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask, seed = inputs
+        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, seed, *layouts)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.outputs, ctx.options = len(output), options
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        saved, ragged, layouts = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :][:4], rest[ctx.outputs + 2 :]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        apply = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
+        gradients = apply(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
+        return (*gradients, *(None,) * (len(ctx.options) + 5))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        folded = _fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)
+        return _unfold(info, _entry()(*folded))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """`dilated_attention::backward`, which has no gradient."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.dilated_attention.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError(
+            "second derivatives of attention are not fused; "
+            'call with backend="reference", which differentiates any number of times'
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        folded = _fold(torch.ops.dilated_attention.backward, info, in_dims, arguments)
+        return _unfold(info, _AttentionBackward.apply(*folded))
+
+
+@torch.library.impl("dilated_attention::forward", "Autograd")
+def _differentiable(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return list(_Attention.apply(q, k, v, *packed))
+    with torch._C._AutoDispatchBelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
+        return torch.ops.dilated_attention.forward(q, k, v, *packed)
+
+
+torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
+
+
+def _entry() -> Callable[..., Sequence[Tensor]]:
+    """`dilated_attention::forward`, where a gradient finds it."""
+    entry: Callable[..., Sequence[Tensor]] = (
+        _Attention.apply if _in_torch_func() else torch.ops.dilated_attention.forward
+    )
+    return entry
+
+
+def _in_torch_func() -> bool:
+    """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a call under `torch.func.vmap`, as one call whose batch has the mapped dimension inside."""
+    folded = []
+    for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
+        if argument.name == "cu_seqlens" and x is not None:
+            raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
+        if argument.name == "words" and len(x) > 1:
+            raise UnsupportedError("mesh under torch.func.vmap: fold the mapped dimension into the batch")
+        if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
+            raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
+        if argument.name == "seed" and x is not None:
+            if dim is None:  # pairs are chosen by their place in the batch, which folding changes
+                raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
+            x = x.movedim(dim, 0)[0]
+        elif isinstance(x, Tensor):
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = x.flatten(0, 1)
+        folded.append(x)
+    return folded
+
+
+def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in results)
+    return unfolded, (0,) * len(unfolded)
