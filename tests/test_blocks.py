@@ -24,13 +24,13 @@ from dilated_attention import (
     Dilated,
     attention,
     attention_weights,
-    autograd,
     block_sparse_attention,
+    call,
+    execution,
     explain,
     plan_cache,
 )
 from dilated_attention.backends import blocks
-from dilated_attention.plan import plan_dilated
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
 LENGTHS = st.sampled_from(range(1, 121))
@@ -327,11 +327,12 @@ class TestCache:
 
     def test_a_hit_takes_less_than_20_microseconds(self):
         layout = BlockLayout.random(1 << 17, 0.1, 0).causal()
-        q, plan = torch.empty(1, 1 << 17, 1, 1), plan_dilated((1 << 17,), (1,), ((0,),), 1 << 17)
-        sizes = [layout.seq_len, *layout.block_size, 1]
+        q = torch.empty(1, 1 << 17, 1, 1)
+        asked = call.Call.of(q, q, q, layout, is_causal=True)
+        plan = asked.plan(1 << 17)
 
         def find():
-            (found,) = autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True).values()
+            (found,) = execution.layouts(asked, q, plan).values()
             return blocks._plan(found, 0)
 
         assert find() is find()

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from conformance import excesses
-from dilated_attention import BackendError, BlockLayout, autograd, block_sparse_attention, dilated_attention
+from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import count_matrix
+from dilated_attention.backends.table import BACKENDS, Choice
+from dilated_attention.call import Call
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
 
@@ -125,16 +128,15 @@ def installed(monkeypatch):
 def test_the_oracle(installed, number, is_causal):
     installed(number)
     w, r, seq_len = (32, 70), (1, 3), 70
-    table = Dilated(w, r).offset_table(2)
-    flat = [offset for row in table for offset in row]
+    branches = Dilated(w, r).branches(2)
     inputs = tuple(torch.randn(2, seq_len, heads, 16).bfloat16() for heads in (4, 2, 2))
 
     def run(q, k, v):
-        arguments = is_causal, 0.25, "", "flash", 0.0, 0, [], [], None, None, None, None
-        out, lse = autograd.attend(q, k, v, list(w), list(r), flat, *arguments)
+        call = Call(branches, Choice(BACKENDS["flash"]), is_causal=is_causal, scale=0.25)
+        out, lse = operators.attend(q, k, v, call)
         return out, lse.transpose(1, 2)
 
-    errors = excesses(run, inputs, count_matrix(w, r, table, seq_len, is_causal=is_causal), scale=0.25)
+    errors = excesses(run, inputs, count_matrix(*branches[:3], seq_len, is_causal=is_causal), scale=0.25)
     assert all(error <= 1 for error in errors.values()), errors
 
 
@@ -154,25 +156,29 @@ def test_views_are_not_copied(installed, monkeypatch):
 
 
 def test_what_it_cannot_serve_is_refused(installed):
-    device, why = torch.device("cuda"), flash.refusal
-    assert "needs a CUDA device; got cpu" in why(torch.device("cpu"), torch.float16, 64, ())
+    device = torch.device("cuda")
+
+    def why(*facts):
+        return flash.refusal(Facts(*facts))
+
+    assert "needs a CUDA device; got cpu" in why(torch.device("cpu"), torch.float16)
     installed(2)
-    assert why(device, torch.float16, 64, ()) is None
-    assert "no torch.float32; use float16" in why(device, torch.float32, 64, ())
-    assert "that 8 divides, at most 256; got 20" in why(device, torch.float16, 20, ())
-    assert "got 264" in why(device, torch.float16, 264, ())
+    assert why(device, torch.float16) is None
+    assert "no torch.float32; use float16" in why(device, torch.float32)
+    assert "that 8 divides, at most 256; got 20" in why(device, torch.float16, 20)
+    assert "got 264" in why(device, torch.float16, 264)
     assert "does not serve dropout_p or a block layout; use" in why(
-        device, torch.float16, 64, ("dropout_p", "a block layout")
+        device, torch.float16, 64, 1, ("dropout_p", "a block layout")
     )
 
 
 def test_where_none_is_installed(monkeypatch):
     flash.version.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    message = flash.refusal(torch.device("cuda"), torch.float16, 64, ())
+    message = flash.refusal(Facts(torch.device("cuda"), torch.float16))
     assert message.startswith("FlashAttention needs flash_attn_interface or flash_attn.cute.interface or flash_attn.")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 8.0" in flash.refusal(torch.device("cuda"), torch.float16, 64, ())
+    assert "compute capability 8.0" in flash.refusal(Facts(torch.device("cuda"), torch.float16))
 
 
 def test_versions_by_capability(monkeypatch):

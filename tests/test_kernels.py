@@ -28,6 +28,7 @@ from conformance import excesses
 from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
@@ -48,7 +49,7 @@ pytestmark = [
 
 
 def why(q, scale):
-    return backend.refusal(q.device, q.dtype, q.shape[-1], q.shape[1], scale)
+    return backend.refusal(Facts(q.device, q.dtype, q.shape[-1], q.shape[1]))
 
 
 class _Attention(torch.autograd.Function):

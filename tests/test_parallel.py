@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import processes
-from dilated_attention import BlockLayout, attention
+from dilated_attention import BlockLayout, attention, dilated_attention, operators
 from dilated_attention.backends.reference import reference_attention
+from dilated_attention.call import Call
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.parallel import exchange_plan, traffic
-from dilated_attention.parallel.attention import context_parallel_attention
 from dilated_attention.parallel.comm import Framing, Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
 from dilated_attention.parallel.sharding import (
@@ -83,21 +83,20 @@ CASES = {
 
 
 def call(case: Case, tensors, size: int, is_causal: bool, transport: str):
-    pattern = Dilated(case.segments, case.rates, case.offsets, case.head_groups)
-    return context_parallel_attention(
+    pattern = Dilated(case.segments, case.rates, case.offsets, case.head_groups, case.compat)
+    asked = Call.of(
         *tensors,
-        case.segments,
-        case.rates,
-        pattern.offset_table(case.kv_heads),
+        pattern,
         mesh=dist.group.WORLD,
         seq_len=case.seq_len,
-        bounds=case.bounds(size),
         is_causal=is_causal,
-        compat=case.compat,
         lengths=None if case.lengths is None else torch.tensor(case.lengths),
         cu_seqlens=None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens),
         transport=transport,
     )
+    if asked.shards is not None and (bounds := case.bounds(size)) is not None:
+        asked = replace(asked, shards=replace(asked.shards, bounds=tuple(bounds)))
+    return operators.attend(*tensors, asked)
 
 
 def inputs(case: Case, dtype: torch.dtype):
@@ -313,21 +312,10 @@ def compose():
     mesh = init_device_mesh("cpu", (size,))
     case = CASES["straddling"]
     tensors, (d_out, _) = inputs(case, torch.float64)
-    table = Dilated(case.segments, case.rates).offset_table(case.kv_heads)
 
     def attend(q, k, v, transport="exchange"):
-        return context_parallel_attention(
-            q,
-            k,
-            v,
-            case.segments,
-            case.rates,
-            table,
-            mesh=mesh,
-            seq_len=case.seq_len,
-            is_causal=True,
-            transport=transport,
-        )[0]
+        options = {"mesh": mesh, "seq_len": case.seq_len, "is_causal": True, "transport": transport}
+        return dilated_attention(q, k, v, case.segments, case.rates, **options)
 
     def gradients(function):
         leaves = [shard_sequence(x, mesh).clone().requires_grad_() for x in tensors]
@@ -388,7 +376,7 @@ def refuse():
 
     def attend(tensors=own, segments=case.segments, rates=case.rates, offsets=table, mesh=good, **options):
         options = {"seq_len": case.seq_len} | options
-        return context_parallel_attention(*tensors, segments, rates, offsets, mesh=mesh, **options)
+        return dilated_attention(*tensors, segments, rates, offsets=offsets, mesh=mesh, **options)
 
     def odd_rank(x, y):
         return x if rank == 1 else y

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import processes
+from dilated_attention import dilated_attention
 from dilated_attention.errors import ContextParallelError
-from dilated_attention.parallel.attention import context_parallel_attention
 from dilated_attention.parallel.comm import Framing, Link
-from dilated_attention.patterns import Dilated
 
 SIZE, CULPRIT, TIMEOUT = 4, 1, 3.0
 TRANSPORTS = ("exchange", "doubling", "ring")
@@ -31,10 +30,8 @@ def attend(transport: str, seq_len: int = 64, dtype: torch.dtype = torch.float32
         torch.randn(1, seq_len // SIZE, 2, 4, generator=generator, dtype=dtype, requires_grad=True) for _ in range(3)
     )
     segments = (32, 128)[: len(rates)]
-    table = Dilated(segments, rates).offset_table(2)
-    out, _ = context_parallel_attention(
-        q, k, v, segments, rates, table, mesh=dist.group.WORLD, seq_len=seq_len, transport=transport, layer="layer 7"
-    )
+    options = {"mesh": dist.group.WORLD, "seq_len": seq_len, "transport": transport, "layer": "layer 7"}
+    out = dilated_attention(q, k, v, segments, rates, **options)
     out.sum().backward()
 
 

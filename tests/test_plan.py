@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain, plan_cache
-from dilated_attention.backends import table
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.plan import PlanCache, plan_dilated, row_counts
 
@@ -254,18 +253,6 @@ class TestExplain:
             explain(q, q, q[:, :4], Dilated((8,), (1,)))
         with pytest.raises(ValueError, match="compat"):
             explain(q, q, q, Dilated((8,), (1,)), compat="longnet")
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "meta", "mps"])
-@pytest.mark.parametrize("backend", ["auto", "native", "triton", "reference", "other"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
-def test_the_short_way_to_native_is_that_of_the_table(device, backend, dtype):
-    call = backend, torch.device(device), dtype
-    if table.plainly_native(*call):
-        needs = ["key_padding_mask", "dropout_p", "a block layout"]
-        assert table.choose(*call, head_dim=1, seq_len=1 << 40, needs=needs, work=1 << 60).backend == "native"
-    else:
-        assert call[:2] != ("auto", torch.device("cpu")) or dtype == torch.float8_e5m2
 
 
 def test_integers_of_numpy_are_integers():

@@ -115,7 +115,7 @@ class Call:
         Raises ValueError, naming the argument, its value and what would be right; over a mesh on every rank.
         """
         group = None if mesh is None else context_group(mesh)
-        several = group is not None and dist.get_world_size(group) > 1
+        ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
         try:
             checks.tensors(q, k, v)
             seq_len = _sequence_length(q, seq_len, group, transport)
@@ -128,12 +128,12 @@ class Call:
                 "dropout_p": dropout_p > 0,
                 "a block layout": not isinstance(pattern, Dilated),
             }
-            if several:
+            if ranks is not None:
                 for name in ("key_padding_mask", "dropout_p"):
                     if needs[name]:
                         raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
             asked = tuple([name for name, needed in needs.items() if needed])
-            facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), several)
+            facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
             call = cls(
                 branches,
                 table.choose(backend, facts),
@@ -148,15 +148,15 @@ class Call:
             )
             if not isinstance(pattern, Dilated):
                 layouts = call._layouts(pattern, q, k, seq_len)
-                if several:
+                if ranks is not None:
                     layouts = tuple([layout.for_heads(q.shape[2]).to(q.device) for layout in layouts])
                 call = replace(call, layouts=layouts)
-            if several:
-                call = call.over(Shards(group.group_name, (seq_len,), None, transport, layer))
+            if ranks is not None:
+                call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))
             return call
         except ValueError as error:
-            if several:  # the other ranks may wait for this one
-                link_of(group).refuse(str(error), q.device if isinstance(q, Tensor) else torch.device("cpu"))
+            if ranks is not None:  # the others may wait for this one
+                link_of(ranks).refuse(str(error), q.device if isinstance(q, Tensor) else torch.device("cpu"))
             raise
 
     @property
@@ -207,9 +207,7 @@ class Call:
                 layouts = tuple(layouts[0].prefix(n) for n in sorted({y - x for x, y in pairwise(samples)} - {0}))
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
-    def _layouts(
-        self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int
-    ) -> tuple[BlockLayout, ...]:
+    def _layouts(self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int) -> tuple[BlockLayout, ...]:
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
             # Packed samples have the layout of their first tokens, whatever their common length.

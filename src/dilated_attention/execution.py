@@ -52,12 +52,11 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """out, contiguous as q, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
-    assert run is not None
     bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])
-        return list(run(q, k, v, plan, **options, key_bias=bias, layouts=_layouts(call, q, plan), dropout=dropped))
+        return list(run(q, k, v, plan, **options, key_bias=bias, layouts=layouts(call, q, plan), dropout=dropped))
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
         plan = _packed_plan(call, k, slices)
@@ -74,7 +73,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         plan = call.plan(at[1].stop - at[1].start)
         out[at], lse[at] = run(
             q[at], k[at], v[at], plan, **options, key_bias=None if bias is None else bias[at],
-            layouts=_layouts(call, q, plan, at[0]), dropout=None if dropped is None else dropped.sample(*at),
+            layouts=layouts(call, q, plan, at[0]), dropout=None if dropped is None else dropped.sample(*at),
         )  # fmt: skip
     return [out, lse]
 
@@ -84,13 +83,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     run = call.backend.backward
-    assert run is not None
     bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])
-        return run(*tensors, plan, **options, key_bias=bias, layouts=_layouts(call, q, plan), dropout=dropped)
+        return run(*tensors, plan, **options, key_bias=bias, layouts=layouts(call, q, plan), dropout=dropped)
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
         plan = _packed_plan(call, k, slices)
@@ -104,13 +102,13 @@ def backward(
         plan = call.plan(at[1].stop - at[1].start)
         dq[at], dk[at], dv[at] = run(
             *(None if x is None else x[at] for x in tensors), plan, **options,
-            key_bias=None if bias is None else bias[at], layouts=_layouts(call, q, plan, at[0]),
+            key_bias=None if bias is None else bias[at], layouts=layouts(call, q, plan, at[0]),
             dropout=None if dropped is None else dropped.sample(*at),
         )  # fmt: skip
     return dq, dk, dv
 
 
-def _layouts(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) -> dict[int, BlockLayout] | None:
+def layouts(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, on q's device, causal if the call is.
 
     A ragged sample, shorter than the layout, has the layout of its first tokens.

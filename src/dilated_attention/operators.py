@@ -1,9 +1,10 @@
 """The differentiable operator, once for one device and for a mesh.
 
 `dilated_attention::forward` and `::backward` are custom operators with fake implementations, so that
-`torch.compile(fullgraph=True)`, `torch.export` and `torch.func` see one opaque step. Operators take numbers, strings and
-tensors: `_pack` and `_unpack` alone know how a `Call` becomes these. The plan is made inside, at the length that arrives.
-Nothing is saved for the backward but q, k, v, out and lse, and over a mesh the rows of other ranks that it needs.
+`torch.compile(fullgraph=True)`, `torch.export` and `torch.func` see one opaque step. Operators take numbers, strings
+and tensors: `_pack` and `_unpack` alone know how a `Call` becomes these. The plan is made inside, at the length that
+arrives. Nothing is saved for the backward but q, k, v, out and lse, and over a mesh the rows of other ranks that it
+needs.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _unpack(
     """The call that `_pack` packed; k has its key-value heads."""
     read = _read(tuple(numbers), k.shape[2], len(words) > 1)
     layouts = [
-        BlockLayout(*tables[2 * i : 2 * i + 2], seq_len, q_block, k_block, bool(is_causal))
+        BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
         for i, (seq_len, q_block, k_block, is_causal) in enumerate(read.sizes)
     ]
     shards = None if len(words) == 1 else Shards(words[1], read.bounds, read.samples, words[2], words[3])
@@ -130,7 +131,7 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    """out, contiguous as q; lse, `(batch, seq, heads)`; and over a mesh what the backward needs of other ranks' rows."""
+    """out, contiguous as q; lse, `(batch, seq, heads)`; over a mesh also what the backward needs of others' rows."""
     factor, call = _positive(_unpack(k, *packed))
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else parallel).forward(call, q, k, v)

@@ -42,8 +42,8 @@ def attention_weights(
     """
     if isinstance(pattern, Dilated) and pattern.compat is not None:
         raise UnsupportedError(
-            f"compat={pattern.compat!r}: a part of each row's weight lies on padding that the matrix has no column for; "
-            "leave compat out"
+            f"compat={pattern.compat!r}: a part of each row's weight lies on padding that the matrix has no column "
+            "for; leave compat out"
         )
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     with torch.autocast(device, enabled=False):

@@ -1,7 +1,7 @@
 """The registry of backends, and the choice among them.
 
-Whether a backend serves a call, and whether `auto` takes it, rests on facts of the call, never on the environment. Every
-refusal is a sentence that says what would serve.
+Whether a backend serves a call, and whether `auto` takes it, rests on facts of the call, never on the environment.
+Every refusal is a sentence that says what would serve.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from dilated_attention.backends import flash, native, reference, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import BackendError
+
+
+def _absent(*_: Any, **__: Any) -> Any:
+    raise AssertionError("`attend` serves")
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class Backend:
     merits: str
     refusal: Callable[[Facts], str | None]
     on_request: Callable[[Facts], str | None]
-    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    forward: Callable[..., tuple[Tensor, Tensor]] = _absent
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _absent
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
     packs_samples: bool = False

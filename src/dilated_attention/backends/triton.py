@@ -30,7 +30,7 @@ MAX_TOKENS = 2**30
 
 
 AUTO_FROM: dict[str, int] = {}
-"""Score entries times head_dim from which on `auto` takes this backend, by architecture as in kernels/configurations.py.
+"""Score entries times head_dim from which on `auto` takes this backend, by architecture (kernels/configurations.py).
 
 Empty: nothing has been measured on a GPU yet. `dilated-attention bench gpu` writes the value to enter here, the least
 work from which on this backend was faster than native, to results/<device>/gpu.jsonl.

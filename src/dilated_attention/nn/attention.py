@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.call import Pattern
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel.sharding import mesh_size

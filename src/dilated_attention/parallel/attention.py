@@ -46,8 +46,8 @@ class _Description:
 
 def _group(call: Call) -> ProcessGroup:
     assert call.shards is not None
-    resolve: Callable[[str], ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return resolve(call.shards.group_name)
+    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(call.shards.group_name)  # type: ignore[arg-type]
+    return group
 
 
 def sharding_of(call: Call, size: int) -> Sharding:
@@ -149,8 +149,7 @@ class _Compute:
         """The running (out, lse) with a part merged into it."""
         arguments = part.keys, part.values, part.plan
         if part.queries is None:
-            run: Callable[..., State] = self.backend.forward
-            return run(self.q, *arguments, **self.options, layouts=self.whole, state=state)
+            return self.backend.forward(self.q, *arguments, **self.options, layouts=self.whole, state=state)
         assert state is not None
         (q,), rows = self._rows(part.queries, self.q), part.queries.positions
         found = self.backend.forward(q, *arguments, **self._block_options(part.queries))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention.backends import flash, native, table, triton
+from dilated_attention.backends import flash, native, triton
 from dilated_attention.bench import measure
 from dilated_attention.bench.cases import Case, Contender, contender
 from dilated_attention.bench.measure import Rounds, Spread
@@ -641,7 +641,7 @@ def threshold(
     case: Case = SMALL,
     lengths: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384),
 ) -> Iterator[Row]:
-    """The least work from which on triton is faster than native, forward and with the backward: `TRITON_FROM`."""
+    """The least work from which on triton is faster than native, forward and with the backward: `AUTO_FROM`."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)
@@ -660,8 +660,8 @@ def threshold(
     first = slow[-1] + 1 if slow else 0
     enough = first < len(faster)
     yield Row(
-        name=f"TRITON_FROM[{triton.architecture(device)!r}] of backends/table.py, now "
-        f"{table.TRITON_FROM.get(triton.architecture(device))}",
+        name=f"AUTO_FROM[{triton.architecture(device)!r}] of backends/triton.py, now "
+        f"{triton.AUTO_FROM.get(triton.architecture(device))}",
         parameters=case.parameters, value=float(faster[first][0]) if enough else None, unit="score entries x head_dim",
         refused=None if enough else "triton is not faster than native at any length measured",
     )  # fmt: skip
