@@ -223,6 +223,31 @@ class Call:
         return found
 
 
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
+    if not isinstance(q, Tensor):
+        return q, k, v
+    device = q.device.type
+    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    if not (known and torch.is_autocast_enabled(device)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """(factor, rest) with scale = factor * rest: q is multiplied by factor, and backends are given rest.
+
+    Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
+    so rest is positive, and not so small that it is 0 in single precision.
+    """
+    least = torch.finfo(torch.float32).tiny
+    if scale >= least:
+        return 1.0, scale
+    return (-1.0, -scale) if scale <= -least else (scale, 1.0)
+
+
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
     """The global length, of which q is this rank's shard."""
     if group is None:

@@ -3,12 +3,14 @@ remedy."""
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -37,6 +39,15 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
+        )
+    heads = q.shape[2]
+    # No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer.
+    if heads >= 256 and heads > 8 * q.shape[1] and heads == k.shape[2] and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"q of shape {tuple(q.shape)} is read as (batch, seq, heads, head_dim): {q.shape[1]} tokens of {heads} "
+            "heads. If it is (batch, heads, seq, head_dim), as scaled_dot_product_attention has it, give "
+            "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)",
+            stacklevel=4,
         )
 
 
@@ -91,7 +102,7 @@ def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
 def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number; got {scale!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST_SCALE):
+        raise ValueError(f"scale must be a finite number, in single precision too; got {scale!r}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.tiles import concatenate
-from dilated_attention.call import Call
+from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout, name_of
 from dilated_attention.plan import Plan, plan_cache, plan_layout
 
@@ -53,7 +53,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """out, contiguous as q, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
     bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": split_scale(call.scale)[1]}
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])
         return list(run(q, k, v, plan, **options, key_bias=bias, layouts=layouts(call, q, plan), dropout=dropped))
@@ -84,7 +84,7 @@ def backward(
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     run = call.backend.backward
     bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": split_scale(call.scale)[1]}
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dilated_attention.backends import blocks
-from dilated_attention.call import Call, Options, Pattern
+from dilated_attention.call import Call, Options, Pattern, as_autocast
 from dilated_attention.parallel import attention as parallel
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 from dilated_attention.patterns import Dilated
@@ -94,6 +94,7 @@ def explain(
     """
     if compat is not None and isinstance(pattern, Dilated):
         pattern = replace(pattern, compat=compat)
+    q, k, v = as_autocast(q, k, v)
     call = Call.of(q, k, v, pattern, **options)
     layouts = {x.seq_len: x.causal() if call.is_causal else x for x in call.layouts}
     calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}

@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from dilated_attention import operators
-from dilated_attention.call import Call, Options, Pattern
+from dilated_attention.call import Call, Options, Pattern, as_autocast
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Offsets
 
@@ -55,7 +54,7 @@ def attention(
             h // (heads // kv_heads) and has its offset.
         pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
         is_causal: a query sees no key after itself.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        scale: of the scores, any finite number; default 1 / sqrt(head_dim).
         dropout_p: probability that a weight of the softmax is dropped, the others being divided by 1 - dropout_p; lse
             is that of all. Drawn by torch's generator of q's device, so that `torch.manual_seed` reproduces it: one
             number a call, from which every backend derives the same choice for (sample, query head, query, key). The
@@ -87,7 +86,7 @@ def attention(
         ValueError: naming the argument, its value and what would be right; with a mesh on every rank.
         ContextParallelError: a rank was lost, or sent what it should not have; the group is not used again.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     call = Call.of(
         q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
         cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
@@ -157,16 +156,3 @@ def block_sparse_attention(
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}")
     return attention(q, k, v, layout, **options)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
-    if not isinstance(q, Tensor):
-        return q, k, v
-    device = q.device.type
-    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
-    if not (known and torch.is_autocast_enabled(device)):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v

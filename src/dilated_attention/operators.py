@@ -10,17 +10,17 @@ needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards
+from dilated_attention.call import Call, Shards, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import attention as parallel
@@ -132,7 +132,8 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     """out, contiguous as q; lse, `(batch, seq, heads)`; over a mesh also what the backward needs of others' rows."""
-    factor, call = _positive(_unpack(k, *packed))
+    call = _unpack(k, *packed)
+    factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else parallel).forward(call, q, k, v)
 
@@ -154,7 +155,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     call = _unpack(k, *packed)
-    factor, call = _positive(call)
+    factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
     if call.shards is None:
         dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)
@@ -163,18 +164,17 @@ def _backward(
     return dq if factor == 1 else dq.mul_(factor), dk, dv
 
 
-def _positive(call: Call) -> tuple[float, Call]:
-    """The call with a positive scale, and the factor of q that makes it the same: the sign of its own scale, or 0."""
-    if call.scale > 0:
-        return 1.0, call
-    return (-1.0, replace(call, scale=-call.scale)) if call.scale else (0.0, replace(call, scale=1.0))
-
-
 @torch.library.register_fake("dilated_attention::backward")
 def _(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_NOT_FUSED = (
+    "{} derivatives of attention are not fused; "
+    'call with backend="reference", which differentiates any number of times, forward and backward'
+)
 
 
 class _Attention(torch.autograd.Function):
@@ -204,6 +204,10 @@ class _Attention(torch.autograd.Function):
         return (*gradients, *(None,) * (len(ctx.options) + 5))
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise NotImplementedError(_NOT_FUSED.format("forward-mode"))
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         folded = _fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)
         return _unfold(info, _entry()(*folded))
@@ -223,10 +227,11 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            "second derivatives of attention are not fused; "
-            'call with backend="reference", which differentiates any number of times'
-        )
+        raise NotImplementedError(_NOT_FUSED.format("second"))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise NotImplementedError(_NOT_FUSED.format("second"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -236,7 +241,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 @torch.library.impl("dilated_attention::forward", "Autograd")
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if differentiated or forward_ad._current_level >= 0:  # the operator below would drop tangents without a word
         return list(_Attention.apply(q, k, v, *packed))
     with torch._C._AutoDispatchBelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
         return torch.ops.dilated_attention.forward(q, k, v, *packed)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.call import Call
+from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.parallel import traffic, transports
@@ -65,6 +65,7 @@ class _Rank:
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
         assert call.shards is not None
         self.call, self.shards, self.group = call, call.shards, _group(call)
+        self.scale = split_scale(call.scale)[1]
         self.sharding = sharding_of(call, dist.get_world_size(self.group))
         self.shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
@@ -142,7 +143,7 @@ class _Compute:
     def __init__(self, rank: _Rank, q: Tensor, k: Tensor) -> None:
         self.backend = rank.call.backend
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.options = {"is_causal": rank.call.is_causal, "scale": rank.call.scale}
+        self.options = {"is_causal": rank.call.is_causal, "scale": rank.scale}
         self.whole = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: transports.Part, state: State | None) -> State:
@@ -209,7 +210,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         heads = transports.Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
         whole_out, whole_lse = call.backend.forward(
-            q, k, v, heads.plan, is_causal=call.is_causal, scale=call.scale, layouts=heads.layouts or None
+            q, k, v, heads.plan, is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None
         )
         out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
         saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
@@ -265,7 +266,7 @@ def backward(
         lse = saved_lse.view(out.shape[:3])
         gradients = call.backend.backward(
             dout, dlse, q, k, v, out, lse, heads.plan,
-            is_causal=call.is_causal, scale=call.scale, layouts=heads.layouts or None,
+            is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None,
         )  # fmt: skip
         dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
