@@ -20,9 +20,10 @@ from torch import Tensor
 from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.tiles import concatenate
+from dilated_attention.cache import name_of, plan_cache, plan_layout
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.layout import BlockLayout, name_of
-from dilated_attention.plan import Plan, plan_cache, plan_dilated, plan_layout
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import Plan, plan_dilated
 
 
 def _plan(

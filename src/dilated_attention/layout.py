@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from dilated_attention.cache import name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,17 +33,6 @@ MIN_BLOCK, MAX_BLOCK = 16, 256
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
 
 Spans = Sequence[tuple[Tensor, Tensor]]
-
-_names, _numbers = WeakTensorKeyDictionary(), count()
-
-
-def name_of(table: Any) -> int:
-    """A number that stands for a thing which never changes, while it lives: a key that reads no content.
-
-    A table is the same tensor on both sides of the dispatcher, whose operators take no layouts.
-    """
-    name: int = _names.setdefault(table, next(_numbers))
-    return name
 
 
 class Runs(NamedTuple):

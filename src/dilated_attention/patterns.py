@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from dilated_attention.layout import BlockLayout, name_of, warn_of_blind
+from dilated_attention.cache import name_of, plan_layout
+from dilated_attention.layout import BlockLayout, warn_of_blind
+from dilated_attention.plan import OffsetTable, plan_dilated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-OffsetTable = tuple[tuple[int, ...], ...]
-"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
 
 LayoutOfLength = Callable[[int], BlockLayout]
 
@@ -158,8 +157,6 @@ class Dilated:
 
         Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
         """
-        from dilated_attention.plan import plan_dilated
-
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
         for group in plan.groups:
@@ -174,8 +171,6 @@ class Dilated:
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        from dilated_attention.plan import plan_dilated
-
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
@@ -190,8 +185,6 @@ class Dilated:
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """The layout for `length` tokens; what a callable gives is kept in `plan_cache` while the callable lives."""
-    from dilated_attention.plan import plan_layout
-
     if isinstance(layout, BlockLayout):
         return layout
 
@@ -267,8 +260,6 @@ class Product:
         return _plot(self, seq_len, head, num_heads, ax)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
-        from dilated_attention.plan import plan_dilated
-
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
@@ -293,7 +284,6 @@ class Product:
 
 def _plot(pattern: Dilated | Product, seq_len: int, head: int, num_heads: int | None, ax: Axes | None) -> Axes:
     """One square a pixel: a pair of tokens, or the mean over neighbouring pairs of long sequences."""
-    from dilated_attention.plan import plan_dilated
     from dilated_attention.plots import PIXELS, draw_counts
 
     dilated = pattern if isinstance(pattern, Dilated) else pattern.dilated

@@ -1,4 +1,4 @@
-"""Plans: the closed-form groups of rows that a pattern means at one length, and the cache that keeps them.
+"""Plans: the closed-form groups of rows that a pattern means at one length.
 
 A group is a family of equal strided blocks, so that a plan stays a few integers at any length. Plans are pure integers:
 tables on a device are derived from them elsewhere.
@@ -6,18 +6,13 @@ tables on a device are derived from them elsewhere.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
 
-import torch
+from dilated_attention.cache import plan_cache
 
-from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import OffsetTable
-
-Value = TypeVar("Value")
+OffsetTable = tuple[tuple[int, ...], ...]
+"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,89 +129,6 @@ def _compile_dilated(
     return Plan(seq_len, num_heads, tuple(groups), covered=len(covered) == num_heads, square=True)
 
 
-class CacheInfo(NamedTuple):
-    """Counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
-
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    bytes: int
-    max_bytes: int
-
-
-class PlanCache:
-    """A least-recently-used cache bounded by bytes, safe under threads.
-
-    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
-    kept. A value used while a CUDA graph is captured is held for good, beside the limit: the graph reads its memory.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self._captured: dict[int, Any] = {}
-        self._max_bytes = max_bytes
-        self._bytes = self._hits = self._misses = self._evictions = 0
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
-        value = self._get(key, make)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured[id(value)] = value
-        return value
-
-    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        with self._lock:
-            if key in self._entries:
-                self._hits += 1
-                self._entries.move_to_end(key)
-                held: Value = self._entries[key]
-                return held
-        value = make()
-        with self._lock:
-            self._misses += 1
-            if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
-                self._entries[key] = value
-                self._bytes += value.nbytes  # type: ignore[attr-defined]
-                self._evict()
-        return value
-
-    def _evict(self) -> None:
-        while self._bytes > self._max_bytes:
-            _, value = self._entries.popitem(last=False)
-            self._bytes -= value.nbytes
-            self._evictions += 1
-
-    def info(self) -> CacheInfo:
-        """Hits, misses, evictions, entries, bytes held and the limit, read at one moment."""
-        with self._lock:
-            return CacheInfo(
-                self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._max_bytes
-            )
-
-    def clear(self) -> None:
-        """Drop every entry and set the counters to zero. What a CUDA graph reads stays in memory."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = self._hits = self._misses = self._evictions = 0
-
-    def resize(self, max_bytes: int) -> None:
-        """Set the limit, in bytes, and evict what no longer fits."""
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
-        with self._lock:
-            self._max_bytes = max_bytes
-            self._evict()
-
-
-plan_cache = PlanCache(max_bytes=256 << 20)
-"""Plans, layouts and their device tables, for the whole process.
-
-The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
-"""
-
-
 def plan_dilated(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
@@ -283,22 +195,6 @@ def plan_suffix(
                 if rate == 1:
                     covered.add(head)
     return Plan(seq_len - start, num_heads, tuple(groups), covered=len(covered) == num_heads, square=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A layout in the cache. It keeps the tables that it derives, each of its own size at most."""
-
-    layout: BlockLayout
-
-    @property
-    def nbytes(self) -> int:
-        return 256 + 4 * self.layout.nbytes
-
-
-def plan_layout(key: Hashable, make: Callable[[], BlockLayout]) -> BlockLayout:
-    """The layout that `make` derives from another one, from the cache; `key` names what it depends on."""
-    return plan_cache.get(("layout", key), lambda: _Kept(make())).layout
 
 
 def row_counts(

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention import autograd
 from dilated_attention.backends import native, triton
+from dilated_attention.cache import plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
@@ -27,8 +28,7 @@ from dilated_attention.parallel import traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
 from dilated_attention.parallel.sharding import Mesh, context_group
-from dilated_attention.patterns import OffsetTable
-from dilated_attention.plan import plan_cache
+from dilated_attention.plan import OffsetTable
 
 Tokens = Float[Tensor, "batch shard heads dim"]
 KeyTokens = Float[Tensor, "batch shard kv_heads dim"]

@@ -24,8 +24,7 @@ from math import gcd
 import numpy as np
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import OffsetTable
-from dilated_attention.plan import Plan, Rows, StridedGroup, progressions
+from dilated_attention.plan import OffsetTable, Plan, Rows, StridedGroup, progressions
 
 Integers = np.ndarray
 """int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
