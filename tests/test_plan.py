@@ -11,7 +11,7 @@ import torch
 from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain
 from dilated_attention.backends import table
 from dilated_attention.backends.reference import count_matrix
-from dilated_attention.plan import plan_dilated, row_counts
+from dilated_attention.plan import plan_dilated, plan_suffix, row_counts
 
 PATTERNS = [
     Dilated((8,), (1,)),
@@ -30,6 +30,13 @@ def test_a_plan_for_a_billion_tokens_has_few_groups():
     assert plan.covered
     assert plan.nbytes < 2**16
     assert pattern.flops(2**30 + 12345, 8, 64) > 4 * 64 * 8 * 2**30 * 2**11
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_plan_is_the_suffix_from_the_first_token(pattern):
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(4)
+    for seq_len in (0, 1, 61):
+        assert plan_suffix(*branches, seq_len, 0) == plan_dilated(*branches, seq_len)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

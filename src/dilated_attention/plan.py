@@ -6,7 +6,7 @@ tables on a device are derived from them elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dilated_attention.cache import plan_cache
@@ -56,6 +56,10 @@ class StridedGroup:
         return self.heads * self.queries.segments * per_segment
 
 
+Part = tuple[Rows, Sequence[tuple[Rows, bool]], int]
+"""Queries; the rows of keys that they see, a group each, with `diagonal`; `phantoms`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one pattern means at one length.
@@ -89,44 +93,90 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
         i += count
 
 
-def _compile_dilated(
+def runs(
+    segment: int, rate: int, offset: int, grid: tuple[int, int], tokens: tuple[int, int]
+) -> Iterator[tuple[Rows, int, int, bool]]:
+    """The rows of `tokens` that take part in a branch whose segments count from the start of `grid`, in equal runs.
+
+    Args:
+        grid, tokens: [start, stop).
+
+    Yields:
+        rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) the whole segment
+        has, w' = min(w, length of the grid); whether the segment reaches beyond `tokens`.
+    """
+    begin, end = grid
+    lower, upper = max(tokens[0], begin), min(tokens[1], end)
+    if lower >= upper:
+        return
+    segment = min(segment, end - begin)
+    whole = lower + (begin - lower) % segment  # the first segment that starts at `lower` or later
+    number = max(upper - whole, 0) // segment
+    for start, segments in ((whole - segment, int(lower < whole)), (whole, number), (whole + number * segment, 1)):
+        first, stop = start + offset, min(start + segment, end)
+        earlier = -((first - lower) // rate) if first < lower else 0
+        count = -((first - min(stop, upper)) // rate) - earlier
+        if segments and count > 0:
+            rows = Rows(first + earlier * rate, segment, segments, rate, count)
+            yield rows, earlier, (first - stop) // rate - -segment // rate, start < lower or upper < stop
+
+
+def compile_groups(
+    dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]]
+) -> tuple[tuple[StridedGroup, ...], bool]:
+    """The groups of a plan, and whether those marked `first` hold every (row, head).
+
+    The densest branch goes first: it writes the running output that the others are merged into.
+
+    Args:
+        parts: what the heads of a (branch, offset) compute.
+    """
+    groups: list[StridedGroup] = []
+    begun: set[int] = set()  # heads that an earlier branch has written
+    covered: set[int] = set()  # heads whose every row the first branch has written
+    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
+        classes: dict[tuple[int, bool], list[int]] = {}
+        for head, offset in enumerate(table[branch]):
+            if offset >= 0:
+                classes.setdefault((offset, head not in begun), []).append(head)
+        for (offset, first), heads in classes.items():
+            members = list(progressions(heads))
+            for queries, keys, phantoms in parts(branch, offset):
+                for head, number, step in members:
+                    for i, (rows, diagonal) in enumerate(keys):
+                        writes = first and i == 0
+                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, writes, phantoms))
+            if first:
+                begun.update(heads)
+                if dilation_rates[branch] == 1:
+                    covered.update(heads)
+    return tuple(groups), len(covered) == len(table[0])
+
+
+def _compile(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     table: OffsetTable,
     seq_len: int,
+    start: int,
     compat: str | None,
 ) -> Plan:
-    num_heads = len(table[0])
-    if seq_len == 0:
-        return Plan(0, num_heads, (), covered=True, square=True)
-    groups: list[StridedGroup] = []
-    begun: set[int] = set()  # heads that an earlier branch has written
-    covered: set[int] = set()  # heads whose every row the first branch has written
-    # The densest branch goes first: it writes the running output that the others are merged into.
-    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
-        rate, offsets = dilation_rates[branch], table[branch]
-        segment = min(segment_lengths[branch], seq_len)
-        classes: dict[tuple[int, bool], list[int]] = {}
-        for head, offset in enumerate(offsets):
-            if 0 <= offset < segment:
-                classes.setdefault((offset, head not in begun), []).append(head)
-        for (offset, first), heads in classes.items():
-            full, tail = divmod(seq_len, segment)
-            spans = [(offset, full, segment), (full * segment + offset, 1, tail)]
-            for start, segments, length in spans:
-                count = -(-(length - offset) // rate)
-                if count <= 0:
-                    continue
-                rows = Rows(start, segment, segments, rate, count)
-                phantoms = -(-segment // rate) - count if compat == "torchscale" else 0
-                for head, number, step in progressions(heads):
-                    groups.append(StridedGroup(rows, rows, head, number, step, True, first, phantoms))
-        for head, offset in enumerate(offsets):
-            if offset >= 0 and head not in begun:
-                begun.add(head)
-                if rate == 1:
-                    covered.add(head)
-    return Plan(seq_len, num_heads, tuple(groups), covered=len(covered) == num_heads, square=True)
+    """The plan of the queries from token `start` on; `start` > 0 is for causal calls."""
+
+    def parts(branch: int, offset: int) -> Iterator[Part]:
+        segment, rate = segment_lengths[branch], dilation_rates[branch]
+        for own, earlier, short, _ in runs(segment, rate, offset, (0, seq_len), (start, seq_len)):
+            keys, queries = [(own, True)], own
+            if start:
+                queries = replace(own, start=own.start - start)
+            if start and own.count == 1:
+                keys = [(replace(own, start=own.start - earlier * rate, count=earlier + 1), False)]
+            elif earlier:
+                keys = [(replace(own, start=own.start - earlier * rate, count=earlier), False), (own, True)]
+            yield queries, keys, short if compat == "torchscale" else 0
+
+    groups, covered = compile_groups(dilation_rates, table, parts)
+    return Plan(seq_len - start, len(table[0]), groups, covered or start == seq_len, square=start == 0)
 
 
 def plan_dilated(
@@ -144,7 +194,7 @@ def plan_dilated(
             segment, w' = min(w, seq_len), however many of them are real.
     """
     key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
-    return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
+    return plan_cache.get(key, lambda: _compile(segment_lengths, dilation_rates, table, seq_len, 0, compat))
 
 
 def plan_suffix(
@@ -156,45 +206,7 @@ def plan_suffix(
     `start`, which every query sees, and those of the queries themselves. Not kept: each step of a generation has its
     own.
     """
-    num_heads = len(table[0])
-    if start == seq_len:
-        return Plan(0, num_heads, (), covered=True, square=False)
-    groups: list[StridedGroup] = []
-    begun: set[int] = set()
-    covered: set[int] = set()
-    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
-        rate, offsets = dilation_rates[branch], table[branch]
-        segment = min(segment_lengths[branch], seq_len)
-        cut, whole = start // segment * segment, -(-start // segment) * segment
-        full, tail = divmod(max(seq_len - whole, 0), segment)
-        spans = [(whole, full, segment), (whole + full * segment, 1, tail)]
-        if cut < whole:
-            spans.insert(0, (cut, 1, min(segment, seq_len - cut)))
-        classes: dict[tuple[int, bool], list[int]] = {}
-        for head, offset in enumerate(offsets):
-            if 0 <= offset < segment:
-                classes.setdefault((offset, head not in begun), []).append(head)
-        for (offset, first), heads in classes.items():
-            for begin, segments, length in spans:
-                earlier = max(0, -(-(start - begin - offset) // rate))  # rows that take part before `start`
-                count = -(-(length - offset) // rate) - earlier
-                if count <= 0 or not segments:
-                    continue
-                own = Rows(begin + offset + earlier * rate, segment, segments, rate, count)
-                queries = replace(own, start=own.start - start)
-                before = Rows(begin + offset, segment, segments, rate, earlier)
-                keys = [(before, False)] * (earlier > 0) + [(own, True)]
-                if count == 1:
-                    keys = [(replace(before, count=earlier + 1), False)]
-                for head, number, step in progressions(heads):
-                    for i, (rows, diagonal) in enumerate(keys):
-                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, first and i == 0))
-        for head, offset in enumerate(offsets):
-            if offset >= 0 and head not in begun:
-                begun.add(head)
-                if rate == 1:
-                    covered.add(head)
-    return Plan(seq_len - start, num_heads, tuple(groups), covered=len(covered) == num_heads, square=False)
+    return _compile(segment_lengths, dilation_rates, table, seq_len, start, None)
 
 
 def row_counts(
