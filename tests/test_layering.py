@@ -12,7 +12,7 @@ NAME = "dilated_attention"
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"cache", "errors", "kernels", "merge", "plots", "storage"},
+    {"cache", "errors", "kernels", "merge", "pictures", "storage"},
     {"layout", "plan"},
     {"patterns"},
     {"backends"},

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dilated_attention.cache import name_of, plan_layout
 from dilated_attention.layout import BlockLayout, warn_of_blind
+from dilated_attention.pictures import PIXELS, plot_counts
 from dilated_attention.plan import OffsetTable, plan_dilated
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Dilated:
         Args:
             num_heads: heads of k and v; default: as many as `head` needs to exist, at least one per branch.
         """
-        return _plot(self, seq_len, head, num_heads, ax)
+        return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
@@ -257,7 +258,7 @@ class Product:
         Args:
             num_heads: heads, as many of k and v; default: as many as `head` needs to exist.
         """
-        return _plot(self, seq_len, head, num_heads, ax)
+        return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -280,38 +281,3 @@ class Product:
                     first * seq_len + rows.start,
                 ).add_(seen[first : first + group.heads * step : step][:, None])
         return keys
-
-
-def _plot(pattern: Dilated | Product, seq_len: int, head: int, num_heads: int | None, ax: Axes | None) -> Axes:
-    """One square a pixel: a pair of tokens, or the mean over neighbouring pairs of long sequences."""
-    from dilated_attention.plots import PIXELS, draw_counts
-
-    dilated = pattern if isinstance(pattern, Dilated) else pattern.dilated
-    heads = num_heads or max(head + 1, len(dilated.segment_lengths) if dilated.head_groups else 1)
-    if not 0 <= head < heads:
-        raise ValueError(f"head must lie in [0, {heads}); got {head}")
-    table = tuple((row[head],) for row in dilated.offset_table(heads))
-    pixels = min(seq_len, PIXELS)
-    image, is_causal = torch.zeros(pixels, pixels, dtype=torch.float64), False
-    for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
-        rows = group.queries
-        at = torch.arange(rows.count) * rows.stride + rows.start
-        blocks, q_block, k_block = torch.ones(1, 1, dtype=torch.float64), rows.count, rows.count
-        if isinstance(pattern, Product):
-            layout = pattern.layout_of(rows.count).to("cpu")
-            is_causal |= layout.is_causal
-            (q_block, k_block), blocks = layout.block_size, layout.dense_blocks()[0, head % layout.num_heads].double()
-        for first in range(0, rows.segments * rows.segment, rows.segment):
-            pixel = (at + first) * pixels // seq_len
-            low, high = int(pixel[0]), int(pixel[-1]) + 1
-            sides = []
-            for size, number in ((q_block, blocks.shape[0]), (k_block, blocks.shape[1])):
-                cell = torch.arange(rows.count) // size * (high - low) + pixel - low
-                tokens = torch.bincount(cell, minlength=number * (high - low))
-                sides.append(tokens.view(number, high - low).double())
-            image[low:high, low:high] += sides[0].T @ blocks @ sides[1]
-    tokens = torch.bincount(torch.arange(seq_len) * pixels // seq_len).double()
-    image /= tokens.outer(tokens)
-    ax = draw_counts((image.tril() if is_causal else image).numpy(), seq_len, len(table), ax)
-    ax.set_title(f"head {head}")
-    return ax

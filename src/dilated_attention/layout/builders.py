@@ -119,12 +119,7 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
 
 
 def _size(
-    name: str,
-    value: int | None,
-    density: float | None,
-    grid: BlockGrid,
-    spans: Callable[[int], Spans],
-    largest: int,
+    name: str, value: int | None, density: float | None, grid: BlockGrid, spans: Callable[[int], Spans], largest: int
 ) -> int:
     """The given size, or the one in [1, largest] whose density comes nearest to the one asked for."""
     if (value is None) == (density is None):

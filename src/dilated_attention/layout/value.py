@@ -33,6 +33,7 @@ from dilated_attention.layout.spans import (
     rows_of,
     sort_keys,
 )
+from dilated_attention.pictures import plot_blocks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,14 +125,7 @@ class BlockLayout:
         return cls._of_spans(grid, builders.global_at(grid, tokens))
 
     @classmethod
-    def strided(
-        cls,
-        seq_len: int,
-        stride: int,
-        block_size: BlockSize = 128,
-        *,
-        is_causal: bool = False,
-    ) -> BlockLayout:
+    def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
         """Query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse Transformer.
 
         A stride of s blocks activates every s-th block; one that no block divides touches two blocks a period, and one
@@ -179,13 +173,7 @@ class BlockLayout:
 
     @classmethod
     def random(
-        cls,
-        seq_len: int,
-        density: float,
-        seed: int,
-        block_size: BlockSize = 128,
-        *,
-        is_causal: bool = False,
+        cls, seq_len: int, density: float, seed: int, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
         """Every query block sees round(density * n), at least one, of its n key blocks (causal: of those not later).
 
@@ -230,12 +218,7 @@ class BlockLayout:
 
     @classmethod
     def from_mask(
-        cls,
-        mask: Tensor,
-        seq_len: int | None = None,
-        block_size: BlockSize = 128,
-        *,
-        is_causal: bool = False,
+        cls, mask: Tensor, seq_len: int | None = None, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
         """From booleans `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`: True is active.
 
@@ -544,30 +527,17 @@ class BlockLayout:
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
         """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel holds several blocks."""
-        import matplotlib.pyplot as plt
-
         if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):
             raise ValueError(
                 f"batch={batch}, head={head} must lie in a layout of {self.batch_size} batch elements and "
                 f"{self.num_heads} heads"
             )
         start, stop = (int(x) for x in self.indptr[batch, head, [0, -1]])
-        rows, columns = self.query_blocks, self.key_blocks
-        pixels_q, pixels_k = min(rows, 512), min(columns, 512)
-        row = (self.row[start:stop] % rows).cpu() * pixels_q // rows
-        column = self.indices[start:stop].cpu() * pixels_k // columns
-        area = torch.bincount(torch.arange(rows) * pixels_q // rows).outer(
-            torch.bincount(torch.arange(columns) * pixels_k // columns)
-        )
-        image = torch.bincount(row * pixels_k + column, minlength=pixels_q * pixels_k).view(pixels_q, pixels_k) / area
-        ax = plt.figure(figsize=(5, 5), layout="constrained").add_subplot() if ax is None else ax
-        extent = (0.0, float(columns * self.k_block), float(rows * self.q_block), 0.0)
-        ax.imshow(image.numpy(), cmap="Greys", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-        if self.is_causal:
-            ax.axline((0, 0), slope=1, color="black", linestyle="--", linewidth=0.8)
-        ax.set(xlim=(0, self.seq_len), ylim=(self.seq_len, 0), xlabel="key (tokens)", ylabel="query (tokens)")
-        blocks = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
-        ax.set_title(f"blocks of {blocks}, density {self.density:.3g}")
+        blocks = (self.row[start:stop] % self.query_blocks).cpu().numpy(), self.indices[start:stop].cpu().numpy()
+        shape = self.query_blocks, self.key_blocks
+        ax = plot_blocks(blocks, shape, self.block_size, self.seq_len, self.is_causal, ax)
+        block = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
+        ax.set_title(f"blocks of {block}, density {self.density:.3g}")
         return ax
 
     # ---- inner workings
