@@ -12,6 +12,7 @@ import time
 import pytest
 
 from dilated_attention import cli, environment, pictures
+from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
@@ -183,6 +184,7 @@ def test_picture_of_a_pattern(tmp_path):
     assert (pairs == counts).all()
     coarse = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2).images[0].get_array()
     exact = pictures.plot_counts(Dilated((400, 1000), (1, 2)), 1024, 1, 2).images[0].get_array()
+    assert (exact == count_matrix((400, 1000), (1, 2), ((0, 0), (0, 1)), 1024, is_causal=False)[1].numpy()).all()
     assert abs(coarse - exact.reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
     product = Dilated((64,), (2,)) * BlockLayout.local(32, 1, 16, is_causal=True)
     pairs = product.plot(128, head=1, num_heads=2).images[0].get_array()

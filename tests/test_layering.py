@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import dilated_attention
 
 ROOT = Path(dilated_attention.__file__).parent
@@ -63,6 +65,23 @@ def test_dependencies_point_one_way():
         for line in violations(file.relative_to(ROOT), file.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("package", "lowest_first"),
+    [
+        ("layout", ["spans", "builders", "conversions", "value", "__init__"]),
+        ("routing", ["grid", "estimates", "forecast", "hashing", "learned", "selectors", "__init__"]),
+    ],
+)
+def test_modules_of_a_package_import_lower_ones(package, lowest_first):
+    assert {file.stem for file in (ROOT / package).glob("*.py")} == set(lowest_first)
+    for level, module in enumerate(lowest_first):
+        tree = ast.parse((ROOT / package / f"{module}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and f"{NAME}.{package}" in node.module:
+                names = node.module.split(".")[2:] or [alias.name for alias in node.names]
+                assert set(names) <= set(lowest_first[:level]), (module, ast.unparse(node))
 
 
 def test_every_spelling_of_an_upward_import_is_found():
