@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from dilated_attention import cli, environment, plots
+from dilated_attention import cli, environment, pictures
+from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
@@ -173,23 +174,24 @@ def test_peak_memory_is_of_this_process_alone(fresh_python):
 
 
 def test_picture_of_a_pattern(tmp_path):
-    axes = plots.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2)
+    axes = pictures.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2)
     counts = axes.images[0].get_array()
     assert counts.shape == (10, 10)
     assert counts[1].tolist() == [1, 2, 1, 2, 0, 1, 0, 1, 0, 0]  # head 1: segment 0 to 3, and odd tokens to 7
-    causal = plots.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2, is_causal=True).images[0].get_array()
+    causal = pictures.plot_counts(Dilated((4, 8), (1, 2)), 10, 1, 2, is_causal=True).images[0].get_array()
     assert causal[1].tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
     pairs = Dilated((4, 8), (1, 2)).plot(10, head=1, num_heads=2).images[0].get_array()
     assert (pairs == counts).all()
     coarse = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2).images[0].get_array()
-    exact = plots.plot_counts(Dilated((400, 1000), (1, 2)), 1024, 1, 2).images[0].get_array()
+    exact = pictures.plot_counts(Dilated((400, 1000), (1, 2)), 1024, 1, 2).images[0].get_array()
+    assert (exact == count_matrix((400, 1000), (1, 2), ((0, 0), (0, 1)), 1024, is_causal=False)[1].numpy()).all()
     assert abs(coarse - exact.reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
     product = Dilated((64,), (2,)) * BlockLayout.local(32, 1, 16, is_causal=True)
     pairs = product.plot(128, head=1, num_heads=2).images[0].get_array()
     assert (pairs[1, :3].tolist(), pairs[127].sum(), pairs.sum()) == ([0, 1, 0], 16, 4 * 16 * 17 / 2)
     with pytest.raises(ValueError, match=r"head must lie in \[0, 2\); got 2"):
         product.plot(128, head=2, num_heads=2)
-    plots.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
+    pictures.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
 
 

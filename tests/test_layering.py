@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import dilated_attention
 
 ROOT = Path(dilated_attention.__file__).parent
@@ -12,8 +14,9 @@ NAME = "dilated_attention"
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"errors", "kernels", "merge", "plots", "storage"},
-    {"patterns", "plan", "layout"},
+    {"cache", "errors", "kernels", "merge", "pictures", "storage"},
+    {"layout", "plan"},
+    {"patterns"},
     {"backends"},
     {"autograd"},
     {"decoding", "environment", "functional", "parallel", "routing", "weights"},
@@ -64,8 +67,26 @@ def test_dependencies_point_one_way():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize(
+    ("package", "lowest_first"),
+    [
+        ("layout", ["spans", "builders", "conversions", "value", "__init__"]),
+        ("routing", ["grid", "estimates", "forecast", "hashing", "learned", "selectors", "__init__"]),
+    ],
+)
+def test_modules_of_a_package_import_lower_ones(package, lowest_first):
+    assert {file.stem for file in (ROOT / package).glob("*.py")} == set(lowest_first)
+    for level, module in enumerate(lowest_first):
+        tree = ast.parse((ROOT / package / f"{module}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and f"{NAME}.{package}" in node.module:
+                names = node.module.split(".")[2:] or [alias.name for alias in node.names]
+                assert set(names) <= set(lowest_first[:level]), (module, ast.unparse(node))
+
+
 def test_every_spelling_of_an_upward_import_is_found():
     upward = [
+        ("plan.py", "from dilated_attention.patterns import Dilated"),
         ("plan.py", "from dilated_attention.functional import attention"),
         ("plan.py", "from .functional import attention"),
         ("plan.py", "import dilated_attention.nn as nn"),
@@ -86,7 +107,7 @@ def test_every_spelling_of_an_upward_import_is_found():
 
 def test_downward_and_sideways_imports_pass():
     downward = [
-        ("plan.py", "from .errors import UnsupportedError\nfrom .patterns import Dilated\nimport torch.nn"),
+        ("patterns.py", "from .errors import UnsupportedError\nfrom .plan import Plan\nimport torch.nn"),
         ("kernels/strided.py", "from .online import update\nfrom . import online\nfrom ..kernels import blocks"),
         ("backends/native.py", "from ..plan import Plan\nfrom dilated_attention.merge import merge_into"),
         ("functional.py", "from . import autograd, parallel"),

@@ -1,21 +1,16 @@
-"""The plan cache, closed-form plans, and what is derived from them: coverage, flops, explanations."""
+"""Closed-form plans, and what is derived from them: coverage, flops, explanations."""
 
 from __future__ import annotations
 
-import gc
-import random
-import threading
 import warnings
-import weakref
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain, plan_cache
+from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain
 from dilated_attention.backends.reference import count_matrix
-from dilated_attention.plan import PlanCache, plan_dilated, row_counts
+from dilated_attention.plan import plan_dilated, plan_suffix, row_counts
 
 PATTERNS = [
     Dilated((8,), (1,)),
@@ -27,109 +22,6 @@ PATTERNS = [
 ]
 
 
-@dataclass(frozen=True)
-class Entry:
-    nbytes: int
-
-
-class TestCache:
-    def test_counters_and_order_of_eviction(self):
-        cache = PlanCache(max_bytes=30)
-        for key in "abc":
-            assert cache.get(key, lambda: Entry(10)) == Entry(10)
-        assert cache.info() == (0, 3, 0, 3, 30, 30)
-        first = cache.get("a", lambda: pytest.fail("made again"))
-        cache.get("d", lambda: Entry(10))  # "b" is the one used longest ago
-        assert cache.get("a", lambda: pytest.fail("evicted")) is first
-        cache.get("c", lambda: pytest.fail("evicted"))
-        assert cache.info() == (3, 4, 1, 3, 30, 30)
-        cache.get("b", lambda: Entry(10))
-        assert cache.info().misses == 5
-
-    def test_an_entry_larger_than_the_cache_is_returned_and_not_kept(self):
-        cache = PlanCache(max_bytes=30)
-        assert cache.get("large", lambda: Entry(31)) == Entry(31)
-        assert cache.info()[3:5] == (0, 0)
-
-    def test_an_entry_larger_than_the_cache_evicts_no_other(self):
-        cache = PlanCache(max_bytes=30)
-        cache.get("small", lambda: Entry(10))
-        cache.get("large", lambda: Entry(31))
-        cache.get("small", lambda: pytest.fail("evicted"))
-
-    def test_what_a_cuda_graph_reads_outlives_its_eviction(self, monkeypatch):
-        cache = PlanCache(max_bytes=30)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        alive = []
-        for is_capturing in (False, True):
-            monkeypatch.setattr(
-                torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing
-            )
-            cache.get("a", lambda: Entry(10))  # made, as before a capture, then found
-            alive.append(weakref.ref(cache.get("a", lambda: Entry(10))))
-            cache.clear()
-        gc.collect()
-        assert [entry() is not None for entry in alive] == [False, True]
-        assert cache.info().entries == 0
-
-    def test_resize_and_clear(self):
-        cache = PlanCache(max_bytes=100)
-        for key in range(10):
-            cache.get(key, lambda: Entry(10))
-        cache.resize(35)
-        assert cache.info() == (0, 10, 7, 3, 30, 35)
-        cache.get(9, lambda: pytest.fail("evicted"))
-        cache.clear()
-        assert cache.info() == (0, 0, 0, 0, 0, 35)
-        cache.resize(0)
-        cache.get(1, lambda: Entry(1))
-        assert cache.info().entries == 0
-
-    @pytest.mark.parametrize("size", [-1, 1.5, True, "64"])
-    def test_resize_refuses(self, size):
-        with pytest.raises(ValueError, match="max_bytes must be a non-negative integer"):
-            PlanCache(1).resize(size)
-
-    def test_a_failing_make_leaves_nothing(self):
-        cache = PlanCache(max_bytes=30)
-        with pytest.raises(ZeroDivisionError):
-            cache.get("a", lambda: Entry(1 // 0))
-        assert cache.info() == (0, 0, 0, 0, 0, 30)
-
-    def test_sixteen_threads_ask_resize_and_clear(self):
-        cache, wrong, start = PlanCache(max_bytes=500), [], threading.Barrier(16)
-
-        def work(seed: int) -> None:
-            draw = random.Random(seed)
-            start.wait()
-            for _ in range(1500):
-                action = draw.random()
-                if action < 0.02:
-                    cache.clear()
-                elif action < 0.05:
-                    cache.resize(draw.choice([0, 200, 500]))
-                size = draw.randint(1, 60)
-                if cache.get(size, lambda size=size: Entry(size)).nbytes != size:
-                    wrong.append(size)
-                info = cache.info()
-                if info.bytes > info.max_bytes or info.bytes < info.entries:
-                    wrong.append(info)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        assert cache.info().bytes == sum(entry.nbytes for entry in cache._entries.values())
-
-    def test_plans_are_kept(self):
-        plan_cache.clear()
-        arguments = (8, 16), (1, 2), ((0, 0), (0, 1)), 100
-        assert plan_dilated(*arguments) is plan_dilated(*arguments)
-        assert plan_cache.info()[:2] == (1, 1)
-
-
 def test_a_plan_for_a_billion_tokens_has_few_groups():
     pattern = Dilated((2**11, 2**15, 2**20, 2**30), (1, 16, 512, 2**19))
     plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(8), 2**30 + 12345)
@@ -137,6 +29,13 @@ def test_a_plan_for_a_billion_tokens_has_few_groups():
     assert plan.covered
     assert plan.nbytes < 2**16
     assert pattern.flops(2**30 + 12345, 8, 64) > 4 * 64 * 8 * 2**30 * 2**11
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_plan_is_the_suffix_from_the_first_token(pattern):
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(4)
+    for seq_len in (0, 1, 61):
+        assert plan_suffix(*branches, seq_len, 0) == plan_dilated(*branches, seq_len)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dilated_attention import routing
 from dilated_attention.layout import BlockLayout
-from dilated_attention.routing import LearnedRouter
+from dilated_attention.routing import LearnedRouter, estimates, forecast
+from dilated_attention.routing.grid import candidates
 
 SHAPES = [  # seq_len, block_size, heads, kv_heads
     (1, 16, 1, 1),
@@ -117,7 +118,8 @@ def test_chunks_do_not_change_the_choice(name, is_causal, monkeypatch):
     q, k = make(700, 4, 2)
     route = routers((32, 16), is_causal)[name]
     whole = route(q, k)
-    monkeypatch.setattr(routing, "CHUNK", 1)
+    monkeypatch.setattr(estimates, "CHUNK", 1)
+    monkeypatch.setattr(forecast, "CHUNK", 1)
     assert route(q, k) == whole
 
 
@@ -171,31 +173,31 @@ def test_a_causal_choice_follows_heads_of_distances(name):
 
 
 def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):
-    monkeypatch.setattr(routing, "FORECAST_STRIDE", 1)
-    monkeypatch.setattr(routing, "FORECAST_TOKENS", 16)
+    monkeypatch.setattr(forecast, "FORECAST_STRIDE", 1)
+    monkeypatch.setattr(forecast, "FORECAST_TOKENS", 16)
     q, k = make(333, 4, 2, dtype=torch.float64)
-    grid = routing._grid(q, k, (16, 48), True, True, 1)
+    grid = candidates(q, k, (16, 48), True, True, 1)
     sampled = [1, 2, 5, 9, 19]
     expected = share_of(q, k, BlockLayout.local(333, 1, (16, 48)), True)[:, :, sampled]
     for chunk in (2**24, 1):
-        monkeypatch.setattr(routing, "CHUNK", chunk)
-        got = routing._sampled_shares(q, k, sampled, grid, None)
+        monkeypatch.setattr(forecast, "CHUNK", chunk)
+        got = forecast.sampled_shares(q, k, sampled, grid)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_shares_are_exact_when_every_key_is_a_peak(monkeypatch):
-    monkeypatch.setattr(routing, "KEY_PEAKS", 16)
-    monkeypatch.setattr(routing, "QUERY_PARTS", 16)
+    monkeypatch.setattr(estimates, "KEY_PEAKS", 16)
+    monkeypatch.setattr(estimates, "QUERY_PARTS", 16)
     q, k = make(200, 4, 2, dtype=torch.float64)
-    grid = routing._grid(q, k, 16, False, False, 0)
-    share = torch.cat([part for _, part in routing._shares(q, k, grid, None)], dim=2)
+    grid = candidates(q, k, 16, False, False, 0)
+    share = torch.cat([part for _, part in estimates.estimated_shares(q, k, grid)], dim=2)
     expected = share_of(q, k, BlockLayout.local(200, 1, 16), False)
     torch.testing.assert_close(share, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_top_p_takes_the_fewest_blocks(monkeypatch):
-    monkeypatch.setattr(routing, "KEY_PEAKS", 16)
-    monkeypatch.setattr(routing, "QUERY_PARTS", 16)
+    monkeypatch.setattr(estimates, "KEY_PEAKS", 16)
+    monkeypatch.setattr(estimates, "QUERY_PARTS", 16)
     q, k = make(192, dtype=torch.float64)
     for mass in (0.2, 0.5, 0.9, 1.0):
         layout = routing.topp_blocks(q, k, mass, block_size=16, keep_diagonal=False)

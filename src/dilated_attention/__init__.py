@@ -1,12 +1,12 @@
 """Exact dilated, block-sparse and context-parallel attention over very long sequences."""
 
+from dilated_attention.cache import plan_cache
 from dilated_attention.errors import BackendError, UnsupportedError
 from dilated_attention.explain import Explanation, explain
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
 from dilated_attention.patterns import Dilated, Product
-from dilated_attention.plan import plan_cache
 from dilated_attention.weights import attention_weights
 
 __version__ = "0.1.0"

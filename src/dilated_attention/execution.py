@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.tiles import concatenate
+from dilated_attention.cache import name_of, plan_cache, plan_layout
 from dilated_attention.call import Call, split_scale
-from dilated_attention.layout import BlockLayout, name_of
-from dilated_attention.plan import Plan, plan_cache, plan_layout
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import Plan
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from dilated_attention.layout import BlockLayout, name_of, warn_of_blind
+from dilated_attention.cache import name_of, plan_layout
+from dilated_attention.layout import BlockLayout, warn_of_blind
+from dilated_attention.pictures import PIXELS, plot_counts
+from dilated_attention.plan import Branches, OffsetTable, plan_dilated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from dilated_attention.plan import Branches
-
-OffsetTable = tuple[tuple[int, ...], ...]
-"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
 
 LayoutOfLength = Callable[[int], BlockLayout]
 
@@ -177,8 +175,6 @@ class Dilated:
 
         Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
         """
-        from dilated_attention.plan import plan_dilated
-
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
         for group in plan.groups:
@@ -193,8 +189,6 @@ class Dilated:
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        from dilated_attention.plan import plan_dilated
-
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
@@ -204,12 +198,10 @@ class Dilated:
         Args:
             num_heads: heads of k and v; default: as many as `head` needs to exist, at least one per branch.
         """
-        return _plot(self, seq_len, head, num_heads, ax)
+        return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
 
 
 def _branches(pattern: Dilated, num_heads: int, head_offset: int) -> Branches:
-    from dilated_attention.plan import Branches
-
     table = pattern.offset_table(num_heads, head_offset)
     return Branches(pattern.segment_lengths, pattern.dilation_rates, table, pattern.compat)
 
@@ -219,8 +211,6 @@ _kept_branches = lru_cache(maxsize=1024)(_branches)
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """The layout for `length` tokens; what a callable gives is kept in `plan_cache` while the callable lives."""
-    from dilated_attention.plan import plan_layout
-
     if isinstance(layout, BlockLayout):
         return layout
 
@@ -298,11 +288,9 @@ class Product:
         Args:
             num_heads: heads, as many of k and v; default: as many as `head` needs to exist.
         """
-        return _plot(self, seq_len, head, num_heads, ax)
+        return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
-        from dilated_attention.plan import plan_dilated
-
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
@@ -323,39 +311,3 @@ class Product:
                     first * seq_len + rows.start,
                 ).add_(seen[first : first + group.heads * step : step][:, None])
         return keys
-
-
-def _plot(pattern: Dilated | Product, seq_len: int, head: int, num_heads: int | None, ax: Axes | None) -> Axes:
-    """One square a pixel: a pair of tokens, or the mean over neighbouring pairs of long sequences."""
-    from dilated_attention.plan import plan_dilated
-    from dilated_attention.plots import PIXELS, draw_counts
-
-    dilated = pattern if isinstance(pattern, Dilated) else pattern.dilated
-    heads = num_heads or max(head + 1, len(dilated.segment_lengths) if dilated.head_groups else 1)
-    if not 0 <= head < heads:
-        raise ValueError(f"head must lie in [0, {heads}); got {head}")
-    table = tuple((row[head],) for row in dilated.offset_table(heads))
-    pixels = min(seq_len, PIXELS)
-    image, is_causal = torch.zeros(pixels, pixels, dtype=torch.float64), False
-    for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
-        rows = group.queries
-        at = torch.arange(rows.count) * rows.stride + rows.start
-        blocks, q_block, k_block = torch.ones(1, 1, dtype=torch.float64), rows.count, rows.count
-        if isinstance(pattern, Product):
-            layout = pattern.layout_of(rows.count).to("cpu")
-            is_causal |= layout.is_causal
-            (q_block, k_block), blocks = layout.block_size, layout.dense_blocks()[0, head % layout.num_heads].double()
-        for first in range(0, rows.segments * rows.segment, rows.segment):
-            pixel = (at + first) * pixels // seq_len
-            low, high = int(pixel[0]), int(pixel[-1]) + 1
-            sides = []
-            for size, number in ((q_block, blocks.shape[0]), (k_block, blocks.shape[1])):
-                cell = torch.arange(rows.count) // size * (high - low) + pixel - low
-                tokens = torch.bincount(cell, minlength=number * (high - low))
-                sides.append(tokens.view(number, high - low).double())
-            image[low:high, low:high] += sides[0].T @ blocks @ sides[1]
-    tokens = torch.bincount(torch.arange(seq_len) * pixels // seq_len).double()
-    image /= tokens.outer(tokens)
-    ax = draw_counts((image.tril() if is_causal else image).numpy(), seq_len, len(table), ax)
-    ax.set_title(f"head {head}")
-    return ax

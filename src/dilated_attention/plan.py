@@ -1,4 +1,4 @@
-"""Plans: the closed-form groups of rows that a pattern means at one length, and the cache that keeps them.
+"""Plans: the closed-form groups of rows that a pattern means at one length.
 
 A group is a family of equal strided blocks, so that a plan stays a few integers at any length. Plans are pure integers:
 tables on a device are derived from them elsewhere.
@@ -6,18 +6,13 @@ tables on a device are derived from them elsewhere.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
 
-import torch
+from dilated_attention.cache import plan_cache
 
-from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import OffsetTable
-
-Value = TypeVar("Value")
+OffsetTable = tuple[tuple[int, ...], ...]
+"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
 
 
 class Branches(NamedTuple):
@@ -73,6 +68,10 @@ class StridedGroup:
         return self.heads * self.queries.segments * per_segment
 
 
+Part = tuple[Rows, Sequence[tuple[Rows, bool]], int]
+"""Queries; the rows of keys that they see, a group each, with `diagonal`; `phantoms`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one pattern means at one length.
@@ -106,127 +105,90 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
         i += count
 
 
-def _compile_dilated(
+def runs(
+    segment: int, rate: int, offset: int, grid: tuple[int, int], tokens: tuple[int, int]
+) -> Iterator[tuple[Rows, int, int, bool]]:
+    """The rows of `tokens` that take part in a branch whose segments count from the start of `grid`, in equal runs.
+
+    Args:
+        grid, tokens: [start, stop).
+
+    Yields:
+        rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) the whole segment
+        has, w' = min(w, length of the grid); whether the segment reaches beyond `tokens`.
+    """
+    begin, end = grid
+    lower, upper = max(tokens[0], begin), min(tokens[1], end)
+    if lower >= upper:
+        return
+    segment = min(segment, end - begin)
+    whole = lower + (begin - lower) % segment  # the first segment that starts at `lower` or later
+    number = max(upper - whole, 0) // segment
+    for start, segments in ((whole - segment, int(lower < whole)), (whole, number), (whole + number * segment, 1)):
+        first, stop = start + offset, min(start + segment, end)
+        earlier = -((first - lower) // rate) if first < lower else 0
+        count = -((first - min(stop, upper)) // rate) - earlier
+        if segments and count > 0:
+            rows = Rows(first + earlier * rate, segment, segments, rate, count)
+            yield rows, earlier, (first - stop) // rate - -segment // rate, start < lower or upper < stop
+
+
+def compile_groups(
+    dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]]
+) -> tuple[tuple[StridedGroup, ...], bool]:
+    """The groups of a plan, and whether those marked `first` hold every (row, head).
+
+    The densest branch goes first: it writes the running output that the others are merged into.
+
+    Args:
+        parts: what the heads of a (branch, offset) compute.
+    """
+    groups: list[StridedGroup] = []
+    begun: set[int] = set()  # heads that an earlier branch has written
+    covered: set[int] = set()  # heads whose every row the first branch has written
+    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
+        classes: dict[tuple[int, bool], list[int]] = {}
+        for head, offset in enumerate(table[branch]):
+            if offset >= 0:
+                classes.setdefault((offset, head not in begun), []).append(head)
+        for (offset, first), heads in classes.items():
+            members = list(progressions(heads))
+            for queries, keys, phantoms in parts(branch, offset):
+                for head, number, step in members:
+                    for i, (rows, diagonal) in enumerate(keys):
+                        writes = first and i == 0
+                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, writes, phantoms))
+            if first:
+                begun.update(heads)
+                if dilation_rates[branch] == 1:
+                    covered.update(heads)
+    return tuple(groups), len(covered) == len(table[0])
+
+
+def _compile(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     table: OffsetTable,
     seq_len: int,
+    start: int,
     compat: str | None,
 ) -> Plan:
-    num_heads = len(table[0])
-    if seq_len == 0:
-        return Plan(0, num_heads, (), covered=True, square=True)
-    groups: list[StridedGroup] = []
-    begun: set[int] = set()  # heads that an earlier branch has written
-    covered: set[int] = set()  # heads whose every row the first branch has written
-    # The densest branch goes first: it writes the running output that the others are merged into.
-    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
-        rate, offsets = dilation_rates[branch], table[branch]
-        segment = min(segment_lengths[branch], seq_len)
-        classes: dict[tuple[int, bool], list[int]] = {}
-        for head, offset in enumerate(offsets):
-            if 0 <= offset < segment:
-                classes.setdefault((offset, head not in begun), []).append(head)
-        for (offset, first), heads in classes.items():
-            full, tail = divmod(seq_len, segment)
-            spans = [(offset, full, segment), (full * segment + offset, 1, tail)]
-            for start, segments, length in spans:
-                count = -(-(length - offset) // rate)
-                if count <= 0:
-                    continue
-                rows = Rows(start, segment, segments, rate, count)
-                phantoms = -(-segment // rate) - count if compat == "torchscale" else 0
-                for head, number, step in progressions(heads):
-                    groups.append(StridedGroup(rows, rows, head, number, step, True, first, phantoms))
-        for head, offset in enumerate(offsets):
-            if offset >= 0 and head not in begun:
-                begun.add(head)
-                if rate == 1:
-                    covered.add(head)
-    return Plan(seq_len, num_heads, tuple(groups), covered=len(covered) == num_heads, square=True)
+    """The plan of the queries from token `start` on; `start` > 0 is for causal calls."""
 
+    def parts(branch: int, offset: int) -> Iterator[Part]:
+        segment, rate = segment_lengths[branch], dilation_rates[branch]
+        for own, earlier, short, _ in runs(segment, rate, offset, (0, seq_len), (start, seq_len)):
+            keys, queries = [(own, True)], own
+            if start:
+                queries = replace(own, start=own.start - start)
+            if start and own.count == 1:
+                keys = [(replace(own, start=own.start - earlier * rate, count=earlier + 1), False)]
+            elif earlier:
+                keys = [(replace(own, start=own.start - earlier * rate, count=earlier), False), (own, True)]
+            yield queries, keys, short if compat == "torchscale" else 0
 
-class CacheInfo(NamedTuple):
-    """Counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
-
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    bytes: int
-    max_bytes: int
-
-
-class PlanCache:
-    """A least-recently-used cache bounded by bytes, safe under threads.
-
-    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
-    kept. A value used while a CUDA graph is captured is held for good, beside the limit: the graph reads its memory.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self._captured: dict[int, Any] = {}
-        self._max_bytes = max_bytes
-        self._bytes = self._hits = self._misses = self._evictions = 0
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
-        value = self._get(key, make)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured[id(value)] = value
-        return value
-
-    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        with self._lock:
-            if key in self._entries:
-                self._hits += 1
-                self._entries.move_to_end(key)
-                held: Value = self._entries[key]
-                return held
-        value = make()
-        with self._lock:
-            self._misses += 1
-            if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
-                self._entries[key] = value
-                self._bytes += value.nbytes  # type: ignore[attr-defined]
-                self._evict()
-        return value
-
-    def _evict(self) -> None:
-        while self._bytes > self._max_bytes:
-            _, value = self._entries.popitem(last=False)
-            self._bytes -= value.nbytes
-            self._evictions += 1
-
-    def info(self) -> CacheInfo:
-        """Hits, misses, evictions, entries, bytes held and the limit, read at one moment."""
-        with self._lock:
-            return CacheInfo(
-                self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._max_bytes
-            )
-
-    def clear(self) -> None:
-        """Drop every entry and set the counters to zero. What a CUDA graph reads stays in memory."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = self._hits = self._misses = self._evictions = 0
-
-    def resize(self, max_bytes: int) -> None:
-        """Set the limit, in bytes, and evict what no longer fits."""
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
-        with self._lock:
-            self._max_bytes = max_bytes
-            self._evict()
-
-
-plan_cache = PlanCache(max_bytes=256 << 20)
-"""Plans, layouts and their device tables, for the whole process.
-
-The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
-"""
+    groups, covered = compile_groups(dilation_rates, table, parts)
+    return Plan(seq_len - start, len(table[0]), groups, covered or start == seq_len, square=start == 0)
 
 
 def plan_dilated(
@@ -244,7 +206,7 @@ def plan_dilated(
             segment, w' = min(w, seq_len), however many of them are real.
     """
     key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
-    return plan_cache.get(key, lambda: _compile_dilated(segment_lengths, dilation_rates, table, seq_len, compat))
+    return plan_cache.get(key, lambda: _compile(segment_lengths, dilation_rates, table, seq_len, 0, compat))
 
 
 def plan_suffix(
@@ -256,61 +218,7 @@ def plan_suffix(
     `start`, which every query sees, and those of the queries themselves. Not kept: each step of a generation has its
     own.
     """
-    num_heads = len(table[0])
-    if start == seq_len:
-        return Plan(0, num_heads, (), covered=True, square=False)
-    groups: list[StridedGroup] = []
-    begun: set[int] = set()
-    covered: set[int] = set()
-    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
-        rate, offsets = dilation_rates[branch], table[branch]
-        segment = min(segment_lengths[branch], seq_len)
-        cut, whole = start // segment * segment, -(-start // segment) * segment
-        full, tail = divmod(max(seq_len - whole, 0), segment)
-        spans = [(whole, full, segment), (whole + full * segment, 1, tail)]
-        if cut < whole:
-            spans.insert(0, (cut, 1, min(segment, seq_len - cut)))
-        classes: dict[tuple[int, bool], list[int]] = {}
-        for head, offset in enumerate(offsets):
-            if 0 <= offset < segment:
-                classes.setdefault((offset, head not in begun), []).append(head)
-        for (offset, first), heads in classes.items():
-            for begin, segments, length in spans:
-                earlier = max(0, -(-(start - begin - offset) // rate))  # rows that take part before `start`
-                count = -(-(length - offset) // rate) - earlier
-                if count <= 0 or not segments:
-                    continue
-                own = Rows(begin + offset + earlier * rate, segment, segments, rate, count)
-                queries = replace(own, start=own.start - start)
-                before = Rows(begin + offset, segment, segments, rate, earlier)
-                keys = [(before, False)] * (earlier > 0) + [(own, True)]
-                if count == 1:
-                    keys = [(replace(before, count=earlier + 1), False)]
-                for head, number, step in progressions(heads):
-                    for i, (rows, diagonal) in enumerate(keys):
-                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, first and i == 0))
-        for head, offset in enumerate(offsets):
-            if offset >= 0 and head not in begun:
-                begun.add(head)
-                if rate == 1:
-                    covered.add(head)
-    return Plan(seq_len - start, num_heads, tuple(groups), covered=len(covered) == num_heads, square=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A layout in the cache. It keeps the tables that it derives, each of its own size at most."""
-
-    layout: BlockLayout
-
-    @property
-    def nbytes(self) -> int:
-        return 256 + 4 * self.layout.nbytes
-
-
-def plan_layout(key: Hashable, make: Callable[[], BlockLayout]) -> BlockLayout:
-    """The layout that `make` derives from another one, from the cache; `key` names what it depends on."""
-    return plan_cache.get(("layout", key), lambda: _Kept(make())).layout
+    return _compile(segment_lengths, dilation_rates, table, seq_len, start, None)
 
 
 def row_counts(

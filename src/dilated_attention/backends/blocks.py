@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.cache import plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
-from dilated_attention.plan import plan_cache
 
 _CHUNK_BYTES = 16 << 20
 """Bound on the temporaries of one call: gathered keys and values, and partial results."""

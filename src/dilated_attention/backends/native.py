@@ -18,9 +18,10 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.backends.facts import Facts
+from dilated_attention.cache import plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
-from dilated_attention.plan import Plan, Rows, StridedGroup, plan_layout
+from dilated_attention.plan import Plan, Rows, StridedGroup
 
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]

@@ -21,8 +21,9 @@ from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.tiles import Layouts
+from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
-from dilated_attention.plan import Plan, plan_cache
+from dilated_attention.plan import Plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256

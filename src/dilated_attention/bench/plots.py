@@ -16,7 +16,7 @@ from dilated_attention.bench.results import read
 from dilated_attention.bench.simulate import World
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plots import plot_counts
+from dilated_attention.pictures import plot_counts
 
 Record = dict[str, Any]
 STYLES = {  # method: line, marker, grey

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.parallel import traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
-from dilated_attention.plan import StridedGroup, plan_cache
+from dilated_attention.plan import StridedGroup
 
 State = tuple[Tensor, Tensor]
 Result = TypeVar("Result")

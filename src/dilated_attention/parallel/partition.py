@@ -24,8 +24,7 @@ from math import gcd
 import numpy as np
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import OffsetTable
-from dilated_attention.plan import Plan, Rows, StridedGroup, progressions
+from dilated_attention.plan import OffsetTable, Part, Plan, Rows, StridedGroup, compile_groups, progressions, runs
 
 Integers = np.ndarray
 """int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
@@ -163,11 +162,6 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def _order(sharding: Sharding) -> list[int]:
-    """Branches, densest first: the first to reach a head writes, the others merge."""
-    return sorted(range(len(sharding.offsets)), key=lambda branch: sharding.dilation_rates[branch])
-
-
 def local_plan(sharding: Sharding, rank: int) -> Plan:
     """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its
     start.
@@ -175,47 +169,18 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     With layouts the whole segments alone: crossing ones are `blocks.problem`s.
     """
     lower, upper = sharding.shard(rank)
-    groups: list[StridedGroup] = []
-    begun: set[int] = set()
-    covered: set[int] = set()
-    for branch in _order(sharding):
+
+    def parts(branch: int, offset: int) -> Iterator[Part]:
         segment, rate = sharding.segment_lengths[branch], sharding.dilation_rates[branch]
-        runs: list[tuple[Rows, tuple[int, ...], int]] = []
-        for start, stop in sharding.grids():
-            length = min(segment, stop - start)
-            if length == 0:
-                continue
-            full = -(-length // rate) if sharding.compat == "torchscale" else 0
-            # Segments [first, last) of the grid are whole and inside the shard; the short last one may follow.
-            first, last = -(-max(lower - start, 0) // length), (min(upper, stop) - start) // length
-            tail = start + (stop - start) // length * length
-            for offset, heads in _classes(sharding.offsets[branch]).items():
-                if first < last and offset < length:
-                    count = -(-(length - offset) // rate)
-                    rows = Rows(start + first * length + offset - lower, length, last - first, rate, count)
-                    runs.append((rows, heads, max(full - count, 0)))
-                if lower <= tail and tail + offset < stop <= upper:
-                    count = -(-(stop - tail - offset) // rate)
-                    runs.append((Rows(tail + offset - lower, length, 1, rate, count), heads, max(full - count, 0)))
-        found = () if sharding.layouts else crossings(sharding, rank)
-        for crossing in found:
-            if crossing.branch == branch:
-                own = crossing.own
-                grid = next(stop - start for start, stop in sharding.grids() if start <= crossing.start < stop)
-                real = crossing.rows
-                full = -(-min(segment, grid) // rate) if sharding.compat == "torchscale" else real
-                rows = Rows(own.start - lower, len(own) * rate, 1, rate, len(own))
-                runs.append((rows, crossing.heads, full - real))
-        for rows, heads, phantoms in runs:
-            for fresh in (True, False):
-                for head, number, step in progressions([h for h in heads if (h not in begun) == fresh]):
-                    groups.append(StridedGroup(rows, rows, head, number, step, True, fresh, phantoms))
-        heads_here = {head for head, offset in enumerate(sharding.offsets[branch]) if offset >= 0}
-        if rate == 1:
-            covered |= heads_here - begun
-        begun |= heads_here
-    whole = len(covered) == sharding.num_heads and not (sharding.layouts and crossings(sharding, rank))
-    return Plan(upper - lower, sharding.num_heads, tuple(groups), covered=whole, square=True)
+        for grid in sharding.grids():
+            for own, _, short, is_cut in runs(segment, rate, offset, grid, (lower, upper)):
+                if not (is_cut and sharding.layouts):
+                    rows = replace(own, start=own.start - lower)
+                    yield rows, [(rows, True)], short if sharding.compat == "torchscale" else 0
+
+    groups, covered = compile_groups(sharding.dilation_rates, sharding.offsets, parts)
+    whole = covered and not (sharding.layouts and crossings(sharding, rank))
+    return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=True)
 
 
 @dataclass(frozen=True, slots=True)

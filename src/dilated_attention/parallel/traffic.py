@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dilated_attention.cache import plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import blocks, partition
 from dilated_attention.parallel.comm import seal_rows
 from dilated_attention.parallel.partition import Sharding
 from dilated_attention.patterns import Dilated, Product
-from dilated_attention.plan import plan_cache, row_counts
+from dilated_attention.plan import row_counts
 
 NAMES = ("exchange", "doubling", "ring", "all_gather", "ulysses")
 """The transports, in the order in which `auto` prefers equals."""

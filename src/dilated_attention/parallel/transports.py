@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.cache import plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import blocks, partition
 from dilated_attention.parallel.blocks import BlockProblem, Interval
 from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
-from dilated_attention.plan import Plan, plan_cache, plan_dilated
+from dilated_attention.plan import Plan, plan_dilated
 
 
 @dataclass(frozen=True)

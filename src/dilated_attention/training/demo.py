@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
-from dilated_attention.plots import save_loss_curves
+from dilated_attention.pictures import save_loss_curves
 from dilated_attention.storage import write_text
 
 NAMES = ("dilated", "dense")

@@ -24,7 +24,7 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.environment import environment, peak_memory, require_device
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
-from dilated_attention.plots import save_loss_curves, save_pattern
+from dilated_attention.pictures import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
 from dilated_attention.training.text import read_text, readable

@@ -1,0 +1,126 @@
+"""The cache of plans, layouts and device tables, bounded by bytes, and the names of tables that its keys hold."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Value = TypeVar("Value")
+
+_names, _numbers = WeakTensorKeyDictionary(), count()
+
+
+def name_of(thing: Any) -> int:
+    """A number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
+
+    Tables of layouts have one, since a tensor is the same object on both sides of the dispatcher, and a layout is not.
+    """
+    name: int = _names.setdefault(thing, next(_numbers))
+    return name
+
+
+class CacheInfo(NamedTuple):
+    """Counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
+
+    hits: int
+    misses: int
+    evictions: int
+    entries: int
+    bytes: int
+    max_bytes: int
+
+
+class PlanCache:
+    """A least-recently-used cache bounded by bytes, safe under threads.
+
+    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
+    kept. A value used while a CUDA graph is captured is held for good, beside the limit: the graph reads its memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._captured: dict[int, Any] = {}
+        self._max_bytes = max_bytes
+        self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
+        value = self._get(key, make)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured[id(value)] = value
+        return value
+
+    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        with self._lock:
+            if key in self._entries:
+                self._hits += 1
+                self._entries.move_to_end(key)
+                held: Value = self._entries[key]
+                return held
+        value = make()
+        with self._lock:
+            self._misses += 1
+            if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
+                self._entries[key] = value
+                self._bytes += value.nbytes  # type: ignore[attr-defined]
+                self._evict()
+        return value
+
+    def _evict(self) -> None:
+        while self._bytes > self._max_bytes:
+            _, value = self._entries.popitem(last=False)
+            self._bytes -= value.nbytes
+            self._evictions += 1
+
+    def info(self) -> CacheInfo:
+        """Hits, misses, evictions, entries, bytes held and the limit, read at one moment."""
+        with self._lock:
+            return CacheInfo(
+                self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._max_bytes
+            )
+
+    def clear(self) -> None:
+        """Drop every entry and set the counters to zero. What a CUDA graph reads stays in memory."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def resize(self, max_bytes: int) -> None:
+        """Set the limit, in bytes, and evict what no longer fits."""
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+            raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
+        with self._lock:
+            self._max_bytes = max_bytes
+            self._evict()
+
+
+plan_cache = PlanCache(max_bytes=256 << 20)
+"""Plans, layouts and their device tables, for the whole process.
+
+The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A layout in the cache, charged for the tables that it derives, each of its own size at most."""
+
+    layout: Any
+
+    @property
+    def nbytes(self) -> int:
+        return 256 + 4 * self.layout.nbytes
+
+
+def plan_layout(key: Hashable, make: Callable[[], Value]) -> Value:
+    """The layout that `make` gives, from the cache; `key` names all that it depends on."""
+    layout: Value = plan_cache.get(("layout", key), lambda: _Kept(make())).layout
+    return layout

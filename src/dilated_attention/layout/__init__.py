@@ -1,0 +1,6 @@
+"""Block layouts: for every block of queries, the sorted list of key blocks that it sees."""
+
+from dilated_attention.layout.conversions import DENSE_LIMIT
+from dilated_attention.layout.value import BlockLayout, warn_of_blind
+
+__all__ = ["DENSE_LIMIT", "BlockLayout", "warn_of_blind"]

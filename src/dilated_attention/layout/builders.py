@@ -1,0 +1,176 @@
+"""Patterns of blocks: for each query block the intervals of keys that a rule over tokens shows it.
+
+**Rounding.** A block is active iff the rule holds for at least one of its (query, key) pairs (causal: a pair with key
+<= query); an active block shows all its pairs. Time and memory are O(active blocks): no dense mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention.layout.spans import (
+    BlockGrid,
+    Lists,
+    Spans,
+    check_density,
+    check_positive,
+    runs_of_spans,
+)
+
+
+def local(grid: BlockGrid, window: int | None, density: float | None) -> Spans:
+    first, last = grid.queries()
+
+    def spans(window: int) -> Spans:
+        return [(first - (window - 1), last + (window - 1))]
+
+    return spans(_size("window", window, density, grid, spans, grid.seq_len))
+
+
+def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans:
+    first, last = grid.queries()
+
+    def spans(tokens: int) -> Spans:
+        row_end = last.clamp(max=tokens - 1) if grid.is_causal else torch.full_like(last, grid.seq_len - 1)
+        row_end = torch.where(first < tokens, row_end, -1)
+        return [(torch.zeros_like(first), torch.full_like(last, tokens - 1)), (torch.zeros_like(first), row_end)]
+
+    return spans(_size("tokens", tokens, density, grid, spans, grid.seq_len))
+
+
+def global_at(grid: BlockGrid, tokens: Sequence[int]) -> Spans:
+    first, last = grid.queries()
+    position = torch.as_tensor(tokens).flatten().to(torch.int64).unique()
+    if position.numel() == 0 or int(position[0]) < 0 or int(position[-1]) >= grid.seq_len:
+        raise ValueError(f"tokens must be positions in [0, {grid.seq_len}), got {tokens}")
+    if grid.is_causal and int(position[-1]) >= position.numel():
+        raise ValueError(
+            f"tokens={list(tokens)} cannot all be global when is_causal: queries before a token never see it. "
+            "Use leading tokens, or build without is_causal and take .causal()"
+        )
+    after = torch.searchsorted(position, last, right=True)
+    holds = torch.searchsorted(position, first) < after
+    end = position[(after - 1).clamp_(min=0)] if grid.is_causal else grid.seq_len - 1
+    return [(position[None], position[None]), (torch.zeros_like(first), torch.where(holds, end, -1))]
+
+
+def strided(grid: BlockGrid, stride: int) -> Spans:
+    check_positive("stride", stride)
+    first, last = grid.queries()
+    origin = first % stride
+    if stride <= grid.k_block:  # every whole key block holds a hit: one interval, up to the last hit
+        hit = origin + (grid.seq_len - 1 - origin) // stride * stride + (last - first)
+        return [(torch.zeros_like(hit), hit)]
+    start = origin + torch.arange(-1, grid.seq_len // stride + 1) * stride
+    return [(start, start + (last - first))]
+
+
+def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: float | None) -> Spans:
+    if not rates:
+        raise ValueError("rates must name at least one rate, got none")
+    for rate in rates:
+        check_positive("rates", rate)
+    unit = max(grid.q_block, grid.k_block)
+    units = -(-grid.seq_len // unit)
+    first, last = grid.queries()
+
+    def spans(reach: int) -> Spans:
+        step = torch.arange(-reach, reach + 1)
+        offset = torch.cat([step[step.abs() * rate < units] * rate for rate in rates]).unique()
+        return [((first // unit + offset) * unit, (last // unit + offset + 1) * unit - 1)]
+
+    return spans(_size("reach", 1 if reach is density is None else reach, density, grid, spans, units))
+
+
+def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
+    if not levels:
+        raise ValueError("levels must hold at least one (stride, window), got none")
+    for stride, window in levels:
+        check_positive("a level's stride", stride)
+        check_positive("a level's window", grid.seq_len if window is None else window)
+    sizes = [(stride, grid.seq_len if window is None else min(window, grid.seq_len)) for stride, window in levels]
+    if any(s > t or w > x for (s, w), (t, x) in pairwise(sizes)):
+        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {list(levels)}")
+    first, last = grid.queries()
+    spans = []
+    for stride, window in sizes:
+        low = -((window - 1 - first).clamp(max=0) // stride)
+        high = (last + window - 1).clamp(max=grid.seq_len - 1) // stride
+        if stride <= grid.k_block:  # every block between the two ends holds a multiple
+            spans.append((low * stride, torch.where(high >= low, high * stride, -1)))
+        else:
+            step = low + torch.arange(int((high - low).max()) + 1)
+            spans.append((step * stride, torch.where(step <= high, step * stride, -1)))
+    return spans
+
+
+def random(grid: BlockGrid, density: float, seed: int) -> Lists:
+    check_density(density)
+    return _draw(grid.visible(), (grid.visible() * density).round().long().clamp_(min=1), seed)
+
+
+def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
+    check_positive("random_blocks", number)
+    return _draw(grid.visible(), grid.visible().clamp(max=number), seed)
+
+
+def _size(
+    name: str, value: int | None, density: float | None, grid: BlockGrid, spans: Callable[[int], Spans], largest: int
+) -> int:
+    """The given size, or the one in [1, largest] whose density comes nearest to the one asked for."""
+    if (value is None) == (density is None):
+        raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
+    if value is not None:
+        check_positive(name, value)
+        return min(value, largest)
+    assert density is not None
+    check_density(density)
+    total = int(grid.visible().sum())
+
+    def reached(size: int) -> float:
+        return int(runs_of_spans(grid, spans(size))[1].sum()) / total
+
+    most = reached(largest)
+    if most < density:
+        raise ValueError(f"density={density} is out of reach: at most {most:.4g} for these arguments")
+    low, high = 1, largest
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) >= density else (middle + 1, high)
+    return low - 1 if low > 1 and density - reached(low - 1) < reached(low) - density else low
+
+
+def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
+    """`wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
+    generator = torch.Generator().manual_seed(seed)
+    dense = wanted * 2 > visible  # the few that are left out are drawn instead
+    few = torch.where(dense, visible - wanted, wanted)
+    draws = torch.empty(visible.numel(), 0, dtype=torch.int64)
+    while True:
+        # distinct values seen after n draws of v: about v (1 - exp(-n / v)), and v ln 2 draws show half of them
+        more = 16 + int(0.75 * int(few.max()) + 0.75 * int((few.double() ** 2 / visible).max()))
+        fresh = torch.rand(visible.numel(), more, generator=generator, dtype=torch.float64) * visible[:, None]
+        draws = torch.cat([draws, fresh.long()], dim=1)
+        value, order = draws.sort(dim=1, stable=True)
+        novel = torch.ones_like(value, dtype=torch.bool)
+        novel[:, 1:] = value.diff(dim=1) != 0
+        seen = torch.zeros_like(novel).scatter_(1, order, novel).cumsum(1)
+        if bool((seen[:, -1] >= few).all()):
+            break
+    # the first `few` distinct values in drawing order are a uniform subset
+    taken = (novel & (seen.gather(1, order) <= few[:, None])).nonzero()
+    row, value = taken[:, 0], value[tuple(taken.T)]
+    if not bool(dense.any()):
+        return wanted, value
+    width = int(visible.max())
+    counts = torch.where(dense, visible, wanted)
+    source = torch.repeat_interleave(counts)
+    full = torch.arange(source.numel()) - (counts.cumsum(0) - counts)[source]
+    sparse = ~dense[row]
+    full[~dense[source]] = value[sparse]
+    left_out = torch.isin(source * width + full, (row * width + value)[~sparse])
+    return wanted, full[~left_out]

@@ -1,0 +1,236 @@
+"""Lists of key blocks to and from masks, compressed rows, `torch.sparse` and FlexAttention, and the checks of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
+
+DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
+
+
+def _few(x: Tensor) -> str:
+    flat = x.flatten().tolist()
+    return str(flat) if len(flat) <= 8 else f"[{', '.join(map(str, flat[:8]))}, …]"
+
+
+def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
+    """int64, and never the caller's own tensor, which may change."""
+    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values)
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not whole and tensor.numel():
+        raise ValueError(f"{name} must be whole numbers, got {tensor.dtype}")
+    return tensor.to(torch.int64)
+
+
+def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
+    if not grid.is_causal:
+        return
+    row = rows_of(counts, indices.numel())
+    above = grid.above(row, indices)
+    if bool(above.any()):
+        at = int(above.nonzero()[0])
+        raise ValueError(
+            f"is_causal=True contradicts key block {int(indices[at])} of query block {int(row[at]) % grid.rows}, "
+            "which lies wholly above the diagonal; leave is_causal out and take .causal()"
+        )
+
+
+def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean (True: the block is active), got {mask.dtype}; use mask > threshold")
+    if not 2 <= mask.ndim <= 4:
+        raise ValueError(f"mask must be ([batch,] [heads,] query blocks, key blocks), got shape {tuple(mask.shape)}")
+    if seq_len is None:
+        q_block, k_block = block_pair(block_size)
+        seq_len = mask.shape[-2] * q_block
+        if mask.shape[-1] * k_block != seq_len:
+            raise ValueError(
+                f"mask of {mask.shape[-2]} x {mask.shape[-1]} blocks of {q_block} x {k_block} is not square in "
+                "tokens; give seq_len"
+            )
+    grid = BlockGrid.of(seq_len, block_size, is_causal)
+    if mask.shape[-2:] != (grid.rows, grid.columns):
+        raise ValueError(
+            f"mask must have {grid.rows} x {grid.columns} blocks for seq_len={seq_len} and blocks of "
+            f"{grid.q_block} x {grid.k_block}, got {mask.shape[-2]} x {mask.shape[-1]}"
+        )
+    counts, indices = mask.sum(-1), mask.nonzero()[:, -1]
+    check_causal(grid, counts, indices)
+    return grid, (counts, indices)
+
+
+def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Tables of a layout's type and shape; `check_lists` looks at the content."""
+    indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
+    if not 1 <= indptr.ndim <= 3:
+        raise ValueError(
+            f"indptr must be ([batch,] [heads,] query blocks + 1), got shape {tuple(indptr.shape)}; "
+            "one list serves all heads"
+        )
+    return indptr.reshape(*(1,) * (3 - indptr.ndim), *indptr.shape), indices
+
+
+def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
+    bounds = indptr.reshape(-1, grid.rows + 1)
+    starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
+    ends = torch.cat([indptr.new_tensor([0]), bounds[:, -1]])
+    if bool((bounds.diff(dim=-1) < 0).any()) or not torch.equal(starts, ends):
+        raise ValueError(
+            f"indptr must ascend from 0 to the {indices.numel()} indices, each head going on where the last one "
+            f"ended; got {_few(indptr)}"
+        )
+    outside = (indices < 0) | (indices >= grid.columns)
+    if bool(outside.any()):
+        raise ValueError(
+            f"indices must lie in [0, {grid.columns}) for seq_len={grid.seq_len} and key blocks of {grid.k_block}, "
+            f"got {_few(indices[outside])}"
+        )
+    counts = indptr.diff(dim=-1)
+    row = rows_of(counts, indices.numel())
+    falls = (indices.diff() <= 0) & (row[1:] == row[:-1])
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0])
+        raise ValueError(
+            f"indices must be sorted and distinct within a row, got {int(indices[at])} before "
+            f"{int(indices[at + 1])} in row {int(row[at])}"
+        )
+    check_causal(grid, counts, indices)
+
+
+def check_dense(shape: tuple[int, ...]) -> None:
+    if math.prod(shape) > DENSE_LIMIT:
+        raise ValueError(f"a dense mask of {shape} is for tests and small plots, at most {DENSE_LIMIT} elements")
+
+
+def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
+    lead = () if indptr.shape[:2] == (1, 1) else tuple(indptr.shape[:2])
+    totals = indptr[..., -1] - indptr[..., 0]
+    per_list = int(totals.flatten()[0])
+    if bool((totals != per_list).any()):
+        raise ValueError(
+            f"BSR needs equally many blocks in every batch element and head, got {_few(totals)}; convert them apart"
+        )
+    return torch.sparse_bsr_tensor(
+        (indptr - indptr[..., :1]).reshape(*lead, -1),
+        indices.reshape(*lead, per_list),
+        torch.ones((), device=indices.device).expand(*lead, per_list, grid.q_block, grid.k_block),
+        size=(*lead, grid.rows * grid.q_block, grid.columns * grid.k_block),
+        check_invariants=True,
+    )
+
+
+def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
+    """(indptr, indices, seq_len, block size)."""
+    if t.layout != torch.sparse_bsr:
+        raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
+    if not 2 <= t.ndim <= 4:
+        raise ValueError(f"t must be ([batch,] [heads,] queries, keys), got shape {tuple(t.shape)}")
+    if seq_len is None:
+        if t.shape[-1] != t.shape[-2]:
+            raise ValueError(f"t is not square, got {t.shape[-2]} x {t.shape[-1]}; give seq_len")
+        seq_len = t.shape[-1]
+    grid = BlockGrid.of(seq_len, (t.values().shape[-2], t.values().shape[-1]), False)
+    size = grid.rows * grid.q_block, grid.columns * grid.k_block
+    if t.shape[-2:] != size:
+        raise ValueError(f"t must be {size[0]} x {size[1]} for seq_len={seq_len}, got {t.shape[-2]} x {t.shape[-1]}")
+    starts = t.crow_indices().to(torch.int64).reshape(-1, grid.rows + 1)
+    starts = starts + torch.arange(starts.shape[0], device=t.device)[:, None] * t.col_indices().shape[-1]
+    indptr = starts.reshape(*t.shape[:-2], grid.rows + 1)
+    return indptr, t.col_indices().flatten(), seq_len, (grid.q_block, grid.k_block)
+
+
+def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask:
+    counts, lead = indptr.diff(dim=-1), tuple(indptr.shape[:2])
+    row = rows_of(counts, indices.numel())
+    query, end = row % grid.rows, grid.seq_len
+    cut = grid.cut(row, indices) | ((indices + 1) * grid.k_block > end) | ((query + 1) * grid.q_block > end)
+    key_row = row // grid.rows * grid.columns + indices
+    lists = []
+    for keep in (cut, ~cut):
+        lists.append(_rectangle(row[keep], indices[keep], (*lead, grid.rows)))
+        order = key_row[keep].argsort(stable=True)
+        lists.append(_rectangle(key_row[keep][order], query[keep][order], (*lead, grid.columns)))
+    (kv, q), (full_kv, full_q) = lists[:2], lists[2:]
+    sees = _sees(grid, indptr, indices, steps=int(counts.max()).bit_length())
+    size = grid.q_block, grid.k_block
+    return BlockMask((end, end), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=size, mask_mod=sees)
+
+
+def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Lists sorted by row -> int32 (counts, entries) as wide as the longest list, zero behind its end."""
+    counts = torch.bincount(row, minlength=math.prod(shape))
+    entries = torch.zeros(counts.numel(), max(1, int(counts.max())), dtype=torch.int32, device=row.device)
+    entries[row, torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]] = column.int()
+    return counts.int().view(shape), entries.view(*shape, -1)
+
+
+def _sees(
+    grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A mask_mod that looks a block up by bisection, in `steps` steps."""
+    shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
+    listed = indices if indices.numel() else indices.new_full((1,), -1)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        b, h = b * 0 if shared_batch else b, h * 0 if shared_head else h
+        i, j = q // grid.q_block, k // grid.k_block
+        end = indptr[b, h, i + 1]
+        low, high = indptr[b, h, i], end
+        for _ in range(steps):
+            middle = (low + high) // 2
+            right = (low < high) & (listed[middle.clamp(max=listed.numel() - 1)] < j)
+            low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
+        found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
+        return found & (k <= q) if grid.is_causal else found
+
+    return mask_mod
+
+
+def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
+    queries, keys = m.seq_lengths
+    if queries != keys:
+        raise ValueError(f"m must have as many queries as keys, got {queries} x {keys}")
+    grid = BlockGrid.of(keys, (int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])), False)
+    partial = _keys(m.kv_num_blocks, m.kv_indices, grid)
+    blocks = partial
+    if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
+        blocks = torch.cat([partial, _keys(m.full_kv_num_blocks, m.full_kv_indices, grid)]).sort().values
+    lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
+    is_whole, is_lower = _shown_inside(m, grid, partial, lead[1])
+    if not (is_whole or is_lower):
+        raise ValueError("m.mask_mod hides pairs inside a block beyond the causal triangle; a layout has blocks only")
+    grid = BlockGrid(keys, grid.q_block, grid.k_block, is_causal=not is_whole)
+    lists = lists_of_keys(grid, blocks, lead)
+    check_causal(grid, *lists)
+    return grid, lists
+
+
+def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
+    """BlockMask lists -> row * columns + column, ascending."""
+    width = entries.shape[-1]
+    row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
+    return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
+
+
+def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
+    """Whether the mask_mod shows all pairs of these blocks, and whether it shows just those with key <= query."""
+    is_whole = is_lower = True
+    step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
+    last = grid.seq_len - 1
+    at_once = max(1, 2**22 // (grid.q_block * grid.k_block))
+    for some in (blocks[start : start + at_once] for start in range(0, len(blocks), at_once)):
+        row, column = (some // grid.columns)[:, None, None], (some % grid.columns)[:, None, None]
+        i, j = row % grid.rows * grid.q_block + step_q[:, None], column * grid.k_block + step_k
+        inside = (i <= last) & (j <= last)
+        index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
+        flat = [x.expand(inside.shape).reshape(-1) for x in index]
+        sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
+        is_whole = is_whole and bool((sees | ~inside).all())
+        is_lower = is_lower and bool((sees == (j <= i))[inside].all())
+    return is_whole, is_lower

@@ -1,0 +1,146 @@
+"""The grid of blocks over a sequence, and the arithmetic of lists: intervals of keys to key blocks, rows to offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MIN_BLOCK, MAX_BLOCK = 16, 256
+
+BlockSize = int | tuple[int, int]
+"""Tokens of a block, or of a query block and of a key block."""
+
+Spans = Sequence[tuple[Tensor, Tensor]]
+"""First and last key, inclusive, of intervals of keys; both broadcast to `(query blocks, intervals)`."""
+
+Lists = tuple[Tensor, Tensor]
+"""How many key blocks each query block sees, and the key blocks themselves, list after list, each ascending."""
+
+
+def check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise ValueError(f"density must lie in (0, 1], got {density}")
+
+
+def block_pair(block_size: BlockSize) -> tuple[int, int]:
+    pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(pair) != 2 or not all(isinstance(b, int) and MIN_BLOCK <= b <= MAX_BLOCK for b in pair):
+        raise ValueError(
+            f"block_size must be a whole number from {MIN_BLOCK} to {MAX_BLOCK}, or a pair (q_block, k_block), "
+            f"got {block_size}"
+        )
+    return pair[0], pair[1]
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """A sequence cut into query blocks (rows) and key blocks (columns), of which the last ones may be partial."""
+
+    seq_len: int
+    q_block: int
+    k_block: int
+    is_causal: bool
+
+    @classmethod
+    def of(cls, seq_len: int, block_size: BlockSize, is_causal: bool) -> BlockGrid:
+        """The grid of a caller's numbers, checked."""
+        check_positive("seq_len", seq_len)
+        return BlockGrid(seq_len, *block_pair(block_size), is_causal)
+
+    @property
+    def rows(self) -> int:
+        return -(-self.seq_len // self.q_block)
+
+    @property
+    def columns(self) -> int:
+        return -(-self.seq_len // self.k_block)
+
+    def queries(self) -> tuple[Tensor, Tensor]:
+        """First and last query token of each row, `(rows, 1)`."""
+        first = torch.arange(self.rows)[:, None] * self.q_block
+        return first, (first + self.q_block).clamp_(max=self.seq_len) - 1
+
+    def visible(self) -> Tensor:
+        """How many key blocks dense attention gives each query block, `(rows,)`."""
+        if not self.is_causal:
+            return torch.full((self.rows,), self.columns)
+        return self.queries()[1].squeeze(1) // self.k_block + 1
+
+    def above(self, row: Tensor, column: Tensor) -> Tensor:
+        """Which blocks lie wholly above the diagonal; rows of several lists count on."""
+        last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
+        return column * self.k_block > last_query
+
+    def cut(self, row: Tensor, column: Tensor) -> Tensor:
+        """Which blocks the diagonal of a causal grid cuts."""
+        if not self.is_causal:
+            return torch.zeros_like(column, dtype=torch.bool)
+        last_key = ((column + 1) * self.k_block).clamp_(max=self.seq_len) - 1
+        return last_key > row % self.rows * self.q_block
+
+
+def row_offsets(counts: Tensor) -> Tensor:
+    """(b, h, rows) counts -> (b, h, rows + 1) offsets into one flat list."""
+    ends = counts.flatten().cumsum(0).view_as(counts)
+    return torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)
+
+
+def rows_of(counts: Tensor, entries: int) -> Tensor:
+    """The row of each of so many entries, given the number of entries in each row."""
+    row = torch.arange(counts.numel(), device=counts.device)
+    return torch.repeat_interleave(row, counts.flatten(), output_size=entries)
+
+
+def kept_before(keep: Tensor) -> Tensor:
+    """How many entries are kept before each entry, and in all: turns offsets into the list into those of the rest."""
+    before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
+    torch.cumsum(keep, 0, out=before[1:])
+    return before
+
+
+def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists:
+    """Ascending row * columns + column -> lists for (batch, heads) = `lead`."""
+    row = keys // grid.columns
+    counts = torch.bincount(row, minlength=lead[0] * lead[1] * grid.rows).reshape(*lead, grid.rows)
+    return counts, row.mul_(-grid.columns).add_(keys)
+
+
+def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
+    """Ascending; on the CPU in place. "stable" is a merge there: linear for a few sorted lists behind each other."""
+    if keys.device.type != "cpu":
+        return keys.sort().values
+    keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
+    return keys
+
+
+def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
+    """Disjoint ascending runs of key blocks (low, length), `(rows, intervals)`; a run may be empty."""
+    first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
+    if grid.is_causal:
+        torch.minimum(last, grid.queries()[1], out=last)
+    first.clamp_(min=0), last.clamp_(max=grid.seq_len - 1)
+    empty = last < first
+    low, high = first.floor_divide_(grid.k_block), last.floor_divide_(grid.k_block).add_(1).masked_fill_(empty, 0)
+    if len(spans) > 1:
+        low, order = low.sort(dim=1)
+        high = high.gather(1, order)
+    if low.shape[1] > 1:
+        low[:, 1:] = torch.maximum(low[:, 1:], high.cummax(dim=1).values[:, :-1])
+    return low, high.sub_(low).clamp_(min=0)
+
+
+def lists_of_spans(grid: BlockGrid, spans: Spans) -> Lists:
+    low, length = runs_of_spans(grid, spans)
+    counts = length.sum(-1)
+    low, length = low.flatten(), length.flatten()
+    indices = torch.repeat_interleave(low.sub_(length.cumsum(0)).add_(length), length)
+    return counts, indices.add_(torch.arange(indices.numel()))

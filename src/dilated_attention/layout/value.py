@@ -1,0 +1,581 @@
+"""The layout as a value: its lists, what follows from them, and its algebra.
+
+A layout cuts a sequence of N tokens into query blocks of `q_block` and key blocks of `k_block` tokens (the last ones
+may be partial) and stores, as compressed sparse rows, the key blocks of each query block. Query i sees key j iff block
+j // k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block without a list is legal: its
+queries give out 0 and lse -inf.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from dilated_attention.cache import name_of
+from dilated_attention.layout import builders, conversions
+from dilated_attention.layout.spans import (
+    BlockGrid,
+    BlockSize,
+    Lists,
+    Spans,
+    block_pair,
+    kept_before,
+    lists_of_keys,
+    lists_of_spans,
+    row_offsets,
+    rows_of,
+    sort_keys,
+)
+from dilated_attention.pictures import plot_blocks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Runs(NamedTuple):
+    """Maximal runs of consecutive key blocks: row (b, h, i) owns runs indptr[b, h, i] to indptr[b, h, i + 1]."""
+
+    indptr: Tensor
+    start: Tensor
+    length: Tensor
+
+
+class Transposed(NamedTuple):
+    """The query blocks of each key block: (b, h, j) owns indices[indptr[b, h, j] : indptr[b, h, j + 1]], ascending."""
+
+    indptr: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockLayout:
+    """Key blocks per query block, shared or per head, shared or per batch element. Immutable, compared by content.
+
+    indptr: int64 `(batch or 1, heads or 1, query blocks + 1)`; row (b, h, i) owns `indices[indptr[b, h, i] :
+    indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR of batch * heads * query
+    blocks rows. indices: int64 `(blocks,)`, key blocks, strictly ascending within a row.
+
+    The constructor checks form only. `from_indices` and `from_mask` take lists from elsewhere and check their content.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    seq_len: int
+    q_block: int = 128
+    k_block: int = 128
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        rows = BlockGrid.of(self.seq_len, self.block_size, self.is_causal).rows
+        if self.indptr.dtype != torch.int64 or self.indices.dtype != torch.int64:
+            raise ValueError(f"indptr and indices must be int64, got {self.indptr.dtype} and {self.indices.dtype}")
+        if self.indptr.ndim != 3 or self.indptr.shape[-1] != rows + 1:
+            raise ValueError(
+                f"indptr must have shape (batch or 1, heads or 1, {rows + 1}) for {self.seq_len} tokens in query "
+                f"blocks of {self.q_block}, got {tuple(self.indptr.shape)}"
+            )
+        if self.indices.ndim != 1:
+            raise ValueError(f"indices must be one flat list, got shape {tuple(self.indices.shape)}")
+
+    # ---- builders
+
+    @classmethod
+    def local(
+        cls,
+        seq_len: int,
+        window: int | None = None,
+        block_size: BlockSize = 128,
+        *,
+        density: float | None = None,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """Query i sees key j iff |i - j| < window (tokens; a window beyond the sequence is clipped to it).
+
+        Give either `window` or `density`, which picks the window whose density comes nearest.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        return cls._of_spans(grid, builders.local(grid, window, density))
+
+    @classmethod
+    def global_(
+        cls,
+        seq_len: int,
+        tokens: int | Sequence[int] | None = None,
+        block_size: BlockSize = 128,
+        *,
+        density: float | None = None,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """Query i sees key j iff i or j is a global token.
+
+        `tokens`: the number of leading global tokens, or their positions. Give either `tokens` or `density`, which
+        picks the number of leading ones. When causal only leading tokens can be global: any other one is an error,
+        since the queries before it cannot see it.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        if tokens is None or isinstance(tokens, int):
+            return cls._of_spans(grid, builders.leading(grid, tokens, density))
+        return cls._of_spans(grid, builders.global_at(grid, tokens))
+
+    @classmethod
+    def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
+        """Query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse Transformer.
+
+        A stride of s blocks activates every s-th block; one that no block divides touches two blocks a period, and one
+        below a block touches all.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        return cls._of_spans(grid, builders.strided(grid, stride))
+
+    @classmethod
+    def dilated(
+        cls,
+        seq_len: int,
+        rates: Sequence[int],
+        reach: int | None = None,
+        block_size: BlockSize = 128,
+        *,
+        density: float | None = None,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """A dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every rate.
+
+        A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
+        pattern: O(reach * len(rates)) blocks a row, every distance within a power of two. Give `reach` (default 1) or
+        `density`, which picks the reach whose density comes nearest.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        return cls._of_spans(grid, builders.dilated(grid, rates, reach, density))
+
+    @classmethod
+    def hierarchical(
+        cls,
+        seq_len: int,
+        levels: Sequence[tuple[int, int | None]],
+        block_size: BlockSize = 128,
+        *,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """Query i sees key j iff some level (stride, window), in tokens, has j mod stride == 0 and |i - j| < window.
+
+        Levels go fine to coarse: strides and windows ascend; a window of None reaches over the whole sequence. Near
+        keys are all seen, farther ones through the blocks that hold a multiple of a coarser stride.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        return cls._of_spans(grid, builders.hierarchical(grid, levels))
+
+    @classmethod
+    def random(
+        cls, seq_len: int, density: float, seed: int, block_size: BlockSize = 128, *, is_causal: bool = False
+    ) -> BlockLayout:
+        """Every query block sees round(density * n), at least one, of its n key blocks (causal: of those not later).
+
+        Drawn uniformly without replacement; the same seed gives the same layout.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        return cls._of(grid, builders.random(grid, density, seed))
+
+    @classmethod
+    def longformer(
+        cls,
+        seq_len: int,
+        window: int,
+        global_tokens: int | Sequence[int],
+        block_size: BlockSize = 128,
+        *,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """`local(window)` and `global_(global_tokens)` (Beltagy et al., 2020)."""
+        near = cls.local(seq_len, window, block_size, is_causal=is_causal)
+        return near | cls.global_(seq_len, global_tokens, block_size, is_causal=is_causal)
+
+    @classmethod
+    def bigbird(
+        cls,
+        seq_len: int,
+        window: int,
+        global_tokens: int | Sequence[int],
+        random_blocks: int,
+        seed: int,
+        block_size: BlockSize = 128,
+        *,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """`longformer` and, in each query block, `random_blocks` key blocks drawn uniformly (Zaheer et al., 2020).
+
+        A drawn block may be one that the window or the global tokens show already.
+        """
+        grid = BlockGrid.of(seq_len, block_size, is_causal)
+        drawn = cls._of(grid, builders.random_blocks(grid, random_blocks, seed))
+        return cls.longformer(seq_len, window, global_tokens, block_size, is_causal=is_causal) | drawn
+
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor, seq_len: int | None = None, block_size: BlockSize = 128, *, is_causal: bool = False
+    ) -> BlockLayout:
+        """From booleans `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`: True is active.
+
+        Without `seq_len` the blocks must be whole. With `is_causal` no block may lie wholly above the diagonal.
+        """
+        return cls._of(*conversions.from_mask(mask, seq_len, block_size, is_causal))
+
+    @classmethod
+    def from_indices(
+        cls,
+        indptr: Tensor | Sequence[int],
+        indices: Tensor | Sequence[int],
+        seq_len: int,
+        block_size: BlockSize = 128,
+        *,
+        is_causal: bool = False,
+    ) -> BlockLayout:
+        """From compressed sparse rows, checked: `indptr` `([batch,] [heads,] query blocks + 1)`, see the class.
+
+        With `is_causal` no block may lie wholly above the diagonal.
+        """
+        q_block, k_block = block_pair(block_size)
+        layout = cls(*conversions.from_indices(indptr, indices), seq_len, q_block, k_block, is_causal)
+        conversions.check_lists(layout.grid, layout.indptr, layout.indices)
+        return layout
+
+    # ---- shape and content
+
+    @property
+    def grid(self) -> BlockGrid:
+        return BlockGrid(self.seq_len, self.q_block, self.k_block, self.is_causal)
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        return self.q_block, self.k_block
+
+    @property
+    def batch_size(self) -> int:
+        """1 when all batch elements share the lists."""
+        return self.indptr.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """1 when all heads share the lists."""
+        return self.indptr.shape[1]
+
+    @property
+    def query_blocks(self) -> int:
+        return self.indptr.shape[2] - 1
+
+    @property
+    def key_blocks(self) -> int:
+        return self.grid.columns
+
+    @property
+    def nnz(self) -> int:
+        """Active blocks, over all batch elements and heads that have lists of their own."""
+        return self.indices.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.indptr.nbytes + self.indices.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Stands for this layout in caches. Equal layouts that were made apart have different keys."""
+        return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
+
+    @cached_property
+    def density(self) -> float:
+        """Active blocks over those that dense attention (causal: dense causal attention) computes."""
+        return self.nnz / (int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Active blocks per row, int64 `(batch or 1, heads or 1, query blocks)`."""
+        return self.indptr.diff(dim=-1)
+
+    @property
+    def row(self) -> Tensor:
+        """The row of each entry of `indices`, int64, in the flattened (batch, head, query block) order."""
+        return rows_of(self.counts, self.nnz)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The maximal runs of consecutive key blocks in each row."""
+        if self.nnz == 0:
+            return Runs(torch.zeros_like(self.indptr), self.indices, self.indices)
+        opens = torch.ones_like(self.indices, dtype=torch.bool)
+        row = self.row
+        opens[1:] = (self.indices.diff() != 1) | (row[1:] != row[:-1])
+        at = opens.nonzero().flatten()
+        length = torch.cat([at, at.new_tensor([self.nnz])]).diff()
+        return Runs(kept_before(opens)[self.indptr], self.indices[at], length)
+
+    @cached_property
+    def transposed(self) -> Transposed:
+        """The lists seen from the key blocks, for the gradients of k and v."""
+        rows, columns, row = self.query_blocks, self.key_blocks, self.row
+        key = row // rows * columns + self.indices
+        indices = sort_keys(key * rows + row % rows, "quicksort") % rows
+        counts = torch.bincount(key, minlength=self.batch_size * self.num_heads * columns)
+        return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
+
+    @cached_property
+    def masked(self) -> Tensor:
+        """Which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible."""
+        return self.grid.cut(self.row, self.indices)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many keys each token sees, int64 `(batch or 1, heads or 1, seq)`."""
+        size = torch.full((self.key_blocks,), self.k_block, device=self.device)
+        size[-1] = self.seq_len - (self.key_blocks - 1) * self.k_block
+        row, number = self.row, size[self.indices]
+        cut, rows = self.masked, self.indptr[..., 1:].numel()
+        whole = number.new_zeros(rows).index_add_(0, row[~cut], number[~cut])
+        query = (row[cut] % self.query_blocks * self.q_block)[:, None] + torch.arange(self.q_block, device=self.device)
+        before = (query + 1 - (self.indices[cut] * self.k_block)[:, None]).clamp_(min=0)
+        partial = number.new_zeros(rows, self.q_block).index_add_(0, row[cut], before.minimum(number[cut][:, None]))
+        seen = (whole[:, None] + partial).view(self.batch_size, self.num_heads, -1)
+        return seen[..., : self.seq_len].contiguous()
+
+    def coverage(self, seq_len: int, num_heads: int) -> Tensor:
+        """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
+        `(batch, num_heads, seq_len)`.
+
+        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        """
+        self.check(self.batch_size, seq_len, num_heads)
+        keys = self.seen.expand(-1, num_heads, -1)
+        warn_of_blind(keys, "Unite with a layout that covers every row, such as BlockLayout.local(seq_len, 1)")
+        return keys if self.batch_size > 1 else keys[0]
+
+    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
+
+        Of one batch element; of all of them where they have lists of their own.
+        """
+        self.check(self.batch_size, seq_len, num_heads)
+        layout = self.causal() if is_causal else self
+        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // self.num_heads)
+
+    def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
+        """Raise unless the layout fits tensors of this batch size, length and number of heads.
+
+        Lists for each of fewer KV heads serve the group of query heads that share the KV head.
+        """
+        if seq_len != self.seq_len:
+            raise ValueError(f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length")
+        if self.num_heads not in (1, num_heads, num_kv_heads):
+            raise ValueError(f"layout has lists for {self.num_heads} heads, got {num_heads}; give 1 or {num_heads}")
+        if self.batch_size not in (1, batch_size):
+            raise ValueError(
+                f"layout has lists for a batch of {self.batch_size}, got {batch_size}; give 1 or {batch_size}"
+            )
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """This layout with its tables on `device`. Calls need no copy made ahead: they keep one in `plan_cache`."""
+        device = torch.empty(0, device=device).device
+        if device == self.device:
+            return self
+        return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
+
+    def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
+        """The lists of these batch elements and heads alone."""
+        if batch is heads is None:
+            return self
+        indptr = self.indptr[slice(None) if batch is None else list(batch)]
+        indptr = indptr[:, slice(None) if heads is None else list(heads)]
+        if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
+            return self
+        counts = indptr.diff(dim=-1).flatten()
+        start = row_offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
+        shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
+        entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
+        return replace(self, indptr=start, indices=self.indices[entry])
+
+    def for_heads(self, num_heads: int) -> BlockLayout:
+        """With a list for each of `num_heads` query heads, where it has one for each of fewer key-value heads."""
+        if self.num_heads in (1, num_heads):
+            return self
+        return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
+
+    def prefix(self, seq_len: int) -> BlockLayout:
+        """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
+        if seq_len > self.seq_len:
+            raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
+        if seq_len == self.seq_len:
+            return self
+        rows, columns = -(-seq_len // self.q_block), -(-seq_len // self.k_block)
+        keep = (self.row % self.query_blocks < rows) & (self.indices < columns)
+        indptr = kept_before(keep)[self.indptr[..., : rows + 1]]
+        return replace(self, indptr=indptr, indices=self.indices[keep], seq_len=seq_len)
+
+    # ---- algebra
+
+    def __or__(self, other: BlockLayout) -> BlockLayout:
+        """Blocks of either. Both are causal or neither: a block cannot be masked for one and whole for the other."""
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        if self.is_causal != other.is_causal:
+            raise ValueError(
+                f"cannot unite a layout with is_causal={self.is_causal} and one with is_causal={other.is_causal}; "
+                "take .causal() of both"
+            )
+        merged, lead = self._merge(other)
+        keep = torch.ones_like(merged, dtype=torch.bool)
+        keep[1:] = merged[1:] != merged[:-1]
+        return self._of(self.grid, lists_of_keys(self.grid, merged[keep], lead))
+
+    def __and__(self, other: BlockLayout) -> BlockLayout:
+        """Blocks of both; causal if either is."""
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        merged, lead = self._merge(other)
+        grid = self.grid if self.is_causal == other.is_causal else replace(self.grid, is_causal=False)
+        both = self._of(grid, lists_of_keys(grid, merged[1:][merged[1:] == merged[:-1]], lead))
+        return both.causal() if self.is_causal or other.is_causal else both
+
+    def causal(self) -> BlockLayout:
+        """Keys no later than the query: blocks wholly above the diagonal go, those it cuts are masked by token."""
+        if self.is_causal:
+            return self
+        keep = ~self.grid.above(self.row, self.indices)
+        return replace(self, indptr=kept_before(keep)[self.indptr], indices=self.indices[keep], is_causal=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        if (self.seq_len, self.block_size, self.is_causal) != (other.seq_len, other.block_size, other.is_causal):
+            return False
+        return torch.equal(self.indptr.cpu(), other.indptr.cpu()) and torch.equal(
+            self.indices.cpu(), other.indices.cpu()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        content = (self.indptr.cpu().numpy().tobytes(), self.indices.cpu().numpy().tobytes())
+        return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
+
+    def __repr__(self) -> str:
+        lead = "".join(
+            f", {name}={size}" for name, size in (("batch", self.batch_size), ("heads", self.num_heads)) if size > 1
+        )
+        block = self.q_block if self.q_block == self.k_block else self.block_size
+        where = "" if self.device.type == "cpu" else f", device={self.device}"
+        return (
+            f"BlockLayout(seq_len={self.seq_len}, block_size={block}{lead}, blocks={self.nnz}, "
+            f"density={self.density:.4g}, is_causal={self.is_causal}{where})"
+        )
+
+    # ---- conversions
+
+    def dense_blocks(self) -> Tensor:
+        """Booleans `(batch or 1, heads or 1, query blocks, key blocks)`; refused when large."""
+        shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
+        conversions.check_dense(shape)
+        dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        dense.view(-1, self.key_blocks)[self.row, self.indices] = True
+        return dense
+
+    def dense_mask(self) -> Tensor:
+        """Which query sees which key, booleans `(batch or 1, heads or 1, seq, seq)`; for tests, refused when large."""
+        conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
+        token = torch.arange(self.seq_len, device=self.device)
+        dense = self.dense_blocks()[..., (token // self.q_block)[:, None], token // self.k_block]
+        return dense.tril_() if self.is_causal else dense
+
+    def to_torch_sparse(self) -> Tensor:
+        """The blocks as a `torch.sparse_bsr` tensor of ones, `([batch, heads,] q_block * rows, k_block * columns)`.
+
+        It carries whole blocks: neither the causal triangle nor the length of a partial last block. The values are one
+        element expanded. BSR has one list length for a whole batch, so lists of unequal total length are refused.
+        """
+        return conversions.to_bsr(self.grid, self.indptr, self.indices)
+
+    @classmethod
+    def from_torch_sparse(cls, t: Tensor, seq_len: int | None = None, *, is_causal: bool = False) -> BlockLayout:
+        """From the structure of a BSR tensor, whatever its values; `seq_len` where the last blocks are partial."""
+        indptr, indices, seq_len, block_size = conversions.from_bsr(t, seq_len)
+        return cls.from_indices(indptr, indices, seq_len, block_size, is_causal=is_causal)
+
+    def to_block_mask(self) -> BlockMask:
+        """As a FlexAttention `BlockMask`, lists as wide as the widest row: O(rows * widest row), never a dense mask.
+
+        Blocks that the diagonal or the end of the sequence cuts are the partial ones. The mask_mod looks the block up
+        by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
+        """
+        return conversions.to_block_mask(self.grid, self.indptr, self.indices)
+
+    @classmethod
+    def from_block_mask(cls, m: BlockMask) -> BlockLayout:
+        """From a FlexAttention `BlockMask`: its blocks, causal if its partial blocks hold the lower triangle.
+
+        The mask_mod is evaluated on the partial blocks; one that hides anything but the causal triangle is an error.
+        """
+        return cls._of(*conversions.from_block_mask(m))
+
+    def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
+        """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel holds several blocks."""
+        if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):
+            raise ValueError(
+                f"batch={batch}, head={head} must lie in a layout of {self.batch_size} batch elements and "
+                f"{self.num_heads} heads"
+            )
+        start, stop = (int(x) for x in self.indptr[batch, head, [0, -1]])
+        blocks = (self.row[start:stop] % self.query_blocks).cpu().numpy(), self.indices[start:stop].cpu().numpy()
+        shape = self.query_blocks, self.key_blocks
+        ax = plot_blocks(blocks, shape, self.block_size, self.seq_len, self.is_causal, ax)
+        block = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
+        ax.set_title(f"blocks of {block}, density {self.density:.3g}")
+        return ax
+
+    # ---- inner workings
+
+    @classmethod
+    def _of(cls, grid: BlockGrid, lists: Lists) -> BlockLayout:
+        counts, indices = lists
+        counts = counts.reshape(*(1,) * (3 - counts.ndim), *counts.shape)
+        return cls(row_offsets(counts), indices, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
+
+    @classmethod
+    def _of_spans(cls, grid: BlockGrid, spans: Spans) -> BlockLayout:
+        return cls._of(grid, lists_of_spans(grid, spans))
+
+    def _keys(self, lead: tuple[int, int]) -> Tensor:
+        """row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
+        shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
+        layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
+        return layout.row.mul_(self.key_blocks).add_(layout.indices)
+
+    def _merge(self, other: BlockLayout) -> tuple[Tensor, tuple[int, int]]:
+        mine = (self.seq_len, self.block_size, self.device)
+        theirs = (other.seq_len, other.block_size, other.device)
+        if mine != theirs:
+            raise ValueError(f"layouts must agree in (seq_len, block_size, device), got {mine} and {theirs}")
+        sizes = {name: {getattr(self, name), getattr(other, name)} - {1} for name in ("batch_size", "num_heads")}
+        if any(len(size) > 1 for size in sizes.values()):
+            raise ValueError(f"layouts must agree in batch_size and num_heads, or have 1, got {self} and {other}")
+        lead = (max(self.batch_size, other.batch_size), max(self.num_heads, other.num_heads))
+        return sort_keys(torch.cat([self._keys(lead), other._keys(lead)]), "stable"), lead
+
+
+def warn_of_blind(keys: Tensor, remedy: str) -> None:
+    """Warn the caller's caller if some of `keys`, the numbers of keys seen, are 0."""
+    blind = int((keys == 0).sum())
+    if blind:
+        warnings.warn(
+            f"{blind} of {keys.numel()} (head, token) pairs see no key at {keys.shape[-1]} tokens and "
+            f"{keys.shape[-2]} heads; their output is 0. {remedy}",
+            stacklevel=3,
+        )

@@ -1,0 +1,188 @@
+"""Pictures: patterns, block layouts and loss curves, readable in black and white.
+
+Matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LINES = ("-", "--", ":", "-.")
+PIXELS = 512  # a side of a picture, at most, where a square may stand for several pairs
+
+
+class Branches(Protocol):
+    """A frozen dataclass of dilated branches: `Dilated`, which this module lies below."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def head_groups(self) -> bool: ...
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]: ...
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]: ...
+
+    def offset_table(self, num_heads: int) -> tuple[tuple[int, ...], ...]: ...
+
+
+def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
+    """losses: nats per byte a step, by run, drawn grey, and their running mean over a 25th of the
+    run, black; held_out: bits per byte at the end, a point.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, values), line in zip(losses.items(), LINES, strict=False):
+        bits = np.asarray(values) / math.log(2)
+        steps = np.arange(1, len(bits) + 1)
+        first = np.maximum(0, steps - max(1, len(bits) // 25))
+        sums = np.concatenate(([0.0], bits.cumsum()))
+        means = (sums[steps] - sums[first]) / (steps - first)
+        label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
+        axes.plot(steps, bits, line, color="0.8", linewidth=0.6)
+        axes.plot(steps, means, line, color="black", linewidth=1.2, label=label)
+        if name in held_out:
+            axes.plot([len(bits)], [held_out[name]], "o" if line == "-" else "s", color="black", fillstyle="none")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
+    """Causal visibility, one square a (query, key), of up to 4 heads.
+
+    A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
+    """
+    from matplotlib.figure import Figure
+
+    tokens = min(tokens, seq_len)
+    lengths = tuple(
+        max(rate, round(length * tokens / seq_len))
+        for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    )
+    drawn = replace(pattern, segment_lengths=lengths)
+    heads = min(num_heads, 4)
+    figure = Figure(figsize=(2.6 * heads + 0.8, 3.6), layout="constrained")
+    for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
+        plot_counts(drawn, tokens, head, num_heads, axes, is_causal=True)
+        axes.set_xticks(range(0, tokens, max(1, tokens // 4)))
+        axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
+        if head:
+            axes.set_ylabel("")
+    title = f"{name}: segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
+    if lengths != pattern.segment_lengths:
+        title += f", for {list(pattern.segment_lengths)} at {seq_len:,} tokens"
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def plot_counts(
+    pattern: Branches,
+    seq_len: int,
+    head: int,
+    num_heads: int | None = None,
+    ax: Axes | None = None,
+    *,
+    is_causal: bool = False,
+    layout_of: Callable[[int], Any] | None = None,
+    pixels: int | None = None,
+) -> Axes:
+    """One square a (query row, key column) of one head: white where unseen, darker the more branches show the key.
+
+    Args:
+        num_heads: heads of k and v; default: as many as `head` needs to exist.
+        layout_of: the block layout inside a segment of which so many tokens take part.
+        pixels: the side of the picture, at most; a square is then the mean over neighbouring pairs.
+    """
+    heads = num_heads or max(head + 1, len(pattern.segment_lengths) if pattern.head_groups else 1)
+    if not 0 <= head < heads:
+        raise ValueError(f"head must lie in [0, {heads}); got {head}")
+    side = min(seq_len, pixels or seq_len)
+    image = np.zeros((side, side))
+    table = pattern.offset_table(heads)
+    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
+        for start in range(0, seq_len, segment) if offsets[head] >= 0 else ():
+            tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
+            if not len(tokens):
+                continue
+            blocks, sizes = np.ones((1, 1)), (len(tokens),) * 2
+            if layout_of is not None:
+                layout = layout_of(len(tokens)).to("cpu")
+                blocks, sizes = layout.dense_blocks()[0, head % layout.num_heads].numpy(), layout.block_size
+                is_causal |= layout.is_causal
+            pixel = tokens * side // seq_len
+            low, high = pixel[0], pixel[-1] + 1
+            rows, columns = (
+                _tokens_in(size, number, pixel - low) for size, number in zip(sizes, blocks.shape, strict=True)
+            )
+            image[low:high, low:high] += rows.T @ blocks @ columns
+    image /= np.outer(*(_per_pixel(seq_len, side),) * 2)
+    extent = (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5)
+    ax = _draw(np.tril(image) if is_causal else image, extent, len(table), ax)
+    ax.set(xlabel="key", ylabel="query", title=f"head {head}")
+    return ax
+
+
+def plot_blocks(
+    blocks: tuple[np.ndarray, np.ndarray],
+    shape: tuple[int, int],
+    block_size: tuple[int, int],
+    seq_len: int,
+    is_causal: bool,
+    ax: Axes | None = None,
+) -> Axes:
+    """The (query blocks, key blocks) that are active among `shape`; grey where a pixel holds several."""
+    sides = [min(number, PIXELS) for number in shape]
+    row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
+    image = np.bincount(row * sides[1] + column, minlength=sides[0] * sides[1]).reshape(sides)
+    area = np.outer(*(_per_pixel(number, side) for number, side in zip(shape, sides, strict=True)))
+    extent = (0.0, float(shape[1] * block_size[1]), float(shape[0] * block_size[0]), 0.0)
+    ax = _draw(image / area, extent, 1, ax)
+    if is_causal:
+        ax.axline((0, 0), slope=1, color="black", linestyle="--", linewidth=0.8)
+    ax.set(xlim=(0, seq_len), ylim=(seq_len, 0), xlabel="key (tokens)", ylabel="query (tokens)")
+    return ax
+
+
+def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
+    """How many tokens of each of `number` blocks of `size` fall into each pixel, given the pixel of each token."""
+    tokens = np.zeros((number, pixel[-1] + 1))
+    np.add.at(tokens, (np.arange(len(pixel)) // size, pixel), 1)
+    return tokens
+
+
+def _per_pixel(number: int, pixels: int) -> np.ndarray:
+    return np.bincount(np.arange(number) * pixels // number)
+
+
+def _draw(image: np.ndarray, extent: tuple[float, float, float, float], most: int, ax: Axes | None) -> Axes:
+    """White for 0 and black for `most`. Without `ax`, on a figure of pyplot, which a notebook shows."""
+    from matplotlib.ticker import MaxNLocator
+
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        ax = plt.figure(figsize=(5, 5), layout="constrained").add_subplot()
+    ax.imshow(image, cmap="Greys", vmin=0, vmax=most, extent=extent, interpolation="nearest")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+    return ax

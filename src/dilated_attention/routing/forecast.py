@@ -1,0 +1,101 @@
+"""Shares that a causal choice will meet, from the estimate of the block before and what tokens so far have seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.routing.estimates import CHUNK
+from dilated_attention.routing.grid import Candidates, Keys, Queries, ranked
+
+FORECAST_PRIOR = 0.5, 0.25, 0.25
+FORECAST_RATE = 4.0
+FORECAST_ROWS = 8  # query blocks from block 2^n to block 2^(n+1) of which some tokens' softmax is computed
+FORECAST_TOKENS = 4  # tokens of such a block
+FORECAST_STRIDE = 8  # of the keys that they see
+FORECAST_GROUP = 8  # of those blocks whose tokens see the same keys; a power of two
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class Forecast:
+    """The shares that a causal choice will meet in each row, from an estimate that knows the block before.
+
+    To be called once for all rows, in order. Of some query blocks, `sampled`, a few tokens' softmax is computed; a row
+    knows of those before it, `known` many. `seen`: their mean share, in the key blocks that the row may choose.
+    `distant`: its mean over the first 0, 1, ... sampled blocks by distance, counted back from the last block that a row
+    may choose.
+    """
+
+    def __init__(self, q: Queries, k: Keys, grid: Candidates, *, group: bool = False) -> None:
+        self.grid = grid
+        sampled = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
+        seen = sampled_shares(q, k, sampled, grid)
+        if group:
+            seen = seen.unflatten(1, (k.shape[2], -1)).mean(2)
+        self.sampled = torch.tensor(sampled, dtype=torch.long, device=grid.device)
+        self.known = torch.searchsorted(self.sampled, torch.arange(grid.rows, device=grid.device))
+        may = grid.allowed[self.sampled]
+        self.seen = seen.masked_fill_(~may, 0.0)
+        reached = torch.arange(grid.columns, device=grid.device) < may.sum(-1, keepdim=True)
+        mean = self._turned(self.seen, may).cumsum(2) / reached.cumsum(0).clamp(min=1)
+        self.distant = F.pad(mean, (0, 0, 1, 0))
+        prior = seen.new_tensor(FORECAST_PRIOR).log() / FORECAST_RATE
+        self.held = prior[:, None, None].expand(-1, *seen.shape[:2])
+
+    def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
+        """share: estimated for the rows `at`, (B, H, rows, columns). counts: the lengths of their lists, (…, rows)."""
+        may, known = self.grid.allowed[at], self.known[at]
+        moved = F.pad(share, (1, -1)).masked_fill_(~may, 0.0)
+        distant = self._turned(self.distant[:, :, known], may)
+        forecasts = torch.stack([share, moved, distant])
+        forecasts /= forecasts.sum(-1, keepdim=True).clamp_(min=torch.finfo(share.dtype).tiny)
+        # what the lists of each would have held of the tokens seen inside these rows
+        first, last = int(known[0]), int(torch.searchsorted(self.sampled, at.stop))
+        inside = self.sampled[first:last] - at.start
+        counts = counts.expand(share.shape[:3])[:, :, inside]
+        order = ranked(forecasts[:, :, :, inside], may[inside], self.grid.always[at][inside])
+        lists = order.topk(int(counts.max()) if counts.numel() else 0, dim=-1).indices
+        listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
+        seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
+        held = (seen.gather(-1, lists) * listed).sum(-1)
+        held = torch.cat([self.held[..., None], held], -1).cumsum(-1)  # before the first, after it, after the next, ...
+        self.held = held[..., -1]
+        weight = (FORECAST_RATE * held).softmax(0)[..., known - first]  # (3, B, H, rows)
+        return torch.einsum("fbhr,fbhrc->bhrc", weight, forecasts)
+
+    @staticmethod
+    def _turned(x: Tensor, may: Tensor) -> Tensor:
+        """(…, rows, columns) by key block -> by distance from the last one that a row may choose, or back; else 0."""
+        at = may.sum(-1, keepdim=True) - 1 - torch.arange(may.shape[-1], device=may.device)
+        return x.gather(-1, at.clamp(min=0).expand(x.shape)).masked_fill_(at < 0, 0.0)
+
+
+def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
+    """The causal softmax of some tokens over some keys, by key block, their mean: (B, H, sampled blocks, columns)."""
+    batch, seq_len, heads, _ = q.shape
+    stride = math.gcd(FORECAST_STRIDE, grid.k_block)
+    # tokens at other places of each block, and other keys for each group of blocks
+    places = [[(i * GOLDEN + part / FORECAST_TOKENS) % 1 for part in range(FORECAST_TOKENS)] for i in sampled]
+    tokens = [
+        sorted(i * grid.q_block + int(x * grid.q_block) for x in at) for i, at in zip(sampled, places, strict=True)
+    ]
+    at_once = FORECAST_GROUP
+    while at_once > 1 and at_once * FORECAST_TOKENS * batch * heads * seq_len > CHUNK * stride:
+        at_once //= 2
+    shares = torch.zeros(batch, heads, len(sampled), grid.columns, dtype=grid.dtype, device=q.device)
+    for start in range(0, len(tokens), at_once):
+        token = torch.tensor(tokens[start : start + at_once], device=q.device).flatten()
+        first, reached = start // FORECAST_GROUP % stride, tokens[start : start + at_once][-1][-1] // grid.k_block + 1
+        key = torch.arange(first, reached * grid.k_block, stride, device=q.device)
+        query = (q[:, token] * grid.scale).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        score = query @ k[:, first : reached * grid.k_block : stride].permute(0, 2, 3, 1)
+        score = F.pad(score, (0, len(key) - score.shape[-1])).to(shares.dtype).view(batch, heads, len(token), -1)
+        sure = tokens[start][0] // stride  # before the first token
+        score[..., sure:].masked_fill_(key[sure:] > token[:, None], -math.inf)
+        share = score.softmax(-1).unflatten(3, (reached, -1)).unflatten(2, (-1, FORECAST_TOKENS))
+        shares[:, :, start : start + at_once, :reached] = share.sum((3, 5)) / FORECAST_TOKENS
+    return shares

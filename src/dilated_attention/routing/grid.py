@@ -1,0 +1,117 @@
+"""Which key blocks each query block may choose, which it always has, and how many it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockGrid, BlockSize, check_density, row_offsets
+
+ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
+Queries = Float[Tensor, "batch seq heads head_dim"]
+Keys = Float[Tensor, "batch seq kv_heads head_dim"]
+Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates(BlockGrid):
+    """The query blocks of one call: the key blocks that each may choose (`allowed`) and always has (`always`)."""
+
+    keep_diagonal: bool
+    floor: int
+    scale: float  # of the scores
+    dtype: torch.dtype  # of shares
+    device: torch.device
+
+    @cached_property
+    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """First and last token of each query block `(rows, 1)` and of each key block `(columns,)`."""
+        row = torch.arange(self.rows, device=self.device)[:, None] * self.q_block
+        column = torch.arange(self.columns, device=self.device) * self.k_block
+        return row, (row + self.q_block).clamp(max=self.seq_len) - 1, column, column + self.k_block - 1
+
+    @cached_property
+    def always(self) -> Tensor:
+        """Key blocks that the tokens of the query block lie in; causal: but for those complete at its first query."""
+        first_query, last_query, first_key, last_key = self.edges
+        if not self.keep_diagonal:
+            return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)
+        return (first_key <= last_query) & (last_key > first_query if self.is_causal else last_key >= first_query)
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        first_query, _, _, last_key = self.edges
+        if not self.is_causal:
+            return torch.ones(self.rows, self.columns, dtype=torch.bool, device=self.device)
+        return last_key <= first_query
+
+    @cached_property
+    def first_chooser(self) -> Tensor:
+        """The first query block that may choose each key block when causal (the last one if none may), `(columns,)`."""
+        last_key = self.edges[3]
+        return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
+
+    def budget(self, density: float | None) -> Tensor:
+        """Blocks per row, `(rows,)`: round(density * visible), at least `floor` and the diagonal."""
+        visible = self.visible().to(self.device)
+        wanted = torch.zeros_like(visible)
+        if density is not None:
+            check_density(density)
+            wanted = (visible * density).round().long()
+        return torch.maximum(wanted.clamp(min=self.floor), self.always.sum(-1)).minimum(visible)
+
+    def ranked(self, at: slice, share: Tensor) -> Tensor:
+        """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
+        return ranked(share, self.allowed[at], self.always[at])
+
+    def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
+        """Ascending lists (B, H, rows, width), of which the first `counts` entries are meant."""
+        counts = counts.expand(lists.shape[:3])
+        kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
+        return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
+
+
+def candidates(
+    q: Tensor,
+    k: Tensor,
+    block_size: BlockSize,
+    is_causal: bool,
+    keep_diagonal: bool,
+    floor: int,
+    scale: float | None = None,
+) -> Candidates:
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "q and k must be (batch, seq, heads, head_dim) with equal batch, seq and head_dim, "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"the heads of k must divide the {q.shape[2]} heads of q, got {k.shape[2]}")
+    if is_causal and not keep_diagonal:
+        raise ValueError("keep_diagonal=False contradicts is_causal=True: no earlier token can judge the diagonal")
+    if floor < 0:
+        raise ValueError(f"floor must be at least 0, got {floor}")
+    grid = BlockGrid.of(q.shape[1], block_size, is_causal)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return Candidates(grid.seq_len, grid.q_block, grid.k_block, is_causal, keep_diagonal, floor, scale, dtype, q.device)
+
+
+def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
+    return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))
+
+
+def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
+    """Lists of the `counts` largest of each row, ascending."""
+    return ascending(order.topk(width, dim=-1).indices, counts, order.shape[-1])
+
+
+def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
+    """The first `counts` entries of each list, ascending; `columns` behind them."""
+    behind = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
+    return order.masked_fill(behind, columns).sort(-1).values

@@ -1,0 +1,134 @@
+"""A scorer of blocks that is trained."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockSize, check_density
+from dilated_attention.routing.estimates import part_means
+from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates, largest
+
+
+class LearnedRouter(nn.Module):
+    """A small scorer of blocks, trained through a relaxation of the choice that it makes.
+
+    score(i, J) = <a_h q̂_i, b_h k̂_J> / sqrt(rank), with q̂_i the mean of the block's queries (causal: of the q_block
+    queries that end at its first one) and k̂_J the mean, maximum and minimum of the block's keys, as in SeerAttention.
+    `forward` lists the blocks with the largest scores, as many a row as in `topk_blocks`, the diagonal first.
+
+    **Relaxation.** gate(i, J) = sigmoid(score(i, J) / temperature - τ_i), with τ_i such that a row's gates sum to its
+    budget; the diagonal's gates are 1. `relaxed_attention` is softmax attention with the log of a block's gate added to
+    its scores: as temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in the
+    router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss of its output trains
+    the router. It forms the whole score matrix: for training at moderate lengths.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        density: float,
+        *,
+        num_kv_heads: int | None = None,
+        rank: int = 16,
+        temperature: float = 0.1,
+        block_size: BlockSize = 128,
+        is_causal: bool = False,
+        floor: int = 1,
+    ) -> None:
+        super().__init__()
+        check_density(density)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.density, self.temperature, self.floor = density, temperature, floor
+        self.block_size, self.is_causal = block_size, is_causal
+        self.query_map = nn.Parameter(torch.empty(num_heads, head_dim, rank))
+        self.key_map = nn.Parameter(torch.empty(num_kv_heads, 3 * head_dim, rank))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.query_map, self.key_map):
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+    def extra_repr(self) -> str:
+        heads, head_dim, rank = self.query_map.shape
+        return (
+            f"num_heads={heads}, head_dim={head_dim}, density={self.density}, num_kv_heads={self.key_map.shape[0]}, "
+            f"rank={rank}, temperature={self.temperature}, block_size={self.block_size}, is_causal={self.is_causal}"
+        )
+
+    @torch.no_grad()
+    def forward(self, q: Queries, k: Keys) -> BlockLayout:
+        grid = self._grid(q, k)
+        budget = grid.budget(self.density)
+        score = self._scores(q, k, grid).masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
+        return grid.layout(largest(score, budget, int(budget.max())), budget)
+
+    def log_gates(self, q: Queries, k: Keys) -> Blocks:
+        """0 on the diagonal, -inf for blocks that the row may not choose."""
+        return self._log_gates(q, k, self._grid(q, k))
+
+    def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
+        """softmax(scale q·k + log gate) v over the visible keys."""
+        grid = self._grid(q, k)
+        token = torch.arange(grid.seq_len, device=q.device)
+        bias = self._log_gates(q, k, grid)[..., (token // grid.q_block)[:, None], token // grid.k_block]
+        if self.is_causal:
+            bias = bias.masked_fill(token > token[:, None], -math.inf)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        key, value = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        probability = (scale * torch.einsum("bihd,bjhd->bhij", q, key) + bias.to(q.dtype)).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", probability, value)
+
+    def _grid(self, q: Tensor, k: Tensor) -> Candidates:
+        heads, kv_heads = self.query_map.shape[0], self.key_map.shape[0]
+        if (q.shape[2], k.shape[2]) != (heads, kv_heads):
+            raise ValueError(
+                f"the router has {heads} heads and {kv_heads} KV heads, got q with {q.shape[2]} and k with {k.shape[2]}"
+            )
+        return candidates(q, k, self.block_size, self.is_causal, True, self.floor)
+
+    def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
+        dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
+        blocks = (
+            F.pad(k, (0, 0, 0, 0, 0, more), value=fill).unflatten(1, (grid.columns, grid.k_block))
+            for fill in (-math.inf, math.inf)
+        )
+        high, low = next(blocks).amax(2), next(blocks).amin(2)
+        mean = part_means(k, grid.k_block, 1)[0][:, :, 0]
+        query = part_means(q, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
+        query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
+        key = torch.einsum("bjhd,hdr->bhjr", torch.cat([mean, high, low], dim=-1).to(dtype), self.key_map)
+        key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+        return query @ key.mT / self.query_map.shape[2] ** 0.5
+
+    def _log_gates(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
+        free = grid.allowed & ~grid.always
+        x = self._scores(q, k, grid) / self.temperature
+        wanted = (grid.budget(self.density) - grid.always.sum(-1)).clamp(min=0).to(x.dtype)
+        gate = F.logsigmoid(x - _threshold(x, free, wanted))
+        return gate.masked_fill(~free, -math.inf).masked_fill(grid.always, 0.0)
+
+
+def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
+    """τ (…, rows, 1) with Σ sigmoid(x - τ) = wanted over the free entries, differentiable in x."""
+    with torch.no_grad():
+        inside = x.masked_fill(~free, 0.0)
+        low, high = inside.amin(-1, keepdim=True) - 40, inside.amax(-1, keepdim=True) + 40
+        for _ in range(64):
+            middle = (low + high) / 2
+            many = ((x - middle).sigmoid() * free).sum(-1, keepdim=True) > wanted[:, None]
+            low, high = torch.where(many, middle, low), torch.where(many, high, middle)
+        root = (low + high) / 2
+    gate = (x - root).sigmoid() * free
+    slope = (gate * (1 - gate)).sum(-1, keepdim=True).detach().clamp(min=torch.finfo(x.dtype).tiny)
+    excess = gate.sum(-1, keepdim=True)
+    return root + (excess - excess.detach()) / slope  # one Newton step: its value is the root, its gradient dτ/dx

@@ -1,0 +1,167 @@
+"""The blocks with the largest estimated shares: so many of them, or up to a mass, in one stage or two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockSize
+from dilated_attention.routing.estimates import QUERY_PARTS, estimated_shares, pooled, scored_rows, share_of_blocks
+from dilated_attention.routing.forecast import Forecast
+from dilated_attention.routing.grid import ALWAYS, Keys, Queries, ascending, candidates, largest, ranked
+
+
+@torch.no_grad()
+def topk_blocks(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """The round(density * n) of a query block's n key blocks that carry the largest estimated shares of its softmax.
+
+    Every row has max(floor, round(density * n)) blocks, or all that it can see; the diagonal counts among them and
+    comes first. `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
+    """
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    budget = grid.budget(density)
+    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
+    chosen = []
+    for at, share in estimated_shares(q, k, grid, group=per_kv_head):
+        if forecast is not None:
+            share = forecast(at, share, budget[at])
+        chosen.append(largest(grid.ranked(at, share), budget[at], int(budget.max())))
+    return grid.layout(torch.cat(chosen, dim=2), budget)
+
+
+@torch.no_grad()
+def topp_blocks(
+    q: Queries,
+    k: Keys,
+    mass: float,
+    *,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """The fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0, 1].
+
+    When causal, the shares are of the softmax over the blocks before the diagonal, and the diagonal comes on top.
+    """
+    if not 0 < mass <= 1:
+        raise ValueError(f"mass must lie in (0, 1], got {mass}")
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    least = grid.budget(None)
+
+    def fewest(at: slice, share: Tensor) -> tuple[Tensor, Tensor]:
+        ordered, order = grid.ranked(at, share).sort(dim=-1, descending=True)
+        must = ordered >= ALWAYS
+        part = torch.where(must, ordered - ALWAYS, ordered).clamp_(min=0)
+        before = part.cumsum(-1) - part
+        return order, torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
+
+    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
+    lists, counts = [], []
+    for at, share in estimated_shares(q, k, grid, group=per_kv_head):
+        if forecast is not None:
+            share = forecast(at, share, fewest(at, share)[1])
+        order, count = fewest(at, share)
+        counts.append(count)
+        lists.append(ascending(order[..., : int(count.max())], count, grid.columns))
+    width = max(x.shape[-1] for x in lists)
+    lists = [F.pad(x, (0, width - x.shape[-1]), value=grid.columns) for x in lists]
+    return grid.layout(torch.cat(lists, dim=2), torch.cat(counts, dim=2))
+
+
+@torch.no_grad()
+def hierarchical_blocks(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    block_size: BlockSize = 128,
+    region: int = 8,
+    breadth: float = 4.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    floor: int = 1,
+) -> BlockLayout:
+    """Two stages: coarse shares choose regions of `region` blocks a side, finer shares choose blocks within them.
+
+    A query region looks into the key regions with the largest shares, its own among them, that hold `breadth` times as
+    many tokens as `density` keeps; of their blocks each of its query blocks keeps as many as in `topk_blocks`. The
+    scores cost 1 / region + breadth * density of those of `topk_blocks`.
+    """
+    if region < 1 or breadth < 1:
+        raise ValueError(f"region and breadth must be at least 1, got region={region}, breadth={breadth}")
+    grid = candidates(q, k, block_size, is_causal, True, floor, scale)
+    budget = grid.budget(density)
+    most = int(budget.max())
+    side = region * math.lcm(grid.q_block, grid.k_block)
+    coarse = replace(grid, q_block=side, k_block=side)
+    regions, inner_q, inner_k = coarse.columns, side // grid.q_block, side // grid.k_block
+    wide = min(regions, max(math.ceil(breadth * density * regions), math.ceil(most / inner_k) + 1))
+
+    query, weight, key, multiplicity = pooled(q, k, grid)
+    # a region's queries: the mean ones of QUERY_PARTS of its blocks; causal: of as many blocks up to its first
+    pad_q, pad_k = regions * inner_q - grid.rows, regions * inner_k - grid.columns
+    behind = inner_q - 1 if is_causal else 0
+    means = F.pad(torch.einsum("bhiad,ia->bhid", query, weight), (0, 0, behind, pad_q))[:, :, : regions * inner_q]
+    real = F.pad(torch.ones_like(weight[:, 0]), (behind, pad_q))[: regions * inner_q].view(regions, inner_q)
+    skip = max(1, inner_q // QUERY_PARTS)
+    some = slice(behind % skip, None, skip)
+    means, real = means.unflatten(2, (regions, inner_q))[:, :, :, some], real[:, some]
+    first_row = torch.arange(regions, device=grid.device) * inner_q
+    # everything by region, the last one padded with blocks that nobody may choose
+    query = F.pad(query, (0, 0, 0, 0, 0, pad_q)).unflatten(2, (regions, inner_q))
+    weight = F.pad(weight, (0, 0, 0, pad_q)).unflatten(0, (regions, inner_q))
+    keys = F.pad(key, (0, 0, 0, 0, 0, pad_k)).unflatten(2, (regions, inner_k))
+    counts = F.pad(multiplicity, (0, 0, 0, pad_k), value=-math.inf).unflatten(0, (regions, inner_k))
+    allowed, always = (F.pad(x, (0, pad_k, 0, pad_q)) for x in (grid.allowed, grid.always))
+    batch = torch.arange(q.shape[0], device=grid.device)[:, None, None, None]
+    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None, None] // (q.shape[2] // k.shape[2])
+    inside_q, inside_k = (torch.arange(n, device=grid.device) for n in (inner_q, inner_k))
+
+    chosen = []
+    held = wide * inner_k * key.shape[3] * max(q.shape[3], inner_q * query.shape[4])
+    region_rows = means, real / real.sum(-1, keepdim=True), key, multiplicity
+    for at, share in scored_rows(*region_rows, grid.allowed[first_row], held=held):
+        share = F.pad(share, (0, pad_k)).unflatten(3, (regions, inner_k)).sum(-1)
+        near = ranked(share, coarse.allowed[at], coarse.always[at]).topk(wide, dim=-1).indices.sort(-1).values
+        candidate = (near[..., None] * inner_k + inside_k).flatten(3)  # (B, H, regions here, blocks of near regions)
+        row = torch.arange(at.start, at.stop, device=grid.device)[:, None] * inner_q + inside_q
+        may, must = (x[row[:, :, None], candidate[..., None, :]] for x in (allowed, always))
+        logits = torch.einsum("bhriad,bhrxjcd->bhriacxj", query[:, :, at], keys[batch, kv_head, near])
+        logits += counts[near].permute(0, 1, 2, 5, 3, 4)[:, :, :, None, None]
+        fine = ranked(share_of_blocks(logits.flatten(6), weight[at], may), may, must)
+        kept = fine.topk(min(most, fine.shape[-1]), dim=-1).indices
+        chosen.append(candidate[:, :, :, None].expand(fine.shape).gather(-1, kept).flatten(2, 3))
+    lists = torch.cat(chosen, dim=2)[:, :, : grid.rows]
+    return grid.layout(ascending(lists, budget, grid.columns), budget)
+
+
+def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:
+    """min(1, (dense_until / seq_len) ** exponent): dense at first, then ∝ seq_len ** (1 - exponent) keys a query.
+
+    An exponent of 1 holds the number of keys that a query sees, an exponent of 0 the density.
+    """
+    if seq_len < 1 or dense_until < 1 or not 0 <= exponent <= 1:
+        raise ValueError(
+            "seq_len and dense_until must be at least 1 and exponent in [0, 1], "
+            f"got seq_len={seq_len}, dense_until={dense_until}, exponent={exponent}"
+        )
+    return min(1.0, (dense_until / seq_len) ** exponent)
