@@ -43,7 +43,10 @@ def render(text: str, results: Path) -> str:
 
 def write(document: Path, results: Path) -> bool:
     """Write a document's spans anew; whether it changed."""
-    before = document.read_text(encoding="utf-8")
+    try:
+        before = document.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{document}: not a document in UTF-8 ({error.reason})") from None
     after = render(before, results)
     if after != before:
         write_text(document, after)
