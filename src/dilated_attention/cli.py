@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
-    diverged, with one line on stderr; 128 + n after signal n.
+    diverged or results that could not be kept, with one line on stderr; 128 + n after signal n.
 
     Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
     """

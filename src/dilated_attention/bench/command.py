@@ -99,6 +99,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
     folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
     console = Console()
+    code = 0
     for name, chosen in steps.items():
         recorder = Recorder(folder, name, device)
         rows: list[Row] = []
@@ -110,7 +111,9 @@ def _bench(options: argparse.Namespace) -> int:
         console.print(table(name, rows))
         if recorder.failure is None:
             console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
-    return 0
+        else:
+            code = 1
+    return code
 
 
 def _writable(folder: Path) -> Path:
@@ -285,13 +288,14 @@ def _simulate(options: argparse.Namespace) -> int:
     console = Console()
     for shown in _simulated(found, model):
         console.print(shown)
-    if recorder.failure is None:
-        console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
-        figure = plots.weak_scaling(read(recorder.path))
-        if figure is not None:
-            picture = recorder.path.with_suffix(".png")
-            figure.savefig(picture, dpi=150)
-            console.print(f"written: {picture}", highlight=False, soft_wrap=True)
+    if recorder.failure is not None:
+        return 1
+    console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
+    figure = plots.weak_scaling(read(recorder.path))
+    if figure is not None:
+        picture = recorder.path.with_suffix(".png")
+        figure.savefig(picture, dpi=150)
+        console.print(f"written: {picture}", highlight=False, soft_wrap=True)
     return 0
 
 
