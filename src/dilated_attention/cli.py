@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dilated_attention.bench import command as bench
-from dilated_attention.environment import report, require_device
+from dilated_attention.environment import own_version, report, require_device
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
@@ -35,22 +35,40 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
-    diverged, with one line on stderr; 128 + n after signal n."""
+    diverged or results that could not be kept, with one line on stderr; 128 + n after signal n.
+
+    Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
+    """
+    options = command_line().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("dilated-attention: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of every command; the namespace it makes holds the command's name and what runs it."""
     parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     _add_demo(commands)
     _add_train(commands)
     _add_generate(commands)
     _add_convert(commands)
     _add_info(commands)
     bench.add_parsers(commands)
-    options = parser.parse_args(arguments)
-    try:
-        code: int = options.run(options)
-    except KeyboardInterrupt:
-        print("dilated-attention: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return code
+    return parser
+
+
+def _in_a_line(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _add_demo(commands: Any) -> None:
@@ -256,6 +274,7 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="even if the folder exists")
     parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="what it is of")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
     parser.add_argument("--architecture", choices=architectures, help="of torchscale's (default: recognised)")
@@ -281,23 +300,19 @@ def _convert(options: argparse.Namespace) -> int:
         "architecture": options.architecture,
         "surplus": "warn" if options.leave_surplus else None,
     }
-    console = Console(stderr=True)
-    try:
-        if options.kind == "torchscale" and (options.segments is None or options.rates is None):
-            raise ValueError("--segments and --rates: the weights do not tell; give both")
-        with console.status("converting and comparing"):
-            model, found = convert(
-                options.checkpoint,
-                options.out,
-                options.kind,
-                tokens=options.tokens,
-                seed=options.seed,
-                compat=None if options.corrected else "torchscale",
-                **{name: value for name, value in given.items() if value is not None},
-            )
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention convert: error: {error}", file=sys.stderr)
-        return 2
+    if options.kind == "torchscale" and (options.segments is None or options.rates is None):
+        raise ValueError("--segments and --rates: the weights do not tell; give both")
+    with Console(stderr=True).status("converting and comparing"):
+        model, found = convert(
+            options.checkpoint,
+            options.out,
+            options.kind,
+            tokens=options.tokens,
+            seed=options.seed,
+            compat=None if options.corrected else "torchscale",
+            overwrite=options.overwrite,
+            **{name: value for name, value in given.items() if value is not None},
+        )
     table = Table("difference between", title=f"{type(model).__name__}, random input", title_justify="left")
     for heading in ("greatest of an entry", "in norm"):
         table.add_column(heading, justify="right")
