@@ -6,11 +6,14 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import processes
+from dilated_attention.parallel import presence
 from dilated_attention.training.ranks import Ranks
 
 SMALL = {"context": 65, "steps": 50, "layers": 1, "dim": 16, "heads": 2, "batch": 3, "sample": 4, "held-out": 1}
@@ -27,6 +30,23 @@ def text(tmp_path: Path) -> Path:
 def words(text: Path, **changes: object) -> list[str]:
     options = SMALL | {"out": text.parent / "run", "timeout": TIMEOUT, "save-every": 2} | changes
     return ["train", str(text), *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+
+def test_missing_keys_of_many_are_found_in_few_questions() -> None:
+    class Counting(dist.HashStore):
+        asked = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.asked += 1
+            return super().check(keys)
+
+    store, keys = Counting(), [str(rank) for rank in range(1000)]
+    for rank, key in enumerate(keys):
+        if rank not in (17, 998):
+            store.set(key, "here")
+    assert presence.missing(store, keys, 0.0) == [17, 998]
+    assert store.asked < 50
+    assert presence.named(range(20)) == f"rank {', '.join(map(str, range(16)))} and 4 more"
 
 
 def signal_in_step(number: int, step: int) -> None:
@@ -53,6 +73,21 @@ def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
         assert len(lines) == 1, lines
         assert f"rank {rank} of 3, step 4: lost rank {culprit}" in lines[0]
         assert f"--resume continues {text.parent / 'run'}" in lines[0]
+
+
+def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Path) -> None:
+    """torchrun sends SIGTERM when a rank has died, and SIGKILL 30 s later: no time for the timeout."""
+    before = {1: functools.partial(signal_in_step, signal.SIGSTOP, 2)}
+    commands = processes.Commands(text.parent, [words(text, timeout=300)] * 3, before)
+    state = Path(f"/proc/{commands.processes[1].pid}/stat")
+    while state.read_text().split()[2] != "T":
+        time.sleep(0.05)
+    for rank in (0, 2):
+        commands.processes[rank].terminate()
+    for code, lines in commands.ends(60, [0, 2]):
+        assert code == 1, lines
+        assert len(lines) == 1, lines
+        assert "step 2: lost rank 1" in lines[0]
 
 
 def test_a_rank_that_never_comes_is_named(text: Path) -> None:

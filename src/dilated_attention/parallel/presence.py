@@ -224,13 +224,12 @@ class Watch:
 
         def tell() -> None:
             self._store.set(self._keys[self.rank], _ENDED if problem is None else f"{_ENDED}: {problem}")
-            if problem is None:
-                return
-            self._publish(f"facts/{self._rounds}", json.dumps({"refused": problem}))
-            self._store.add("ended", 1)
-            self._count("ended", self.size - self._lost)
+            if problem is not None:
+                self._publish(f"facts/{self._rounds}", json.dumps({"refused": problem}))
+                self._store.add("ended", 1)
+                self._count("ended", self.size - self._lost)
             self._store.add("gone", 1)
-            if self._hosts:  # the others have asked their last question
+            if self._hosts:  # the store ends with this process: not before the others have asked their last question
                 self._count("gone", self.size - self._lost)
 
         within(GRACE_SECONDS + 2.0, tell)

@@ -204,7 +204,7 @@ def run(
     Args:
         received: the list of an enclosing `noted_signals`.
     """
-    console.print(forecast(training), highlight=False)
+    console.print(forecast(training), highlight=False, soft_wrap=True)
     with noted_signals() if received is None else nullcontext(received) as received:
         for step in _with_progress(training, console):
             number = received[0] if received else 0
