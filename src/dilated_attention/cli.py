@@ -62,7 +62,7 @@ def _add_demo(commands: Any) -> None:
         "demo",
         help=summary,
         description=f"{summary.capitalize()}: the same bytes of the Python standard library's sources, the same steps. "
-        "Prints speed, memory and held-out bits per byte; about 3 minutes on 2 CPU cores.",
+        "Prints speed, memory and held-out bits per byte; a few minutes on 2 CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
