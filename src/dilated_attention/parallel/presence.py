@@ -76,7 +76,7 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
     """Which ranks' facts differ from those that most ranks have (of two as frequent, from the lowest rank's), and in
     what."""
     texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
-    usual = json.loads(Counter(texts).most_common(1)[0][0])
+    usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
     ranks: dict[str, list[int]] = {}
     for rank, mine in enumerate(facts):
         if mine != usual:
