@@ -15,7 +15,7 @@ from dilated_attention import cli, environment, plots
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import demo
+from dilated_attention.training import demo, session
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -90,7 +90,7 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert "bits per byte" in capsys.readouterr().out
     before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
     assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
-    assert "with steps=4, not 5" in failure(capsys, "train", *out, "--resume", "--steps", "5")
+    assert "with steps=4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
     assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
     assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
     text.write_bytes(text.read_bytes()[:-1])
@@ -100,6 +100,63 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert "truncated" in failure(capsys, "train", *out, "--resume")
     assert exit_code(["train", text, *out, *TINY, "--overwrite", "--dense"]) == 0
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
+
+
+def test_resume_remembers_and_extends(capsys, tmp_path, text):
+    out = tmp_path / "run"
+    words = [
+        text,
+        "--out",
+        out,
+        *TINY[:-2],
+        "--held-out",
+        "2",
+        "--sample",
+        "3",
+        "--segments",
+        "16,64",
+        "--rates",
+        "1,2",
+    ]
+    assert exit_code(["train", *words]) == 0
+    first = (out / "figures.jsonl").read_text()
+    assert json.loads(first)["held_out_bytes"] == 2 * 64
+
+    assert exit_code(["train", "--out", out, "--resume", "--steps", "6"]) == 0
+    kept, second = (out / "figures.jsonl").read_text().splitlines(keepends=True)
+    assert kept == first
+    assert (json.loads(second)["recipe"]["steps"], json.loads(second)["held_out_bytes"]) == (6, 2 * 64)
+    assert len((out / "steps.jsonl").read_text().splitlines()) == 6
+    prompt, _, written = (out / "sample.txt").read_text(encoding="utf-8").partition("▌")
+    assert prompt
+    assert len(written.rstrip("\n")) == 3
+
+    assert exit_code(["train", "--out", out, "--resume", "--sample", "0"]) == 0
+    assert json.loads((out / "options.json").read_text()) == {"save_every": 100, "held_out": 2, "sample": 0}
+    capsys.readouterr()
+    (out / "options.json").write_text("{}")
+    assert "options.json: expected integers for save_every" in failure(capsys, "train", "--out", out, "--resume")
+
+
+def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
+    out = tmp_path / "run"
+
+    def said(*words) -> str:
+        assert exit_code(["generate", *words, "--bytes", "20"]) == 0
+        return capsys.readouterr().out
+
+    with monkeypatch.context() as patch:  # interrupted in its first step
+        patch.setattr(session, "run", lambda *_, **__: 130)
+        assert exit_code(["train", text, "--out", out, *TINY]) == 130
+    begun = said(out)
+    assert exit_code(["train", "--out", out, "--resume"]) == 0
+    capsys.readouterr()
+    finished = said(out / "model")
+    assert said(out) == finished
+    assert begun != finished
+    (out / "model").rename(tmp_path / "elsewhere")
+    assert said(out) == finished  # the checkpoint of the last step
+    assert "neither a model nor a run of `train`" in failure(capsys, "generate", tmp_path)
 
 
 def test_control_c_in_a_terminal(tmp_path, text):
@@ -144,7 +201,7 @@ def test_demo(tmp_path, capsys):
     assert dilated["recipe"] == dense["recipe"]
     assert both["score_entries_per_head_dense"] == 512 * 513 // 2
     assert both["score_entries_per_head_dilated"] == sum(
-        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 4), (512, 16))
+        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 2), (512, 2))
     )
     assert (tmp_path / "loss.png").exists()
     assert exit_code(["demo", "--out", tmp_path, "--context", "1"]) == 2

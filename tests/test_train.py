@@ -305,5 +305,41 @@ def test_sample_shows_control_bytes_as_dots(text):
 
 
 def test_default_pattern():
-    assert session.default_pattern(8192) == Dilated((512, 2048, 8192), (1, 4, 16))
-    assert session.default_pattern(100) == Dilated((100,), (1,))
+    assert session.default_pattern(8192, 16) == Dilated((512, 2048, 8192), (1, 4, 16))
+    assert session.default_pattern(8192, 4) == Dilated((512, 2048, 8192), (1, 4, 4))
+    assert session.default_pattern(100, 4) == Dilated((100,), (1,))
+    for heads in range(1, 20):
+        assert session.default_pattern(8192, heads).unserved(heads) == (0, 0, 0)
+
+
+def test_the_patterns_of_train_and_demo_serve_every_residue(text, tmp_path):
+    long = dataclasses.asdict(RECIPE) | {"context": 512}
+    for heads, kv_heads in ((4, None), (4, 2), (2, None)):
+        fields = {"embed_dim": 16, "num_layers": 1, "num_heads": heads, "num_kv_heads": kv_heads}
+        config = session.start(text.paths, tmp_path / f"{heads}-{kv_heads}", fields, long).config
+        assert set(config.pattern.unserved(config.kv_heads)) == {0}
+
+
+def test_a_pattern_that_leaves_residues_to_nobody_is_told(text):
+    config = dataclasses.replace(CONFIG, pattern=Dilated((16, 64), (1, 16)))
+    assert "residues that no head serves: 14 of 16 in branch (64, 16)" in session.forecast(
+        Training(config, RECIPE, text)
+    )
+
+
+def test_what_is_told_before_the_first_step(text):
+    told = session.forecast(Training(CONFIG, RECIPE, text))
+    assert "6 steps of 128 bytes" in told
+    assert "by heart" not in told
+    training = Training(CONFIG, dataclasses.replace(RECIPE, steps=2460), text)
+    learnt = len(text.content) - 3 * 65  # without the held-out windows
+    assert f"{sum(p.numel() for p in training.model.parameters()):,} parameters" in session.forecast(training)
+    assert f"{learnt:,} bytes of text" in session.forecast(training)
+    assert f"{2460 * 128 / learnt:.0f} epochs of this text: it will be learned by heart" in session.forecast(training)
+
+
+def test_the_time_that_is_left_is_told_after_a_few_steps(text, tmp_path):
+    training = started(text, tmp_path / "run", steps=8)
+    _, printed = finish(training, tmp_path / "run")
+    assert "step 5/8" in printed
+    assert " left" in printed

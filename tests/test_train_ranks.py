@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import processes
 from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
+from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import session
 from dilated_attention.training.loop import read_checkpoint
@@ -42,7 +43,8 @@ def ranks_of(context: int) -> Ranks | None:
     if not dist.is_initialized():
         return None
     mesh = init_device_mesh("cpu", (dist.get_world_size() // context, context), mesh_dim_names=("data", "context"))
-    ranks = Ranks(mesh, mesh["data", "context"]._flatten("data_context"))
+    watch = Watch(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout=60)
+    ranks = Ranks(mesh, mesh["data", "context"]._flatten("data_context"), watch)
     dist.barrier()  # or a rank that is done leaves before its peers have connected
     return ranks
 

@@ -14,7 +14,7 @@ from dilated_attention import autograd
 from dilated_attention.backends import blocks, reference, table
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Offsets, Product
+from dilated_attention.patterns import Dilated, Offsets, Product, describe_unserved
 from dilated_attention.plan import StridedGroup, plan_dilated, row_counts
 
 if TYPE_CHECKING:
@@ -488,6 +488,7 @@ class Explanation:
         calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
         transport: with a mesh, how rows travel, why, and why not otherwise.
         exchange: with a mesh, what this rank sends and receives.
+        unserved: a line for each branch in which some tokens take part for no head.
     """
 
     backend: str
@@ -499,6 +500,7 @@ class Explanation:
     calls: dict[int, tuple[blocks.Calls, ...]]
     transport: TransportChoice | None = None
     exchange: ExchangePlan | None = None
+    unserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"backend   {self.backend}: {self.reason}"]
@@ -515,6 +517,7 @@ class Explanation:
                 f"{moved.backward_bytes_received / 1e6:.2f} MB"
             )
         lines.append(f"forward   {self.flops / 1e9:.3f} GFLOP, at least {self.bytes / 1e6:.2f} MB moved")
+        lines += self.unserved
         lines.append("group  heads              segments  rows    stride  first token  written")
         for i, group in enumerate(self.groups):
             rows = group.queries
@@ -594,4 +597,7 @@ def explain(
             read = call.queries * row + call.keys * 2 * row
             moved += each * call.rows * (read + (1 if call.first else 2) * written * call.queries * (row + 4))
     flops = 4 * q.shape[3] * pairs
-    return Explanation(choice.backend, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange)
+    unserved = describe_unserved(dilated, offsets)
+    return Explanation(
+        choice.backend, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange, unserved
+    )

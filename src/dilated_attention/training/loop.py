@@ -111,6 +111,8 @@ class Training:
     def step(self) -> float:
         """One optimizer step; its loss in nats per byte. FloatingPointError, nothing updated, if it is not finite."""
         begin = time.perf_counter()
+        if self.ranks is not None:
+            self.ranks.watch.place = f"step {self.finished_steps + 1}"
         tokens = self.split.batch(self.recipe.batch_size, self.generator).to(self.device)
         loss = self.model.loss(tokens if self.ranks is None else self.ranks.samples(tokens))
         loss.backward()

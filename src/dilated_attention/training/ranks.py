@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dilated_attention.models import LongNetLM
 from dilated_attention.parallel import set_context_parallel
+from dilated_attention.parallel.presence import Watch
 
 
 @dataclass(frozen=True)
@@ -30,34 +31,37 @@ class Ranks:
 
     Attributes:
         everyone: the two axes flattened: the parameters are sharded over it, and their gradients averaged.
+        watch: over all of them.
     """
 
     mesh: DeviceMesh
     everyone: DeviceMesh
+    watch: Watch
 
     @classmethod
-    def join(cls, context_parallel: int, device: torch.device, timeout: float) -> Ranks | None:
-        """This process's place among those that torchrun started; None where it started none.
+    def connect(cls, watch: Watch, context_parallel: int, device: torch.device) -> Ranks:
+        """Form the group of the processes that `watch` has gathered.
 
         Args:
             context_parallel: ranks that share a sequence; it divides the number of processes.
-            timeout: seconds after which waiting for a lost rank ends in an error.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if context_parallel < 1 or size % context_parallel:
-            raise ValueError(
-                f"--context-parallel {context_parallel} must divide the number of processes, {size}; "
-                f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
-            )
-        if size == 1:
-            return None
+        require_divisor(context_parallel, watch.size)
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        names = ("data", "context")
-        mesh = init_device_mesh(device.type, (size // context_parallel, context_parallel), mesh_dim_names=names)
-        return cls(mesh, mesh["data", "context"]._flatten("data_context"))
+        # NCCL's own watchdog ends the process without naming anybody: it comes last.
+        patience = watch.timeout + (60 if backend == "nccl" else 0)
+        watch.place = "while the processes connect"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("dilated_attention/group", watch.store),
+            rank=watch.rank,
+            world_size=watch.size,
+            timeout=timedelta(seconds=patience),
+        )
+        shape = (watch.size // context_parallel, context_parallel)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        return cls(mesh, mesh["data", "context"]._flatten("data_context"), watch)
 
     def leave(self) -> None:
         """At the end of a run: threads of gloo that outlive their process group may abort the process."""
@@ -126,6 +130,15 @@ class Ranks:
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         dcp.save(dict(state), checkpoint_id=folder)
+
+
+def require_divisor(context_parallel: int, processes: int) -> None:
+    """ValueError unless the processes form groups of `context_parallel`."""
+    if context_parallel < 1 or processes % context_parallel:
+        raise ValueError(
+            f"--context-parallel {context_parallel} must divide the number of processes, {processes}; "
+            f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
+        )
 
 
 def read(state: dict[str, Any], folder: Path) -> None:
