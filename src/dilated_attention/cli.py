@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,7 @@ from dilated_attention.environment import report, require_device
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
+from dilated_attention.storage import read_bytes
 from dilated_attention.training.loop import Recipe
 
 if TYPE_CHECKING:
@@ -46,11 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_parsers(commands)
     options = parser.parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code: int = options.run(options)
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a line for the user of a command, who did not write the line of code that it is about."""
+    print(f"dilated-attention: warning: {message}", file=sys.stderr)
 
 
 def _add_demo(commands: Any) -> None:
@@ -101,6 +110,7 @@ def _add_train(commands: Any) -> None:
     _plain(parser, "device", str, "cpu", "a PyTorch device")
     _plain(parser, "backend", str, "auto", "of dilated attention")
     _plain(parser, "save-every", _positive, 100, "steps between checkpoints")
+    _plain(parser, "keep", _natural, 2, "older checkpoints to keep: --resume takes the newest that is whole")
     _plain(parser, "held-out", _positive, 16, "held-out windows to measure at the end")
     _plain(parser, "sample", _natural, 256, "bytes of sample text to write at the end")
 
@@ -173,6 +183,7 @@ def _train(options: argparse.Namespace) -> int:
             options.out,
             Console(quiet=ranks is not None and not ranks.first),
             save_every=options.save_every,
+            keep=options.keep,
             held_out_windows=options.held_out,
             sample_bytes=options.sample,
         )
@@ -185,6 +196,13 @@ def _train(options: argparse.Namespace) -> int:
     except ContextParallelError as error:
         print(f"dilated-attention train: error: {error}; --resume continues {options.out}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(
+            f"dilated-attention train: error: {error.filename}: cannot be written ({error.strerror}); "
+            f"--resume continues {options.out}",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _join(options: argparse.Namespace) -> Ranks | None:
@@ -226,7 +244,7 @@ def _generate(options: argparse.Namespace) -> int:
         elif str(options.prompt_file) == "-":
             prompt = sys.stdin.buffer.read()
         else:
-            prompt = options.prompt_file.read_bytes()
+            prompt = read_bytes(options.prompt_file)
         with Console(stderr=True).status("reading the model and the prompt"):
             model = writing.load(options.model, require_device(options.device), options.backend)
             pieces = writing.write(

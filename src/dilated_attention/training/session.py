@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import signal
 import statistics
 import time
@@ -25,6 +24,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
+from dilated_attention.training import checkpoint
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
 from dilated_attention.training.text import read_text, readable
 
@@ -54,9 +54,8 @@ def start(
     ranks: Ranks | None = None,
 ) -> Training:
     """A new run in `out`, which then holds its checkpoint of step 0. ValueError, nothing written, for bad input."""
-    found = _checkpoint(out)
-    if found.exists() and not overwrite:
-        raise ValueError(f"{found} exists: give --resume to continue it, --overwrite, or another --out")
+    if checkpoint.steps(_checkpoint(out)) and not overwrite:
+        raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
     plan = Recipe(**recipe)
     config = LongNetConfig(**{"pattern": default_pattern(plan.context), **model})
     training = Training(config, plan, read_text(paths), device=_usable(device, backend), backend=backend, ranks=ranks)
@@ -68,22 +67,13 @@ def start(
 
 
 def _checkpoint(out: Path) -> Path:
-    """The run's one checkpoint: a file, or the folder that several ranks write."""
-    folder = out / "checkpoint"
-    return folder if folder.exists() else out / "checkpoint.safetensors"
+    """The folder of a run's checkpoints."""
+    return out / "checkpoint"
 
 
-def save(training: Training, out: Path) -> Path:
-    """Replace the run's checkpoint, of whichever kind it was."""
-    file, folder = out / "checkpoint.safetensors", out / "checkpoint"
-    if training.ranks is None:
-        training.save(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        return file
-    training.save(folder)
-    if training.ranks.first:
-        file.unlink(missing_ok=True)
-    return folder
+def save(training: Training, out: Path, *, keep: int = 2) -> Path:
+    """Write a checkpoint of the run beside `keep` older ones."""
+    return training.save(_checkpoint(out), keep=keep)
 
 
 def resume(
@@ -100,19 +90,18 @@ def resume(
 
     The number of ranks may be another one than before.
     """
-    checkpoint = _checkpoint(out)
-    about = read_checkpoint(checkpoint)[1]
+    stored, about = read_checkpoint(_checkpoint(out), ranks)
     for mine, given in ((about.config, model), (about.recipe, recipe)):
         for name, value in given.items():
             if getattr(mine, name) != value:
                 raise ValueError(
-                    f"{checkpoint}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; "
+                    f"{stored.path}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; "
                     "leave that option out to continue it, or give another --out"
                 )
     text = read_text(paths or about.paths)
     usable = _usable(device, backend)
     training = Training(about.config, about.recipe, text, device=usable, backend=backend, ranks=ranks)
-    training.load(checkpoint)
+    training.load(stored, about)
     return training
 
 
@@ -128,6 +117,7 @@ def run(
     console: Console,
     *,
     save_every: int,
+    keep: int = 2,
     held_out_windows: int,
     sample_bytes: int,
 ) -> int:
@@ -138,11 +128,9 @@ def run(
             if training.ranks is not None:  # a signal may reach some ranks earlier than others
                 number = training.ranks.greatest(number)
             if number or step % save_every == 0 or step == training.recipe.steps:
-                checkpoint = save(training, out)
+                path = save(training, out, keep=keep)
             if number:
-                console.print(
-                    f"stopped after step {step} of {training.recipe.steps}; --resume continues from {checkpoint}"
-                )
+                console.print(f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}")
                 return 128 + number
     _report(training, out, console, held_out_windows, sample_bytes)
     return 0
@@ -197,7 +185,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"saved in {out}: model/, {_checkpoint(out).name}, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+    console.print(f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png")
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
