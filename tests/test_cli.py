@@ -79,7 +79,7 @@ def test_wrong_arguments(capsys, tmp_path, text):
     }.items():
         assert message in failure(capsys, "train", text, *out, *TINY, *words.split())
     assert "cannot be read" in failure(capsys, "train", tmp_path / "none.txt", *out)
-    assert "there is no such file" in failure(capsys, "train", "--resume", *out)
+    assert "no checkpoint of `train`" in failure(capsys, "train", "--resume", *out)
     assert not (tmp_path / "run").exists()
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
 
@@ -88,16 +88,20 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     out = ["--out", tmp_path / "run"]
     assert exit_code(["train", text, *out, *TINY, "--segments", "16,64", "--rates", "1,2"]) == 0
     assert "bits per byte" in capsys.readouterr().out
-    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    folder = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-0", "step-4"]
+    before = (folder / "step-4" / "index.json").stat().st_mtime_ns
     assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
     assert "with steps=4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
     assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
     assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
     text.write_bytes(text.read_bytes()[:-1])
     assert "another text" in failure(capsys, "train", *out, "--resume")
-    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
-    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(before[:-1])
-    assert "truncated" in failure(capsys, "train", *out, "--resume")
+    assert (folder / "step-4" / "index.json").stat().st_mtime_ns == before
+    for step in folder.iterdir():
+        shard = step / "rank-0-of-1.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1])
+    assert "step-4/rank-0-of-1.safetensors: damaged" in failure(capsys, "train", *out, "--resume")
     assert exit_code(["train", text, *out, *TINY, "--overwrite", "--dense"]) == 0
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
 
@@ -173,14 +177,10 @@ def test_control_c_in_a_terminal(tmp_path, text):
     out = tmp_path / "run"
     process = subprocess.Popen(command(text, "--out", out, *words, "--save-every", "1"), stdout=subprocess.PIPE)
     end = time.monotonic() + 60
-    first = None
     while time.monotonic() < end and process.poll() is None:
-        if (out / "checkpoint.safetensors").exists():
-            now = (out / "checkpoint.safetensors").stat().st_mtime_ns
-            first = first or now
-            if now != first:  # past step 0
-                process.send_signal(signal.SIGINT)
-                break
+        if list(out.glob("checkpoint/step-[1-9]*")):
+            process.send_signal(signal.SIGINT)
+            break
         time.sleep(0.002)
     printed = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130, printed
@@ -304,7 +304,7 @@ def test_divergence_is_one_line(capsys, tmp_path, text):
     assert exit_code(["train", text, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "try a lower --lr" in line
-    assert (tmp_path / "run" / "checkpoint.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoint" / "step-0").exists()
 
 
 def test_version(capsys):

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
+from dilated_attention.storage import read_bytes
 from dilated_attention.training import session
 from dilated_attention.training.loop import Recipe
 
@@ -44,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = command_line().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code: int = options.run(options)
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -72,6 +76,11 @@ def _in_a_line(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a line for the user of a command, who did not write the line of code that it is about."""
+    print(f"dilated-attention: warning: {message}", file=sys.stderr)
 
 
 def _add_demo(commands: Any) -> None:
@@ -127,6 +136,7 @@ def _add_train(commands: Any) -> None:
     _plain(parser, "device", str, "cpu", "a PyTorch device")
     _plain(parser, "backend", str, "auto", "of dilated attention")
     _kept(parser, "save-every", _positive, "steps between checkpoints")
+    _kept(parser, "keep", _natural, "older checkpoints to keep: --resume takes the newest that is whole")
     _kept(parser, "held-out", _positive, "held-out windows to measure at the end")
     _kept(parser, "sample", _natural, "bytes of sample text to write at the end")
 
@@ -201,6 +211,8 @@ def _train(options: argparse.Namespace) -> int:
             return _fail(1, f"{error}; the last checkpoint in {options.out} is kept", watch)
         except ContextParallelError as error:
             return _fail(1, f"{error}; {_onwards(options.out)}", watch)
+        except OSError as error:
+            return _fail(2, f"{error.filename}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
 
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
@@ -231,6 +243,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
         options.out,
         Console(quiet=not first),
         save_every=kept["save_every"],
+        keep=kept["keep"],
         held_out_windows=kept["held_out"],
         sample_bytes=kept["sample"],
         received=received,
@@ -311,7 +324,7 @@ def _generate(options: argparse.Namespace) -> int:
         elif str(options.prompt_file) == "-":
             prompt = sys.stdin.buffer.read()
         else:
-            prompt = options.prompt_file.read_bytes()
+            prompt = read_bytes(options.prompt_file)
         with Console(stderr=True).status("reading the model and the prompt"):
             model = writing.load(options.model, require_device(options.device), options.backend)
             pieces = writing.write(

@@ -64,6 +64,15 @@ def peak_memory(device: torch.device | str = "cpu") -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that this machine has, or the GPU. None where the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def require_device(name: str) -> torch.device:
     """ValueError unless PyTorch can use the device here."""
     try:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dilated_attention.models import LongNetLM
 from dilated_attention.parallel import set_context_parallel
 from dilated_attention.parallel.presence import Watch
+from dilated_attention.training.checkpoint import Piece
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,14 @@ class Ranks:
         return dist.get_rank() == 0
 
     @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    @property
     def data(self) -> int:
         """How many ranks share the samples of a batch."""
         return self.mesh["data"].size()
@@ -100,6 +102,13 @@ class Ranks:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor.item())
 
+    def gathered(self, value: bytes) -> list[bytes]:
+        """All ranks' values, of one length, on every rank."""
+        mine = torch.tensor(list(value), dtype=torch.uint8, device=self.mesh.device_type)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return [bytes(theirs.tolist()) for theirs in everyone]
+
     def gather(self, model: LongNetLM) -> LongNetLM | None:
         """The model on one device, on the first rank; None on the others."""
         weights = {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
@@ -118,18 +127,13 @@ class Ranks:
         """A sharded tensor's whole, on every rank."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def like(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """A tensor that every rank holds, sharded as another."""
-        if isinstance(tensor, DTensor) or not isinstance(other, DTensor):
-            return tensor
-        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
-
-    def write(self, state: dict[str, Tensor], folder: Path) -> None:
-        """Every rank writes its own shards to `folder` (torch.distributed.checkpoint), anew."""
-        if self.first:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier()
-        dcp.save(dict(state), checkpoint_id=folder)
+    def piece(self, tensor: Tensor) -> Piece:
+        """This rank's rows of a tensor, where it is sharded: the first ranks have equally many, the last ones fewer."""
+        if not isinstance(tensor, DTensor):
+            return Piece.whole(tensor)
+        rows = -(-len(tensor) // self.everyone.size())
+        first = min(len(tensor), rows * self.everyone.get_local_rank())
+        return Piece(tensor.to_local(), first, tuple(tensor.shape))
 
 
 def require_divisor(context_parallel: int, processes: int) -> None:
@@ -139,22 +143,3 @@ def require_divisor(context_parallel: int, processes: int) -> None:
             f"--context-parallel {context_parallel} must divide the number of processes, {processes}; "
             f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
         )
-
-
-def read(state: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors of `state` in place, sharded as they are, whatever the number of ranks that wrote them.
-
-    ValueError where the folder is missing, damaged, or of another model.
-    """
-    try:
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name, tensor in state.items():
-            stored = found.get(name)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
-                shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "missing"
-                raise ValueError(f"{folder}: {name} has shape {shape}, expected {tuple(tensor.shape)}")
-        with warnings.catch_warnings():  # one process may continue what several wrote; torch warns that it is alone
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=folder)
-    except (OSError, CheckpointException) as error:
-        raise ValueError(f"{folder}: not a whole checkpoint ({str(error).splitlines()[0]})") from error

@@ -24,7 +24,8 @@ from dilated_attention.environment import environment, peak_memory, require_devi
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated, describe_unserved
 from dilated_attention.plots import save_loss_curves, save_pattern
-from dilated_attention.storage import require_same, write_text
+from dilated_attention.storage import write_text
+from dilated_attention.training import checkpoint
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
 from dilated_attention.training.text import Text, read_text, readable
 
@@ -35,7 +36,7 @@ PROMPT_BYTES = 128
 REPORT = ("figures.jsonl", "steps.jsonl", "sample.txt", "loss.png", "pattern.png")  # and the folder model
 BY_HEART = 4.0  # epochs; repeating text up to about as often is nearly as good as new text (arXiv:2305.16264)
 TIMED_STEPS = 5
-OPTIONS = {"save_every": 100, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
+OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
 
 
@@ -61,9 +62,8 @@ def start(
 ) -> Training:
     """A new run in `out`, which then holds its checkpoint of step 0, and nothing of an older run. ValueError, nothing
     written, for bad input."""
-    found = _checkpoint(out)
-    if found.exists() and not overwrite:
-        raise ValueError(f"{found} exists: give --resume to continue it, --overwrite, or another --out")
+    if saved(out) and not overwrite:
+        raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
     plan = Recipe(**recipe)
     config = LongNetConfig(**model)
     if "pattern" not in model:
@@ -83,44 +83,27 @@ def start(
 
 
 def _checkpoint(out: Path) -> Path:
-    """The run's one checkpoint: a file, or the folder that several ranks write."""
-    folder = out / "checkpoint"
-    return folder if folder.exists() else out / "checkpoint.safetensors"
+    """The folder of a run's checkpoints."""
+    return out / "checkpoint"
 
 
 def saved(out: Path) -> bool:
-    """Whether `resume` finds a checkpoint."""
-    return _checkpoint(out).exists()
+    """Whether there is a checkpoint, whole or damaged."""
+    return bool(checkpoint.steps(_checkpoint(out)))
 
 
 def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
-    """The model of the run's checkpoint."""
-    path = _checkpoint(out)
-    state, about = read_checkpoint(path)
+    """The model of the run's newest whole checkpoint."""
+    stored, about = read_checkpoint(_checkpoint(out))
     model = LongNetLM(about.config, backend=backend)
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    if about.shards is not None:
-        from dilated_attention.training.ranks import read
-
-        read(weights, about.shards)
-        return model
-    state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-    require_same(weights, state, str(path))
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    weights = {f"model.{name}": checkpoint.Piece.whole(tensor) for name, tensor in model.state_dict().items()}
+    stored.read(weights, prefix="model.")
     return model
 
 
-def save(training: Training, out: Path) -> Path:
-    """Replace the run's checkpoint, of whichever kind it was."""
-    file, folder = out / "checkpoint.safetensors", out / "checkpoint"
-    if training.ranks is None:
-        training.save(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        return file
-    training.save(folder)
-    if training.ranks.first:
-        file.unlink(missing_ok=True)
-    return folder
+def save(training: Training, out: Path, *, keep: int = OPTIONS["keep"]) -> Path:
+    """Write a checkpoint of the run beside `keep` older ones."""
+    return training.save(_checkpoint(out), keep=keep)
 
 
 def resume(
@@ -138,21 +121,20 @@ def resume(
 
     The number of ranks may be another one than before.
     """
-    checkpoint = _checkpoint(out)
-    about = read_checkpoint(checkpoint)[1]
+    stored, about = read_checkpoint(_checkpoint(out), ranks)
     longer = Recipe(**{**dataclasses.asdict(about.recipe), "steps": recipe.get("steps", about.recipe.steps)})
     for mine, given in ((about.config, model), (about.recipe, recipe)):
         for name, value in given.items():
             if getattr(mine, name) != value and not (name == "steps" and value > about.recipe.steps):
                 raise ValueError(
-                    f"{checkpoint}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; leave that option "
-                    f"out to continue it, {'give more steps' if name == 'steps' else 'or give another --out'}"
+                    f"{stored.path}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; leave that "
+                    f"option out to continue it, {'give more steps' if name == 'steps' else 'or give another --out'}"
                 )
     text = read_text(paths or about.paths)
     usable = _usable(device, backend)
     _agree(ranks, about.config, longer, text, len(about.losses))
     training = Training(about.config, about.recipe, text, device=usable, backend=backend, ranks=ranks)
-    training.load(checkpoint)
+    training.load(stored, about)
     training.recipe = longer
     return training
 
@@ -195,6 +177,7 @@ def run(
     console: Console,
     *,
     save_every: int,
+    keep: int = OPTIONS["keep"],
     held_out_windows: int,
     sample_bytes: int,
     received: Sequence[int] | None = None,
@@ -212,11 +195,9 @@ def run(
                 number = training.ranks.greatest(number)
                 training.ranks.watch.place = f"after step {step}"
             if number or step % save_every == 0 or step == training.recipe.steps:
-                checkpoint = save(training, out)
+                path = save(training, out, keep=keep)
             if number:
-                console.print(
-                    f"stopped after step {step} of {training.recipe.steps}; --resume continues from {checkpoint}"
-                )
+                console.print(f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}")
                 return 128 + number
     _report(training, out, console, held_out_windows, sample_bytes)
     return 0
@@ -292,7 +273,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"saved in {out}: model/, {_checkpoint(out).name}, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+    console.print(f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png")
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
