@@ -136,7 +136,7 @@ def test_resume_remembers_and_extends(capsys, tmp_path, text):
     assert len(written.rstrip("\n")) == 3
 
     assert exit_code(["train", "--out", out, "--resume", "--sample", "0"]) == 0
-    assert json.loads((out / "options.json").read_text()) == {"save_every": 100, "held_out": 2, "sample": 0}
+    assert json.loads((out / "options.json").read_text()) == {"save_every": 100, "keep": 2, "held_out": 2, "sample": 0}
     capsys.readouterr()
     (out / "options.json").write_text("{}")
     assert "options.json: expected integers for save_every" in failure(capsys, "train", "--out", out, "--resume")
