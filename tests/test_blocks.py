@@ -378,6 +378,13 @@ class TestCache:
         assert not wrong
 
 
+def test_a_short_last_segment_without_a_token_that_takes_part():
+    pattern = Dilated((24,), (2,)) * (lambda n: BlockLayout.local(n, 9, 16))
+    q = torch.randn(1, 25, 2, 8, dtype=torch.float64)  # token 24 takes part for head 0, no token for head 1
+    pair = [attention(q, q, q, pattern, return_lse=True, backend=name) for name in ("native", "reference")]
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lists_for_key_value_heads(backend, is_causal):
