@@ -23,8 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_bad_input
+import test_blocks
 import test_dropout
-from conformance import excesses
+import test_properties
+from conformance import excesses, random_calls
 from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -107,7 +109,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
-    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite"]
+    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite", "TestRandomCalls"]
 )
 def test_in_the_interpreter(name):
     in_a_child_process(f"{__file__}::{name}")
@@ -495,6 +497,27 @@ class TestNotFinite:
     @both
     def test_other_samples(self, is_causal):
         test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton")
+
+
+@interpreted
+class TestRandomCalls:
+    """Of every kind, through the public functions."""
+
+    @random_calls(15)
+    @given(
+        call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(compat=True)),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    )
+    def test_dilated(self, call, dtype):
+        test_properties.check(call, dtype, "triton")
+
+    @random_calls(10)
+    @given(
+        call=st.one_of(*(test_blocks.calls(*kind) for kind in ((False,), (True,), (False, True), (True, True)))),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    )
+    def test_blocks(self, call, dtype):
+        test_blocks.check(call, dtype, "triton")
 
 
 # ---- tables
