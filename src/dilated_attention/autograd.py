@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dilated_attention.backends import flash, native, triton
 from dilated_attention.backends.dropout import Dropout, dropout_of
@@ -300,6 +301,18 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def split_scale(scale: float) -> tuple[float, float]:
+    """(factor, rest) with scale = factor * rest: q is multiplied by factor, and backends are given rest.
+
+    Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
+    so rest is positive, and not so small that it is 0 in single precision.
+    """
+    least = torch.finfo(torch.float32).tiny
+    if scale >= least:
+        return 1.0, scale
+    return (-1.0, -scale) if scale <= -least else (scale, 1.0)
+
+
 def in_torch_func() -> bool:
     """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
     return torch._C._are_functorch_transforms_active()
@@ -329,6 +342,12 @@ def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], t
     return unfolded, (0,) * len(unfolded)
 
 
+NOT_FUSED = (
+    "{} derivatives of attention are not fused; "
+    'call with backend="reference", which differentiates any number of times, forward and backward'
+)
+
+
 class _Attention(torch.autograd.Function):
     """`dilated_attention::forward` with its gradient."""
 
@@ -356,6 +375,10 @@ class _Attention(torch.autograd.Function):
         return (*gradients, *(None,) * 15)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise NotImplementedError(NOT_FUSED.format("forward-mode"))
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         return _unfold(info, attend(*_fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)))
 
@@ -374,10 +397,11 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            "second derivatives of attention are not fused; "
-            'call with backend="reference", which differentiates any number of times'
-        )
+        raise NotImplementedError(NOT_FUSED.format("second"))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise NotImplementedError(NOT_FUSED.format("second"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -387,7 +411,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 @torch.library.impl("dilated_attention::forward", "Autograd")
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if differentiated or forward_ad._current_level >= 0:  # the operator below would drop tangents without a word
         return _Attention.apply(q, k, v, *options)
     with torch._C._AutoDispatchBelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
         return torch.ops.dilated_attention.forward(q, k, v, *options)
@@ -396,15 +421,28 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Sequence[int],
+    is_causal: bool,
+    scale: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
     """Differentiable out, contiguous as q, and lse, `(batch, seq, heads)`.
 
     Args:
-        options: those of the operator: segment_lengths, dilation_rates and the table of offsets, row after row, as
-            lists; is_causal, scale, compat ("" for none), backend; dropout_p and the global index of the first query
-            head, which dropout needs; the sizes and tables of block layouts, as in `_layouts`; lengths, cu_seqlens,
-            key_padding_mask or None; the seed of dropout, None without.
+        segment_lengths, dilation_rates, offsets: as lists, the table of offsets row after row.
+        scale: any finite number.
+        options: the others of the operator: compat ("" for none), backend; dropout_p and the global index of the first
+            query head, which dropout needs; the sizes and tables of block layouts, as in `_layouts`; lengths,
+            cu_seqlens, key_padding_mask or None; the seed of dropout, None without.
     """
-    if in_torch_func():
-        return _Attention.apply(q, k, v, *options)
-    return torch.ops.dilated_attention.forward(q, k, v, *options)
+    factor, scale = split_scale(scale)
+    if factor != 1:
+        q = q * factor
+    operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
+    return operator(q, k, v, segment_lengths, dilation_rates, offsets, is_causal, scale, *options)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.autograd import split_scale
 from dilated_attention.backends import native
 from dilated_attention.functional import offset_table
 from dilated_attention.patterns import Dilated
@@ -42,7 +43,8 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale
     table = pattern.offset_table(k.shape[2])
     seq_len = k.shape[1]
     plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
-    return _Cached.apply(q, k, v, plan, q.shape[3] ** -0.5 if scale is None else scale)
+    factor, scale = split_scale(q.shape[3] ** -0.5 if scale is None else float(scale))
+    return _Cached.apply(q if factor == 1 else q * factor, k, v, plan, scale)
 
 
 def first_token_attention(

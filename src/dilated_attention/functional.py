@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 
 Pattern = Dilated | BlockLayout | Product
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def dilated_attention(
@@ -67,7 +69,7 @@ def dilated_attention(
             block, and, when not causal, the zero keys that pad each segment to a multiple of its rate are attended.
             Its gradient is the true one of that forward.
         is_causal: a query sees no key after itself.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        scale: of the scores, any finite number; default 1 / sqrt(head_dim).
         dropout_p: probability that a weight of the softmax is dropped, the others being divided by 1 - dropout_p; lse
             is that of all. Drawn by torch's generator of q's device, so that `torch.manual_seed` reproduces it: one
             number a call, from which every backend derives the same choice for (sample, query head, query, key). The
@@ -211,23 +213,10 @@ def _attend(
         if table.plainly_native(backend, q.device, q.dtype):
             backend = "native"
         else:
-            asked = {
-                "key_padding_mask": key_padding_mask is not None,
-                "dropout_p": dropout_p > 0,
-                "a block layout": not isinstance(pattern, Dilated),
-            }
-            backend = table.choose(
-                backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1], scale=scale,
-                needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
-            ).backend  # fmt: skip
+            backend = _choose(backend, q, pattern, dilated, dropout_p, key_padding_mask).backend
+        _check_mesh(context, backend, dropout_p, key_padding_mask)
         offsets = offset_table(dilated, compat, k.shape[2], head_offset)
         layouts = _layouts(pattern, q, k.shape[2], seq_len, offsets, lengths, cu_seqlens)
-        if context is not None and backend not in ("native", "triton"):
-            raise UnsupportedError(f"backend={backend!r} sees one device; with a mesh use backend='auto'")
-        if context is not None and context.size > 1:
-            for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p > 0)):
-                if given:
-                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
     except ValueError as error:
         if context is not None and context.size > 1:
             from dilated_attention.parallel.attention import refuse
@@ -271,6 +260,26 @@ def _attend(
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
+def _choose(
+    backend: str,
+    q: Tensor,
+    pattern: Pattern,
+    dilated: Dilated,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+) -> table.Choice:
+    """The backend of a call, which `explain` tells by the same facts."""
+    asked = {
+        "key_padding_mask": key_padding_mask is not None,
+        "dropout_p": dropout_p > 0,
+        "a block layout": not isinstance(pattern, Dilated),
+    }
+    return table.choose(
+        backend, q.device, q.dtype, head_dim=q.shape[3], seq_len=q.shape[1],
+        needs=[name for name, given in asked.items() if given], work=_work(dilated, q),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Context:
     """This rank's place in a mesh."""
@@ -303,13 +312,24 @@ def _sequence_length(q: Tensor, seq_len: int | None, context: _Context | None, t
     return seq_len
 
 
+def _check_mesh(context: _Context | None, backend: str, dropout_p: float, key_padding_mask: Tensor | None) -> None:
+    if context is None:
+        return
+    if backend not in ("native", "triton"):
+        raise UnsupportedError(f"backend={backend!r} sees one device; with a mesh use backend='auto'")
+    if context.size > 1:
+        for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p > 0)):
+            if given:
+                raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
+
+
 def _check_options(pattern: Pattern, is_causal: bool, scale: float | None, dropout_p: float) -> None:
     if not isinstance(pattern, (Dilated, Product, BlockLayout)):
         raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number; got {scale!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST_SCALE):
+        raise ValueError(f"scale must be a finite number, in single precision too; got {scale!r}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
 
@@ -422,6 +442,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
+        )
+    heads = q.shape[2]
+    # No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer.
+    if heads >= 256 and heads > 8 * q.shape[1] and heads == k.shape[2] and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"q of shape {tuple(q.shape)} is read as (batch, seq, heads, head_dim): {q.shape[1]} tokens of {heads} "
+            "heads. If it is (batch, heads, seq, head_dim), as scaled_dot_product_attention has it, give "
+            "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)",
+            stacklevel=4,
         )
 
 
@@ -544,6 +573,9 @@ def explain(
     *,
     compat: str | None = None,
     is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
     backend: str = "auto",
     mesh: Any = None,
     seq_len: int | None = None,
@@ -552,13 +584,18 @@ def explain(
 ) -> Explanation:
     """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well.
 
-    With a mesh the groups are this rank's, over its own rows and over those that it receives.
+    Arguments and errors as in `dilated_attention`. With a mesh the groups are this rank's, over its own rows and over
+    those that it receives.
     """
+    q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     context = None if mesh is None else _context(mesh)
     seq_len = _sequence_length(q, seq_len, context, transport)
-    choice = table.choose(backend, q.device, q.dtype)
+    _check_mask(q, key_padding_mask)
+    _check_options(pattern, is_causal, scale, dropout_p)
     dilated = _dilated(pattern, seq_len)
+    choice = _choose(backend, q, pattern, dilated, dropout_p, key_padding_mask)
+    _check_mesh(context, choice.backend, dropout_p, key_padding_mask)
     offsets = offset_table(dilated, compat, k.shape[2], head_offset)
     chosen, exchange = None, None
     found = _layouts(pattern, q, k.shape[2], seq_len, offsets, None, None)

@@ -49,7 +49,6 @@ def choose(
     *,
     head_dim: int = 64,
     seq_len: int = 1,
-    scale: float = 1.0,
     needs: Sequence[str] = (),
     work: int = 0,
 ) -> Choice:
@@ -70,7 +69,7 @@ def choose(
     eager = not torch.compiler.is_compiling()  # what the next lines ask cannot be traced
     least = TRITON_FROM.get(triton.architecture(device)) if eager and device.type == "cuda" else None
     if eager and (backend == "triton" or (backend == "auto" and least is not None)):
-        why = triton.refusal(device, dtype, head_dim, seq_len, scale)
+        why = triton.refusal(device, dtype, head_dim, seq_len)
         refusals.update({} if why is None else {"triton": why})
     if eager and backend == "flash":
         why = flash.refusal(device, dtype, head_dim, needs)

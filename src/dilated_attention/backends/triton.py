@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
@@ -42,8 +42,6 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: in
         return f"the kernels have no {dtype}; use float16, bfloat16 or float32"
     if head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {head_dim}"
-    if not scale > 0:
-        return f"the kernels need a positive scale; got {scale}"
     if seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {seq_len}"
     return None

@@ -79,6 +79,7 @@ class _Call:
         offsets: the table, row after row.
         bounds: the shard edges, or the sequence length alone for balanced shards.
         samples: the edges of packed samples; empty for one sample.
+        scale: as asked for, which all ranks compare; q has been multiplied by the first part of `split_scale`.
         compat: "" for none.
         layout_sizes, layouts: as in `autograd.attend`.
     """
@@ -102,6 +103,10 @@ class _Call:
     def group(self) -> ProcessGroup:
         resolve: Callable[[Any], ProcessGroup] = dist.distributed_c10d._resolve_process_group
         return resolve(self.group_name)
+
+    @property
+    def rest_of_scale(self) -> float:
+        return autograd.split_scale(self.scale)[1]
 
     def sharding(self, k: Tensor) -> Sharding:
         heads, branches = k.shape[2], range(len(self.segment_lengths))
@@ -195,7 +200,7 @@ class _Compute:
     def __init__(self, call: _Call, sharding: Sharding, q: Tensor, k: Tensor) -> None:
         self.backend = _BACKENDS[call.backend]
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.options = {"is_causal": call.is_causal, "scale": call.scale}
+        self.options = {"is_causal": call.is_causal, "scale": call.rest_of_scale}
         self.whole = {layout.seq_len: layout for layout in sharding.layouts} or None
 
     def forward(self, part: transports.Part, state: State | None) -> State:
@@ -265,7 +270,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Te
         heads = transports.Ulysses(link, sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
         whole_out, whole_lse = _BACKENDS[call.backend].forward(
-            q, k, v, heads.plan, is_causal=call.is_causal, scale=call.scale, layouts=heads.layouts or None
+            q, k, v, heads.plan, is_causal=call.is_causal, scale=call.rest_of_scale, layouts=heads.layouts or None
         )
         out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
         saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
@@ -330,7 +335,7 @@ def _backward(
         lse = saved_lse.view(out.shape[:3])
         gradients = _BACKENDS[call.backend].backward(
             dout, dlse, q, k, v, out, lse, heads.plan,
-            is_causal=call.is_causal, scale=call.scale, layouts=heads.layouts or None,
+            is_causal=call.is_causal, scale=call.rest_of_scale, layouts=heads.layouts or None,
         )  # fmt: skip
         dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -378,6 +383,10 @@ class _Attention(torch.autograd.Function):
         backward = _AttentionBackward.apply if autograd.in_torch_func() else operator
         gradients = backward(*tensors, *ctx.options, layouts)
         return (*gradients, *(None,) * (len(ctx.options) + 1))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise UnsupportedError("forward-mode derivatives of context parallel attention are not supported")
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -461,6 +470,9 @@ def context_parallel_attention(
         return autograd.attend(
             q, k, v, *pattern, is_causal, float(scale), compat or "", backend, 0.0, 0, *packed, *ragged, None
         )
+    factor, _ = autograd.split_scale(float(scale))
+    if factor != 1:
+        q = q * factor
     if key_padding_mask is not None:
         raise UnsupportedError("key_padding_mask with a mesh is not supported; give lengths or cu_seqlens")
     if seq_len is None:
