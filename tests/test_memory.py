@@ -1,15 +1,16 @@
-"""Memory stays bounded by `plan_cache`, whatever is called, from however many threads, and however long."""
+"""Memory stays bounded by `plan_cache`, whatever is called, from however many threads, and however long.
+
+Both loops run in one new interpreter: the annotation checks of conftest.py cost ten times what these small calls do.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-import jaxtyping
-import pytest
 import torch
 
 from dilated_attention import BlockLayout, Dilated, attention, dilated_attention, plan_cache
@@ -19,18 +20,22 @@ LIMIT = 100_000
 X = torch.randn(1, 64, 2, 4)
 
 
-@pytest.fixture(autouse=True)
-def small_cache() -> Iterator[None]:
-    """A limit that a few hundred calls reach; no annotation checks, which cost more than the calls."""
-    before, threads = plan_cache.info().max_bytes, torch.get_num_threads()
-    torch.set_num_threads(1)
-    jaxtyping.config.update("jaxtyping_disable", True)
-    plan_cache.clear()
-    plan_cache.resize(LIMIT)
-    yield
-    plan_cache.resize(before)
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch.set_num_threads(threads)
+def test_memory_is_bounded(fresh_python):
+    fresh_python(
+        f"""
+        import sys
+        import torch
+        from dilated_attention import plan_cache
+
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_memory
+
+        torch.set_num_threads(1)
+        plan_cache.resize(test_memory.LIMIT)
+        test_memory.make_ten_thousand_calls()
+        test_memory.make_a_thousand_short_lived_layouts()
+        """
+    )
 
 
 def live_objects() -> int:
@@ -57,7 +62,7 @@ def call(seed: int) -> None:
     assert plan_cache.info().bytes <= LIMIT
 
 
-def test_ten_thousand_calls():
+def make_ten_thousand_calls() -> None:
     live = []
     with ThreadPoolExecutor(4) as threads:
         for first in range(0, 10_000, 2_500):
@@ -71,7 +76,7 @@ def test_ten_thousand_calls():
     assert live_objects() < live[0]
 
 
-def test_a_thousand_short_lived_layouts():
+def make_a_thousand_short_lived_layouts() -> None:
     """Layouts and callables go when the caller lets go of them and the cache has no room."""
     names = len(_names)
     alive: list[weakref.ref] = []
