@@ -21,7 +21,7 @@ def main(steps: int = 200, prompt: str = "def main(") -> tuple[dict[str, float],
     split = read_text([]).split(CONTEXT)
     model = LongNetLM(
         LongNetConfig(
-            embed_dim=128, num_layers=4, num_heads=4, pattern=Dilated((128, 512, 2048), (1, 4, 16))
+            embed_dim=128, num_layers=4, num_heads=4, pattern=Dilated((128, 512, 2048), (1, 4, 4))
         )
     )  # fmt: skip
     held_out = split.sample_held_out(8)

@@ -14,7 +14,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.parallel import sequence_range, set_context_parallel, shard_sequence
 
 SEQ_LEN = 1000  # no multiple of anything
-SEGMENTS, RATES = (64, 256, 1024), (1, 4, 16)
+SEGMENTS, RATES = (64, 256, 1024), (1, 4, 8)
 
 
 def main() -> None:

@@ -19,12 +19,31 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
+from dilated_attention import autograd
+from dilated_attention.backends.dropout import survives
 from dilated_attention.backends.reference import attend
 from tolerances import TOLERANCE, excess
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def random_calls(count: int) -> settings:
+    """`count` examples, and as many times more as a profile of conftest.py has more than hypothesis' usual 100."""
+    return settings(max_examples=count * settings().max_examples // 100)
+
+
+def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: int) -> Tensor | None:
+    """Which pairs a call keeps that follows `torch.manual_seed(seed)`: bool `(batch, heads, seq, seq)`."""
+    if not dropout_p:
+        return None
+    torch.manual_seed(seed)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, ())
+    words = autograd.dropout(q, k, dropout_p, head_offset * (q.shape[2] // k.shape[2]), drawn)
+    keys = words.keys.expand(k.shape[1], q.shape[2])
+    return survives(words.queries.transpose(1, 2), keys.T[None], words.threshold)
 
 
 def evaluate(run: Run, inputs: tuple[Tensor, ...], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -44,6 +63,8 @@ def excesses(
     *,
     scale: float,
     phantoms: Tensor | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
     gradient_of: tuple[str, ...] = ("out", "lse"),
     seed: int = 0,
 ) -> dict[str, float]:
@@ -61,7 +82,7 @@ def excesses(
 
     def oracle(q, k, v):
         k, v = (x.repeat_interleave(apart, 2) for x in (k, v))
-        out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
+        out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
         return out, lse.transpose(1, 2)
 
     actual = evaluate(run, inputs, cotangents)
@@ -71,7 +92,10 @@ def excesses(
     expected = evaluate(oracle, doubles, cotangents)
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     apart_keys = (x.repeat_interleave(apart, 2) for x in doubles[1:])
-    sizes = magnitudes(doubles[0], *apart_keys, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms)
+    sizes = magnitudes(
+        doubles[0], *apart_keys, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms, keep=keep,
+        dropout_p=dropout_p,
+    )  # fmt: skip
     sizes |= {name: sizes[name].unflatten(2, (-1, apart)).sum(3) for name in ("dk", "dv")}
     return {name: excess(actual[name], expected[name], sizes[name], q.dtype) for name in expected}
 
@@ -86,6 +110,8 @@ def magnitudes(
     *,
     scale: float,
     phantoms: Tensor | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> dict[str, Tensor]:
     """The size of the terms that out, lse, dq, dk and dv are sums of.
 
@@ -96,9 +122,12 @@ def magnitudes(
         dS = P (dP - δ + dlse)   with dP = dout v, δ = dout out
         dS̄ = P̄ |dP - δ + dlse| + P (|dout| |v| + |dout| out̄ + |dlse|)
         dq̄ = scale dS̄ |k|        dk̄ = scale dS̄ᵀ |q|        dv̄ = P̄ᵀ |dout|.
+
+    With dropout, P v, dout v and P dout have the factor K / (1 - p) of each pair.
     """
     kv_heads = k.shape[2]
-    out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms)
+    out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
+    kept = 1.0 if keep is None else keep.unflatten(1, (kv_heads, -1)) / (1 - dropout_p)
     # h: KV head, g: query head of it, n: query, m: key, d: head_dim
     q, d_out, out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, out, d_lse.transpose(1, 2)))
     lse, d_lse = (x.permute(0, 2, 3, 1)[..., None] for x in (lse.unflatten(2, (kv_heads, -1)), d_lse))
@@ -106,22 +135,22 @@ def magnitudes(
 
     counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
     p = torch.where(counts > 0, counts * (scale * torch.einsum(scores, q, k) - lse).exp(), 0.0)
-    ds = (torch.einsum(scores, d_out, v) - (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None] + d_lse).abs()
+    ds = (kept * torch.einsum(scores, d_out, v) - (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None] + d_lse).abs()
 
     scale = abs(scale)
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
     score = q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k)
     lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * score).sum(-1, keepdim=True)
     p_size = p * (score + lse)
-    out = torch.einsum(keys, p_size, v)
+    out = torch.einsum(keys, kept * p_size, v)
     delta = (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None]
-    ds = p_size * ds + p * (torch.einsum(scores, d_out, v) + delta + d_lse)
+    ds = p_size * ds + p * (kept * torch.einsum(scores, d_out, v) + delta + d_lse)
     return {
         "out": out.flatten(2, 3),
         "lse": lse.squeeze(-1).flatten(1, 2),
         "dq": scale * torch.einsum(keys, ds, k).flatten(2, 3),
         "dk": scale * torch.einsum("bhgnm,bnhgd->bmhd", ds, q),
-        "dv": torch.einsum("bhgnm,bnhgd->bmhd", p_size, d_out),
+        "dv": torch.einsum("bhgnm,bnhgd->bmhd", kept * p_size, d_out),
     }
 
 

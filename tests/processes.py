@@ -6,11 +6,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,3 +93,55 @@ def run(size: int, function: Callable, *arguments: Any, within: float = 120.0) -
     failed = [f"rank {rank} {kind}: {value}" for rank, (kind, value) in enumerate(answers) if kind != "result"]
     assert not failed, "\n".join(failed)
     return [value for _, value in answers]
+
+
+def _command(rank: int, size: int, port: int, words: list[str], errors: str, before: Callable[[], None] | None) -> None:
+    from dilated_attention.cli import main
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with open(errors, "w") as file, open(os.devnull, "w") as nowhere:
+        os.dup2(file.fileno(), 2)
+        os.dup2(nowhere.fileno(), 1)
+    sys.stderr, sys.stdout = (os.fdopen(number, "w", buffering=1) for number in (2, 1))
+    if before is not None:
+        before()
+    code = main(words)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Commands:
+    """The command of each rank, as torchrun starts it, without its agent: rank 0 hosts the store.
+
+    Args:
+        words: of each rank; None: it never comes.
+        before: what a rank calls first, to prepare a fault.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[list[str] | None],
+        before: Mapping[int, Callable[[], None]] | None = None,
+    ) -> None:
+        port, size = free_port(), len(words)
+        self.errors = [folder / f"stderr-{rank}" for rank in range(size)]
+        self.processes = {}
+        for rank, given in enumerate(words):
+            if given is None:
+                continue
+            arguments = rank, size, port, given, str(self.errors[rank]), (before or {}).get(rank)
+            self.processes[rank] = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
+            self.processes[rank].start()
+
+    def ends(self, within: float, ranks: Sequence[int]) -> list[tuple[int | None, list[str]]]:
+        """Exit code and lines on stderr of each of `ranks`; then every process is killed."""
+        deadline = time.monotonic() + within
+        for rank in ranks:
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+        found = [(self.processes[rank].exitcode, self.errors[rank].read_text().splitlines()) for rank in ranks]
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        return found

@@ -91,6 +91,7 @@ BAD = {
     "compat and groups": ({"compat": "torchscale", "head_groups": True}, ["compat", "head_groups=True"]),
     "scale nan": ({"scale": math.nan}, ["scale", "nan", "finite"]),
     "scale inf": ({"scale": math.inf}, ["scale", "inf", "finite"]),
+    "scale beyond single precision": ({"scale": -1e39}, ["scale", "-1e+39", "single precision"]),
     "scale is text": ({"scale": "1"}, ["scale", "'1'", "number"]),
     "is_causal is no bool": ({"is_causal": "yes"}, ["is_causal", "'yes'", "bool"]),
     "dropout 1": ({"dropout_p": 1.0}, ["dropout_p", "1.0", "[0, 1)"]),
@@ -249,3 +250,57 @@ def test_what_lies_beyond_a_sample_reaches_nothing(is_causal, backend):
             results.append([out, *torch.autograd.grad(out[:, :5].sum(), leaves)])
         for a, b in zip(*results, strict=True):
             assert torch.equal(a[:, :5], b[:, :5])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_under_causality_what_is_not_finite_in_v_stays_in_its_segment_and_out_of_lse(number, backend):
+    """The last row of v in the second segment of three: the reference keeps it from the queries before it; kernels
+    multiply it by their weights of 0, as PyTorch's, so that these queries may be NaN, and their gradients."""
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(2, 60, HEADS, DIM, generator=generator) for _ in "qkv"]
+    dirty = [x.clone() for x in clean]
+    dirty[2][1, 39, 2] = number
+    results = []
+    for tensors in (clean, dirty):
+        leaves = [x.requires_grad_() for x in tensors]
+        out, lse = dilated_attention(*leaves, [20], [1], is_causal=True, return_lse=True, backend=backend)
+        results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaves)))
+    (out, lse, *gradients), (dirty_out, dirty_lse, *dirty_gradients) = results
+    assert torch.equal(lse, dirty_lse)
+    spoilt = torch.zeros(2, 60, HEADS, dtype=torch.bool)
+    spoilt[1, 39 if backend == "reference" else slice(20, 40), 2] = True
+    assert torch.equal(out[~spoilt], dirty_out[~spoilt])
+    assert not dirty_out[1, 39, 2].isfinite().any()
+    spoilt[1, 20:40, 2] = True  # the query at 39 sees all keys of the segment
+    for a, b in zip(gradients, dirty_gradients, strict=True):
+        assert torch.equal(a[~spoilt], b[~spoilt])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_under_causality_what_is_not_finite_in_k_reaches_no_earlier_query(backend):
+    clean = [torch.randn(1, 40, HEADS, DIM) for _ in "qkv"]
+    dirty = [x.clone() for x in clean]
+    dirty[1][0, 39, 2] = math.nan
+    out, other = (dilated_attention(*x, [40], [1], is_causal=True, backend=backend) for x in (clean, dirty))
+    assert torch.equal(out[:, :39], other[:, :39])
+    assert other[0, 39, 2].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 4096, 4), (1, 12, 384, 4), (2, 16, 256, 4)])
+def test_heads_and_tokens_that_look_exchanged_are_warned_of(shape):
+    x = torch.empty(shape, device="meta")
+    with pytest.warns(
+        UserWarning, match=r"of shape \(\d+, \d+, \d+, 4\) is read as .* give q\.transpose\(1, 2\)"
+    ) as caught:
+        dilated_attention(x, x, x, [8], [1])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads"), [((64, 1, 128, 4), 128), ((1, 1, 512, 4), 8), ((1, 4096, 8, 4), 8), ((1, 256, 512, 4), 512)]
+)
+def test_shapes_of_models_are_not(shape, kv_heads):
+    q, k = torch.empty(shape, device="meta"), torch.empty(*shape[:2], kv_heads, 4, device="meta")
+    dilated_attention(q, k, k, [8], [1])

@@ -14,11 +14,11 @@ from unittest import mock
 import jaxtyping
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import excesses
+from conformance import excesses, random_calls, survivors
 from dilated_attention import (
     BlockLayout,
     Dilated,
@@ -31,6 +31,7 @@ from dilated_attention import (
     plan_cache,
 )
 from dilated_attention.backends import blocks
+from test_properties import DROPOUT, FULL_PRECISION, HALF_PRECISION, LAYOUTS, SCALES, arrange
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
 LENGTHS = st.sampled_from(range(1, 121))
@@ -97,6 +98,10 @@ class Call:
     own_lists: tuple[bool, bool]
     branches: tuple[tuple[int, int], ...] = ()
     is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    head_offset: int = 0
+    arrangement: str = "contiguous"
     causal_layout: bool = False
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
@@ -146,7 +151,8 @@ class Call:
                 for w, r in self.branches or ((n, 1),):
                     for first in range(start, stop, w):
                         tokens = torch.tensor(
-                            range(first + h // self.group % r, min(first + w, stop), r), dtype=torch.int64
+                            range(first + (self.head_offset + h // self.group) % r, min(first + w, stop), r),
+                            dtype=torch.int64,
                         )
                         if tokens.numel():
                             counts[b, h, tokens[:, None], tokens] += self.seen(b, h, len(tokens))
@@ -166,7 +172,7 @@ class Call:
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(self.seed)
         return tuple(
-            torch.randn(self.batch, self.seq_len, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
+            arrange(self.arrangement, (self.batch, self.seq_len, heads, HEAD_DIM), generator, dtype)
             for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
 
@@ -199,6 +205,10 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
         own_lists=draw(st.sampled_from([(False, False), (False, True), (True, False), (True, True)])),
         branches=branches,
         is_causal=draw(st.booleans()),
+        scale=draw(SCALES),
+        dropout_p=draw(DROPOUT),
+        head_offset=draw(st.sampled_from([0, 0, 1, 5])),
+        arrangement=draw(st.sampled_from(LAYOUTS)),
         causal_layout=draw(st.sampled_from([False, False, True])),
         lengths=lengths,
         cu_seqlens=cu_seqlens,
@@ -211,29 +221,27 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
 
 def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     def run(q, k, v):
-        return attention(q, k, v, pattern, is_causal=call.is_causal, return_lse=True, backend=backend, **call.options())
+        torch.manual_seed(call.seed)
+        return attention(
+            q, k, v, pattern, is_causal=call.is_causal, scale=call.scale, dropout_p=call.dropout_p,
+            head_offset=call.head_offset, return_lse=True, backend=backend, **call.options(),
+        )  # fmt: skip
 
-    pattern = call.pattern()
+    pattern, inputs = call.pattern(), call.inputs(dtype)
     with ExitStack() as patches:
         for name, value in call.constants:
             patches.enter_context(mock.patch.object(blocks, name, value))
         errors = excesses(
             run,
-            call.inputs(dtype),
+            inputs,
             call.counts(),
-            scale=HEAD_DIM**-0.5,
+            scale=HEAD_DIM**-0.5 if call.scale is None else call.scale,
+            keep=survivors(*inputs[:2], call.dropout_p, call.head_offset, call.seed),
+            dropout_p=call.dropout_p,
             gradient_of=call.gradient_of,
             seed=call.seed,
         )
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
-
-
-def random_calls(count: int):
-    """The same calls in every run, so that a failure is the change's and not the day's."""
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
-
-
-FULL_PRECISION = st.sampled_from([torch.float64, torch.float32])
 
 
 @random_calls(300)
@@ -280,7 +288,10 @@ def test_ragged_products(call, dtype):
 
 
 @random_calls(60)
-@given(call=calls(products=False), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@given(
+    call=st.one_of(calls(products=False), calls(products=False, ragged=True), calls(products=True, ragged=True)),
+    dtype=HALF_PRECISION,
+)
 def test_half_precision(call, dtype):
     jaxtyping.config.update("jaxtyping_disable", False)
     check(call, dtype)
@@ -377,6 +388,13 @@ class TestCache:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def test_a_short_last_segment_without_a_token_that_takes_part():
+    pattern = Dilated((24,), (2,)) * (lambda n: BlockLayout.local(n, 9, 16))
+    q = torch.randn(1, 25, 2, 8, dtype=torch.float64)  # token 24 takes part for head 0, no token for head 1
+    pair = [attention(q, q, q, pattern, return_lse=True, backend=name) for name in ("native", "reference")]
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

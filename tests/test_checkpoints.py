@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import zipfile
 from pathlib import Path
 
@@ -361,6 +362,24 @@ def test_damaged_files(tmp_path):
         load_gigapath(pth, **options)
     with pytest.raises(ValueError, match="nowhere: cannot be read"):
         load_gigapath(tmp_path / "nowhere", **options)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_flipped_bytes_are_a_value_error_or_nothing(form, tmp_path):
+    path, chance = tmp_path / "weights.pth", random.Random(0)
+    weights = {"a.weight": torch.randn(5, 3), "b": torch.randn(3)}
+    torch.save(weights, path, _use_new_zipfile_serialization=form == "zip")
+    whole = path.read_bytes() if form != "pickle" else pickle.dumps({"a": 1, "b": [1, (3, "x")]}, protocol=2)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(data[: chance.choice([len(data), chance.randrange(len(data))])])
+        try:
+            read_checkpoint(path)
+        except ValueError:
+            refused += 1
+    assert refused > 100
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import demo
+from dilated_attention.training import demo, session
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -80,7 +80,7 @@ def test_wrong_arguments(capsys, tmp_path, text):
     }.items():
         assert message in failure(capsys, "train", text, *out, *TINY, *words.split())
     assert "cannot be read" in failure(capsys, "train", tmp_path / "none.txt", *out)
-    assert "there is no such file" in failure(capsys, "train", "--resume", *out)
+    assert "no checkpoint of `train`" in failure(capsys, "train", "--resume", *out)
     assert not (tmp_path / "run").exists()
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
 
@@ -89,18 +89,79 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     out = ["--out", tmp_path / "run"]
     assert exit_code(["train", text, *out, *TINY, "--segments", "16,64", "--rates", "1,2"]) == 0
     assert "bits per byte" in capsys.readouterr().out
-    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    folder = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-0", "step-4"]
+    before = (folder / "step-4" / "index.json").stat().st_mtime_ns
     assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
-    assert "with steps=4, not 5" in failure(capsys, "train", *out, "--resume", "--steps", "5")
+    assert "with steps=4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
     assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
     assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
     text.write_bytes(text.read_bytes()[:-1])
     assert "another text" in failure(capsys, "train", *out, "--resume")
-    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
-    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(before[:-1])
-    assert "truncated" in failure(capsys, "train", *out, "--resume")
+    assert (folder / "step-4" / "index.json").stat().st_mtime_ns == before
+    for step in folder.iterdir():
+        shard = step / "rank-0-of-1.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1])
+    assert "step-4/rank-0-of-1.safetensors: damaged" in failure(capsys, "train", *out, "--resume")
     assert exit_code(["train", text, *out, *TINY, "--overwrite", "--dense"]) == 0
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
+
+
+def test_resume_remembers_and_extends(capsys, tmp_path, text):
+    out = tmp_path / "run"
+    words = [
+        text,
+        "--out",
+        out,
+        *TINY[:-2],
+        "--held-out",
+        "2",
+        "--sample",
+        "3",
+        "--segments",
+        "16,64",
+        "--rates",
+        "1,2",
+    ]
+    assert exit_code(["train", *words]) == 0
+    first = (out / "figures.jsonl").read_text()
+    assert json.loads(first)["held_out_bytes"] == 2 * 64
+
+    assert exit_code(["train", "--out", out, "--resume", "--steps", "6"]) == 0
+    kept, second = (out / "figures.jsonl").read_text().splitlines(keepends=True)
+    assert kept == first
+    assert (json.loads(second)["recipe"]["steps"], json.loads(second)["held_out_bytes"]) == (6, 2 * 64)
+    assert len((out / "steps.jsonl").read_text().splitlines()) == 6
+    prompt, _, written = (out / "sample.txt").read_text(encoding="utf-8").partition("▌")
+    assert prompt
+    assert len(written.rstrip("\n")) == 3
+
+    assert exit_code(["train", "--out", out, "--resume", "--sample", "0"]) == 0
+    assert json.loads((out / "options.json").read_text()) == {"save_every": 100, "keep": 2, "held_out": 2, "sample": 0}
+    capsys.readouterr()
+    (out / "options.json").write_text("{}")
+    assert "options.json: expected integers for save_every" in failure(capsys, "train", "--out", out, "--resume")
+
+
+def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
+    out = tmp_path / "run"
+
+    def said(*words) -> str:
+        assert exit_code(["generate", *words, "--bytes", "20"]) == 0
+        return capsys.readouterr().out
+
+    with monkeypatch.context() as patch:  # interrupted in its first step
+        patch.setattr(session, "run", lambda *_, **__: 130)
+        assert exit_code(["train", text, "--out", out, *TINY]) == 130
+    begun = said(out)
+    assert exit_code(["train", "--out", out, "--resume"]) == 0
+    capsys.readouterr()
+    finished = said(out / "model")
+    assert said(out) == finished
+    assert begun != finished
+    (out / "model").rename(tmp_path / "elsewhere")
+    assert said(out) == finished  # the checkpoint of the last step
+    assert "neither a model nor a run of `train`" in failure(capsys, "generate", tmp_path)
 
 
 def test_control_c_in_a_terminal(tmp_path, text):
@@ -117,14 +178,10 @@ def test_control_c_in_a_terminal(tmp_path, text):
     out = tmp_path / "run"
     process = subprocess.Popen(command(text, "--out", out, *words, "--save-every", "1"), stdout=subprocess.PIPE)
     end = time.monotonic() + 60
-    first = None
     while time.monotonic() < end and process.poll() is None:
-        if (out / "checkpoint.safetensors").exists():
-            now = (out / "checkpoint.safetensors").stat().st_mtime_ns
-            first = first or now
-            if now != first:  # past step 0
-                process.send_signal(signal.SIGINT)
-                break
+        if list(out.glob("checkpoint/step-[1-9]*")):
+            process.send_signal(signal.SIGINT)
+            break
         time.sleep(0.002)
     printed = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130, printed
@@ -145,7 +202,7 @@ def test_demo(tmp_path, capsys):
     assert dilated["recipe"] == dense["recipe"]
     assert both["score_entries_per_head_dense"] == 512 * 513 // 2
     assert both["score_entries_per_head_dilated"] == sum(
-        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 4), (512, 16))
+        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 2), (512, 2))
     )
     assert (tmp_path / "loss.png").exists()
     assert exit_code(["demo", "--out", tmp_path, "--context", "1"]) == 2
@@ -232,10 +289,11 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
         ("random --density 2", "density must lie in (0, 1], got 2.0"),
         ("local --window 3 --block-size 7", "block_size must be"),
-        ("local --window 3 --tokens 0", "seq_len must be"),
+        ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
-        ("nowhere", "nowhere: no files of results"),
+        ("dilated --segments 64 --rates 1 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
+        ("nowhere", "'nowhere' is neither a pattern (dilated, local, global, strided, dilated-blocks, hierarchical, "),
     ],
 )
 def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
@@ -248,7 +306,27 @@ def test_divergence_is_one_line(capsys, tmp_path, text):
     assert exit_code(["train", text, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "try a lower --lr" in line
-    assert (tmp_path / "run" / "checkpoint.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoint" / "step-0").exists()
+
+
+def test_version(capsys):
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out.split() == ["dilated-attention", *environment.own_version().split()]
+
+
+def test_a_fault_of_ours_shows_where(capsys, monkeypatch):
+    """Bad input is a line; a TypeError is none."""
+
+    def fail(error):
+        raise error
+
+    monkeypatch.setattr(cli, "report", lambda: fail(TypeError("a fault")))
+    with pytest.raises(TypeError, match="a fault"):
+        main(["info"])
+    monkeypatch.setattr(cli, "report", lambda: fail(FileNotFoundError(2, "No such file or directory", "a/b")))
+    assert failure(capsys, "info") == "dilated-attention info: error: a/b: No such file or directory"
+    monkeypatch.setattr(cli, "report", lambda: fail(ValueError("x=1:\n  must be 2")))
+    assert failure(capsys, "info") == "dilated-attention info: error: x=1: must be 2"
 
 
 def test_interrupted_anywhere(capsys, monkeypatch):

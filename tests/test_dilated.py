@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conformance import Conformance, excesses
-from dilated_attention import Dilated, dilated_attention
+from dilated_attention import Dilated, dilated_attention, explain
 from dilated_attention.backends.reference import batch_counts, count_matrix
 
 
@@ -174,3 +174,25 @@ def test_gradients_of_some_inputs_only(names):
     ]
     for native, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(native, reference)
+
+
+def test_residues_that_no_head_serves_are_counted_and_explained():
+    for pattern, heads, nobody in (
+        (Dilated((16, 64), (1, 8)), 4, (0, 4)),
+        (Dilated((16, 64), (1, 8)), 8, (0, 0)),
+        (Dilated((3, 64), (8, 3)), 2, (1, 1)),  # a segment of 3 tokens has 3 residues
+        (Dilated((16, 64), (2, 4), head_groups=True), 4, (1, 3)),
+        (Dilated((16,), (4,), ((-1, 3),)), 2, (3,)),
+        (Dilated((64,), (8,), "head_block"), 4, (4,)),
+    ):
+        assert pattern.unserved(heads) == nobody
+        table = pattern.offset_table(heads)
+        for count, row, segment, rate in zip(
+            nobody, table, pattern.segment_lengths, pattern.dilation_rates, strict=True
+        ):
+            assert count == sum(token not in row for token in range(min(segment, rate)))
+    q = torch.empty(1, 64, 4, 8, device="meta")
+    assert "residues that no head serves: 4 of 8 in branch (64, 8)" in str(
+        explain(q, q, q, Dilated((16, 64), (1, 8)), backend="native")
+    )
+    assert "no head serves" not in str(explain(q, q, q, Dilated((16, 64), (1, 4)), backend="native"))

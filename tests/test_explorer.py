@@ -122,6 +122,7 @@ COMPUTE = """states => states.map(state => {
         keys: heads.map(h => [...explorer.keys(pattern, h, query)]),
         image: [...explorer.image(pattern, 0, 7)],
         entries: explorer.entries(pattern),
+        unserved: explorer.unserved(pattern).map(x => x.nobody),
         python: explorer.python(pattern),
     };
 })"""
@@ -144,6 +145,7 @@ def test_random_patterns_show_what_the_library_shows(page):
         right += 1
         assert found["counts"] == counts.sum(-1).tolist(), state
         assert found["entries"] == counts.sum()
+        assert tuple(found["unserved"]) == dilated(state).unserved(int(state["heads"]))
         seq_len = counts.shape[1]
         for row, keys in zip(counts[:, seq_len // 2], found["keys"], strict=True):
             assert keys == [[j, int(times)] for j, times in enumerate(row) if times], state
@@ -220,6 +222,15 @@ def test_the_address_keeps_the_pattern_and_the_query(page):
     page.keyboard.press("ArrowDown")
     assert "query=41" in page.url
     assert page.inner_text("#seen").startswith("Query 41")
+
+
+def test_residues_without_a_head_are_named(page):
+    page.goto("about:blank")
+    page.goto(f"{PAGE.as_uri()}#n=64&segments=16,64&rates=1,8&heads=4")
+    assert "Residues that no head serves: 4 of 8 in branch (64, 8)." in page.inner_text("#unserved")
+    page.goto("about:blank")
+    page.goto(f"{PAGE.as_uri()}#n=64&segments=16,64&rates=1,4&heads=4")
+    assert page.inner_text("#unserved") == ""
 
 
 @pytest.mark.parametrize(

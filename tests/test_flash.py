@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from conformance import excesses
+import test_properties
+from conformance import excesses, random_calls
 from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
 from dilated_attention.backends.facts import Facts
@@ -138,6 +144,27 @@ def test_the_oracle(installed, number, is_causal):
 
     errors = excesses(run, inputs, count_matrix(*branches[:3], seq_len, is_causal=is_causal), scale=0.25)
     assert all(error <= 1 for error in errors.values()), errors
+
+
+@random_calls(40)
+@given(
+    call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True)),
+    dtype=test_properties.HALF_PRECISION,
+    number=st.sampled_from(sorted(STAND_INS)),
+)
+def test_random_calls(call, dtype, number):
+    module = ModuleType(flash.MODULES[number])
+    module.__dict__.update(STAND_INS[number])
+    call = replace(call, padding=None, dropout_p=0.0, head_dim=-(-call.head_dim // 8) * 8)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(sys.modules, {flash.MODULES[number]: module}))
+        patches.enter_context(mock.patch.object(flash, "version", return_value=number))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
+        on_a_gpu = replace(
+            BACKENDS["flash"], refusal=lambda facts: flash.refusal(replace(facts, device=torch.device("cuda")))
+        )
+        patches.enter_context(mock.patch.dict(BACKENDS, {"flash": on_a_gpu}))
+        test_properties.check(call, dtype, "flash")
 
 
 def test_views_are_not_copied(installed, monkeypatch):

@@ -1,12 +1,16 @@
-"""The fused operators of CUDA, which no test runs: their calls bind and give the right shapes, on meta tensors."""
+"""The fused operators of CUDA, which no test runs: their calls bind and give the right shapes, on meta tensors; and the
+plain products, which serve where no operator does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from dilated_attention import dilated_attention
 from dilated_attention.backends import fused, native
+from dilated_attention.backends.dropout import Pairs, dropout_of
 from dilated_attention.plan import plan_dilated
+from tolerances import TOLERANCE, relative_error
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
@@ -43,3 +47,43 @@ def test_kinds():
         x = CUDA(dtype, head_dim)
         assert fused._kind(x, x, None) == kind
         assert fused._kind(x, x, torch.zeros(1)) == "plain"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("keys", [1, 7, 15])
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_plain_products_form_scores_in_single_precision(is_causal, size, keys, dtype):
+    """Nothing is rounded to half precision but q, k, v and what is returned: lse is as near to that of float64 on
+    the same numbers as a float32 call's, and gradients are at most their own rounding away."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [(size * torch.randn(2, keys, 2, 64, generator=generator)).to(dtype).requires_grad_() for _ in range(3)]
+    pair = []
+    for call in (inputs, [x.detach().double().requires_grad_() for x in inputs]):
+        out, lse = dilated_attention(*call, (keys,), (1,), is_causal=is_causal, return_lse=True)
+        pair.append((lse, out, *torch.autograd.grad(out.double().sum() + lse.double().sum(), call)))
+    (lse, *others), (exact_lse, *exact) = pair
+    assert relative_error(lse, exact_lse) <= TOLERANCE[torch.float32]
+    for actual, wanted in zip(others, exact, strict=True):
+        # out and delta are rounded once: an error of eps times the size of what dS is a difference of
+        terms = max(1, *(x.detach().abs().max().item() for x in call)) ** 2
+        assert (actual.double() - wanted).abs().max() <= torch.finfo(dtype).eps * max(terms, wanted.abs().max())
+
+
+@pytest.mark.parametrize("with_pairs", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_chunks_of_plain_products(is_causal, with_pairs, monkeypatch):
+    q, k, v = (torch.randn(3, 4, 12, 8, dtype=torch.float64) for _ in range(3))
+    bias = torch.zeros(3, 1, 1, 12, dtype=torch.float64)
+    bias[0, ..., :5] = -torch.inf
+    dropout = dropout_of(0.3, torch.tensor(3), 3, 4, torch.arange(12), torch.arange(12)[:, None])
+    words = dropout.queries.transpose(1, 2), dropout.keys.T[None].expand(3, 4, 12)
+    pairs = Pairs(dropout.threshold, 1 / 0.7, *words) if with_pairs else None
+    found = []
+    for chunk in (1 << 18, 100, 1):
+        monkeypatch.setattr(fused, "_CHUNK", chunk)
+        out, lse = fused.forward(q, k, v, is_causal, 0.3, bias, pairs)
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        found.append((out, lse, *fused.backward(v, finite, q, k, v, out, finite, is_causal, 0.3, bias, pairs)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-13)

@@ -23,8 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_bad_input
+import test_blocks
 import test_dropout
-from conformance import excesses
+import test_properties
+from conformance import excesses, random_calls
 from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -48,7 +50,7 @@ pytestmark = [
 ]
 
 
-def why(q, scale):
+def why(q):
     return backend.refusal(Facts(q.device, q.dtype, q.shape[-1], q.shape[1]))
 
 
@@ -81,7 +83,7 @@ def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out
     and in one."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     options = {"is_causal": False, "scale": scale} | options
-    assert why(inputs[0], scale) is None
+    assert why(inputs[0]) is None
     for deterministic in (True, False):
         errors = excesses(
             lambda q, k, v, deterministic=deterministic: _Attention.apply(q, k, v, plans, options, deterministic),
@@ -108,7 +110,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
-    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite"]
+    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite", "TestRandomCalls"]
 )
 def test_in_the_interpreter(name):
     in_a_child_process(f"{__file__}::{name}")
@@ -395,11 +397,10 @@ class TestGroups:
 
     def test_refusals(self):
         q = torch.randn(1, 4, 2, 16)
-        assert why(q, 1.0) is None
-        assert "float64" in why(q.double(), 1.0)
-        assert "scale" in why(q, 0.0)
+        assert why(q) is None
+        assert "float64" in why(q.double())
         wide = torch.randn(1, 4, 2, 257)
-        assert "head_dim" in why(wide, 1.0)
+        assert "head_dim" in why(wide)
 
 
 def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
@@ -488,9 +489,36 @@ class TestNotFinite:
     def test_hidden_keys(self, number, is_causal):
         test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton")
 
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_causal_values(self, number):
+        test_bad_input.test_under_causality_what_is_not_finite_in_v_stays_in_its_segment_and_out_of_lse(
+            number, "triton"
+        )
+
     @both
     def test_other_samples(self, is_causal):
         test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton")
+
+
+@interpreted
+class TestRandomCalls:
+    """Of every kind, through the public functions."""
+
+    @random_calls(15)
+    @given(
+        call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(compat=True)),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    )
+    def test_dilated(self, call, dtype):
+        test_properties.check(call, dtype, "triton")
+
+    @random_calls(10)
+    @given(
+        call=st.one_of(*(test_blocks.calls(*kind) for kind in ((False,), (True,), (False, True), (True, True)))),
+        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    )
+    def test_blocks(self, call, dtype):
+        test_blocks.check(call, dtype, "triton")
 
 
 # ---- tables
@@ -582,6 +610,6 @@ def test_tf32_is_pytorch_s_choice_and_nvidia_s(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="nothing is refused for the device there")
 def test_refusals():
     q = torch.randn(1, 4, 2, 16)
-    assert "GPU" in why(q, 1.0)
+    assert "GPU" in why(q)
     meta = q.to("meta")
-    assert "not meta" in why(meta, 1.0)
+    assert "not meta" in why(meta)

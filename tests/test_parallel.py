@@ -56,6 +56,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
     shares: tuple[int, ...] | None = None
+    scale: float | None = None
 
     def bounds(self, size: int) -> tuple[int, ...] | None:
         if self.shares is None:
@@ -68,7 +69,7 @@ CASES = {
     "geometric": Case((16, 32, 64, 128, 256), (1, 2, 4, 8, 16), 256),
     "straddling": Case((24, 60, 100, 250), (1, 2, 3, 5), 250, batch=2),
     "odd": Case((7, 251), (1, 64), 251),
-    "dense": Case((131,), (1,), 131, kv_heads=8),
+    "dense": Case((131,), (1,), 131, kv_heads=8, scale=-0.4),
     "grouped queries": Case((20, 90, 300), (1, 3, 6), 190, heads=16, kv_heads=8, batch=2),
     "head groups": Case((16, 70, 150), (1, 2, 4), 150, head_groups=True),
     "head blocks": Case((30, 140), (1, 4), 141, offsets="head_block"),
@@ -78,7 +79,7 @@ CASES = {
     "padded batch": Case((16, 50, 140), (1, 2, 5), 140, batch=3, lengths=(140, 51, 0)),
     "packed batch": Case((16, 50, 140), (1, 2, 5), 140, cu_seqlens=(0, 30, 30, 111, 140)),
     "fewer tokens than ranks": Case((2, 5), (1, 2), 5),
-    "local only": Case((4, 8), (1, 2), 96),
+    "local only": Case((4, 8), (1, 2), 96, scale=0.0),
 }
 
 
@@ -90,6 +91,7 @@ def call(case: Case, tensors, size: int, is_causal: bool, transport: str):
         mesh=dist.group.WORLD,
         seq_len=case.seq_len,
         is_causal=is_causal,
+        scale=case.scale,
         lengths=None if case.lengths is None else torch.tensor(case.lengths),
         cu_seqlens=None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens),
         transport=transport,
@@ -119,6 +121,7 @@ def expected(case: Case, is_causal: bool, dtype: torch.dtype):
         case.rates,
         pattern.offset_table(case.kv_heads),
         is_causal=is_causal,
+        scale=case.scale,
         compat=case.compat,
         lengths=case.lengths,
         cu_seqlens=case.cu_seqlens,
@@ -392,6 +395,7 @@ def refuse():
         "dtype": lambda: attend(odd_rank([x.double() for x in own], own)),
         "is_causal": lambda: attend(is_causal=rank == 1),
         "scale": lambda: attend(scale=odd_rank(0.5, 0.25)),
+        "sign of scale": lambda: attend(scale=odd_rank(-0.5, 0.5)),
         "batch": lambda: attend(odd_rank([x.repeat(2, 1, 1, 1) for x in own], own)),
         "transport name": lambda: attend(transport="carrier"),
         "transport refused": lambda: attend(transport="doubling"),
@@ -424,6 +428,7 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "dtype": "rank 1 has dtype=torch.float64, elsewhere dtype=torch.float32",
         "is_causal": "rank 1 has is_causal=True, elsewhere is_causal=False",
         "scale": "rank 1 has scale=0.5",
+        "sign of scale": "rank 1 has scale=-0.5, elsewhere scale=0.5",
         "batch": "rank 1 has batch=2",
         "transport name": "transport must be one of",
         "transport refused": "transport='doubling' does not serve this call: doubling needs a power of two of ranks",

@@ -1,4 +1,6 @@
-"""Random calls over every option: the native backend against the reference backend in float64 on the same inputs."""
+"""Random calls of dilated patterns over every option, on the native and the reference backend, against the oracle in
+float64 on the same inputs. `test_blocks` has those of layouts and products, `test_kernels` and `test_flash` run some of
+both on their backends."""
 
 from __future__ import annotations
 
@@ -9,22 +11,25 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import excesses
+from conformance import excesses, random_calls, survivors
 from dilated_attention import Dilated, dilated_attention
 from dilated_attention.backends import native
 from dilated_attention.backends.reference import batch_counts
 
 LAYOUTS = ("contiguous", "heads_first", "packed", "sliced", "head_dim_strided", "shared_batch")
 FULL_PRECISION = st.sampled_from([torch.float64, torch.float32])
+HALF_PRECISION = st.sampled_from([torch.bfloat16, torch.float16])
 
 # Not st.integers, which draws its lower bound so often that a third of the calls would hold no token or one.
 BATCHES = st.sampled_from([1, 2, 1, 3, 2, 0])
 LENGTHS = st.sampled_from(range(1, 41))
 SEGMENTS = st.sampled_from(range(1, 49))
+SCALES = st.sampled_from([None, 0.3, 1.0, -0.4, 0.0, 2.5, -1.0])
+DROPOUT = st.sampled_from([0.0, 0.0, 0.0, 0.0, 0.0, 0.4])
 RATES = st.sampled_from([1, 2, 3, 1, 2, 4, 5, 6, 7, 9])
 
 
@@ -45,6 +50,8 @@ class Call:
     compat: str | None = None
     is_causal: bool = False
     scale: float | None = None
+    dropout_p: float = 0.0
+    head_offset: int = 0
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
     padding: float | None = None
@@ -73,7 +80,9 @@ class Call:
 
     def table(self) -> tuple[tuple[int, ...], ...]:
         by_block = self.compat == "torchscale" and self.pattern["offsets"] == "head"
-        return Dilated(**self.pattern | ({"offsets": "head_block"} if by_block else {})).offset_table(self.kv_heads)
+        return Dilated(**self.pattern | ({"offsets": "head_block"} if by_block else {})).offset_table(
+            self.kv_heads, self.head_offset
+        )
 
 
 def arrange(layout: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -97,27 +106,33 @@ def arrange(layout: str, shape: tuple[int, ...], generator: torch.Generator, dty
 
 
 @st.composite
-def patterns(draw, kv_heads: int, groups: bool) -> dict[str, Any]:
+def patterns(draw, kv_heads: int, groups: bool, head_offset: int) -> dict[str, Any]:
     branches = draw(st.sampled_from([1, 2, 3, 4]))
     segments = tuple(draw(st.lists(SEGMENTS, min_size=branches, max_size=branches)))
     rates = tuple(draw(st.lists(RATES, min_size=branches, max_size=branches)))
-    offsets: Any = draw(st.sampled_from(["head", "head_block", "table"]))
+    offsets: Any = draw(st.sampled_from(["head", "head" if head_offset else "head_block", "table"]))
     if groups and branches <= kv_heads:
         offsets = "head"
         assume(all(i % r < w for i, (w, r) in enumerate(zip(segments, rates, strict=True))))
     else:
         groups = False
+    heads = head_offset + kv_heads
     if offsets == "table":
-        rows = [st.lists(st.sampled_from([*range(r), -1]), min_size=kv_heads, max_size=kv_heads) for r in rates]
+        rows = [st.lists(st.sampled_from([*range(r), -1]), min_size=heads, max_size=heads) for r in rates]
         offsets = tuple(tuple(draw(row)) for row in rows)
-        assume(all(any(0 <= o < w for o in row) for w, row in zip(segments, offsets, strict=True)))
+        assume(all(any(0 <= o < w for o in row[head_offset:]) for w, row in zip(segments, offsets, strict=True)))
+    elif head_offset:
+        runs = (range(head_offset, heads) for _ in rates)
+        assume(all(any(h % r < w for h in run) for w, r, run in zip(segments, rates, runs, strict=True)))
     return {"segment_lengths": segments, "dilation_rates": rates, "offsets": offsets, "head_groups": groups}
 
 
 @st.composite
 def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
-    pattern = draw(patterns(kv_heads, groups=not compat and draw(st.sampled_from([False, False, False, True]))))
+    groups = not compat and draw(st.sampled_from([False, False, False, True]))
+    head_offset = 0 if compat or groups else draw(st.sampled_from([0, 0, 1, 5]))
+    pattern = draw(patterns(kv_heads, groups, head_offset))
     batch, seq_len = draw(BATCHES), draw(LENGTHS)
     lengths = cu_seqlens = padding = None
     kind = draw(st.sampled_from(["lengths", "cu_seqlens", "mask", "lengths+mask", "cu_seqlens+mask"])) if ragged else ""
@@ -137,7 +152,9 @@ def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
         pattern=pattern,
         compat="torchscale" if compat else None,
         is_causal=draw(st.booleans()),
-        scale=draw(st.sampled_from([None, 0.3, 1.0])),
+        scale=draw(SCALES),
+        dropout_p=draw(DROPOUT),
+        head_offset=head_offset,
         lengths=lengths,
         cu_seqlens=cu_seqlens,
         padding=padding,
@@ -172,16 +189,14 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
         compat=call.compat,
         **ragged,
     )
-    run = partial(
-        dilated_attention,
-        **call.pattern,
-        compat=call.compat,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        return_lse=True,
-        backend=backend,
-        **ragged,
-    )
+
+    def run(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(call.seed)
+        return dilated_attention(
+            *inputs, **call.pattern, compat=call.compat, is_causal=call.is_causal, scale=call.scale,
+            dropout_p=call.dropout_p, head_offset=call.head_offset, return_lse=True, backend=backend, **ragged,
+        )  # fmt: skip
+
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
     with mock.patch.object(native, "_TILE_BYTES", call.tile_bytes):
         errors = excesses(
@@ -190,30 +205,27 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
             counts,
             scale=scale,
             phantoms=phantoms,
+            keep=survivors(q, k, call.dropout_p, call.head_offset, call.seed),
+            dropout_p=call.dropout_p,
             gradient_of=call.gradient_of,
             seed=call.seed,
         )
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-def random_calls(count: int) -> settings:
-    """At least `count` examples, and as many as the profile of conftest.py asks for."""
-    return settings(max_examples=max(count, settings().max_examples))
-
-
-@random_calls(700)
+@random_calls(600)
 @given(call=calls())
 def test_float64(call):
     check(call, torch.float64)
 
 
-@random_calls(700)
+@random_calls(600)
 @given(call=calls())
 def test_float32(call):
     check(call, torch.float32)
 
 
-@random_calls(700)
+@random_calls(650)
 @given(call=calls(ragged=True), dtype=FULL_PRECISION)
 def test_ragged(call, dtype):
     check(call, dtype)
@@ -231,8 +243,8 @@ def test_torchscale_ragged(call, dtype):
     check(call, dtype)
 
 
-@random_calls(200)
-@given(call=calls(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@random_calls(250)
+@given(call=st.one_of(calls(), calls(ragged=True), calls(compat=True)), dtype=HALF_PRECISION)
 def test_half_precision(call, dtype):
     check(call, dtype)
 

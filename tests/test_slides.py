@@ -149,6 +149,7 @@ def test_saved_and_loaded(kind, tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["encoder"]["pattern"]["segment_lengths"] = [4, "x"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "SHA256SUMS").unlink()
     with pytest.raises(
         ValueError, match="configuration: encoder: pattern: segment_lengths must hold positive integers"
     ):

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
-from dilated_attention import storage
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import session
-from dilated_attention.training.loop import FORMAT, Recipe, Training, read_checkpoint
+from dilated_attention.training.loop import Recipe, Training, read_checkpoint
 from dilated_attention.training.text import read_text
 
 CONFIG = LongNetConfig(embed_dim=16, num_layers=2, num_heads=2, pattern=Dilated((16, 64), (1, 4)))
@@ -38,8 +36,7 @@ def text(tmp_path):
 def checkpoint(text, tmp_path):
     training = Training(CONFIG, RECIPE, text)
     training.step()
-    training.save(tmp_path / "a.safetensors")
-    return tmp_path / "a.safetensors"
+    return training.save(tmp_path / "checkpoint").parent
 
 
 def test_default_text_is_the_standard_library():
@@ -137,9 +134,9 @@ def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path):
     first = Training(CONFIG, RECIPE, text)
     for _ in range(3):
         first.step()
-    first.save(tmp_path / "half.safetensors")
+    first.save(tmp_path)
     second = Training(CONFIG, RECIPE, text)
-    second.load(tmp_path / "half.safetensors")
+    second.load(*read_checkpoint(tmp_path))
     assert second.finished_steps == 3
     assert second.seconds == first.seconds
     for _ in range(3):
@@ -153,15 +150,15 @@ def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path):
 
 def test_resumes_from_step_zero(text, tmp_path):
     first, second = Training(CONFIG, RECIPE, text), Training(CONFIG, RECIPE, text)
-    first.save(tmp_path / "zero.safetensors")
-    second.load(tmp_path / "zero.safetensors")
+    first.save(tmp_path)
+    second.load(*read_checkpoint(tmp_path))
     assert [second.step() for _ in range(2)] == [first.step() for _ in range(2)]
 
 
 def test_checkpoint_holds_no_pickle_and_says_what_it_is(checkpoint, text):
-    state, about = read_checkpoint(checkpoint)
+    stored, about = read_checkpoint(checkpoint)
     assert (about.config, about.recipe, about.text, about.paths) == (CONFIG, RECIPE, text.digest, text.paths)
-    assert {name.split(".")[0] for name in state} == {"model", "optimizer", "rng"}
+    assert {name.split(".")[0] for name in stored.tensors} == {"model", "optimizer", "rng"}
 
 
 def test_checkpoint_of_another_run(checkpoint, text, tmp_path):
@@ -174,50 +171,9 @@ def test_checkpoint_of_another_run(checkpoint, text, tmp_path):
     ):
         before = {name: tensor.clone() for name, tensor in wrong.model.state_dict().items()}
         with pytest.raises(ValueError, match=message):
-            wrong.load(checkpoint)
+            wrong.load(*read_checkpoint(checkpoint))
         assert wrong.finished_steps == 0
         assert all(torch.equal(tensor, before[name]) for name, tensor in wrong.model.state_dict().items())
-
-
-def test_damaged_checkpoint(checkpoint, text):
-    whole = checkpoint.read_bytes()
-    training = Training(CONFIG, RECIPE, text)
-    for length in (0, 7, 300, len(whole) // 2, len(whole) - 1):
-        checkpoint.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="truncated, or not a safetensors file"):
-            training.load(checkpoint)
-    checkpoint.write_bytes(whole)
-    state, metadata = storage.read_tensors(checkpoint)
-    for changes, message in (
-        ({"format": "x"}, "format is 'x'"),
-        ({"recipe": "{"}, "damaged metadata"),
-        ({"recipe": '{"depth": 1}'}, "damaged metadata"),
-        ({"config": "{}"}, "damaged metadata .*missing field"),
-    ):
-        save_file(state, checkpoint, {**metadata, **changes})
-        with pytest.raises(ValueError, match=message):
-            training.load(checkpoint)
-    save_file({k: v for k, v in state.items() if k != "rng.global"}, checkpoint, metadata)
-    with pytest.raises(ValueError, match=r"lacks rng\.global"):
-        training.load(checkpoint)
-    save_file({"model.norm.weight": torch.zeros(3)}, checkpoint, {"format": FORMAT})
-    with pytest.raises(ValueError, match="damaged metadata"):
-        training.load(checkpoint)
-
-
-def test_failed_write_keeps_the_old_file(checkpoint, text, monkeypatch):
-    old = checkpoint.read_bytes()
-    training = Training(CONFIG, RECIPE, text)
-
-    def full(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(storage, "save_file", full)
-    with pytest.raises(OSError, match="no space"):
-        training.save(checkpoint)
-    assert checkpoint.read_bytes() == old
-    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["a.safetensors", "text.txt"]
 
 
 def test_divergence_stops_without_an_update(text):
@@ -259,7 +215,8 @@ def test_a_run_and_what_it_leaves(text, tmp_path):
     for name in ("loss.png", "pattern.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "▌" in (out / "sample.txt").read_text(encoding="utf-8")
-    assert len(load_file(out / "checkpoint.safetensors")["history.losses"]) == 6
+    assert len(read_checkpoint(out / "checkpoint")[1].losses) == 6
+    assert sorted(path.name for path in (out / "checkpoint").iterdir()) == ["step-2", "step-4", "step-6"]
     loaded = LongNetLM.from_pretrained(out / "model")
     assert torch.equal(loaded.embedding.weight, training.model.embedding.weight)
     assert not list(out.glob(".*"))
@@ -305,5 +262,41 @@ def test_sample_shows_control_bytes_as_dots(text):
 
 
 def test_default_pattern():
-    assert session.default_pattern(8192) == Dilated((512, 2048, 8192), (1, 4, 16))
-    assert session.default_pattern(100) == Dilated((100,), (1,))
+    assert session.default_pattern(8192, 16) == Dilated((512, 2048, 8192), (1, 4, 16))
+    assert session.default_pattern(8192, 4) == Dilated((512, 2048, 8192), (1, 4, 4))
+    assert session.default_pattern(100, 4) == Dilated((100,), (1,))
+    for heads in range(1, 20):
+        assert session.default_pattern(8192, heads).unserved(heads) == (0, 0, 0)
+
+
+def test_the_patterns_of_train_and_demo_serve_every_residue(text, tmp_path):
+    long = dataclasses.asdict(RECIPE) | {"context": 512}
+    for heads, kv_heads in ((4, None), (4, 2), (2, None)):
+        fields = {"embed_dim": 16, "num_layers": 1, "num_heads": heads, "num_kv_heads": kv_heads}
+        config = session.start(text.paths, tmp_path / f"{heads}-{kv_heads}", fields, long).config
+        assert set(config.pattern.unserved(config.kv_heads)) == {0}
+
+
+def test_a_pattern_that_leaves_residues_to_nobody_is_told(text):
+    config = dataclasses.replace(CONFIG, pattern=Dilated((16, 64), (1, 16)))
+    assert "residues that no head serves: 14 of 16 in branch (64, 16)" in session.forecast(
+        Training(config, RECIPE, text)
+    )
+
+
+def test_what_is_told_before_the_first_step(text):
+    told = session.forecast(Training(CONFIG, RECIPE, text))
+    assert "6 steps of 128 bytes" in told
+    assert "by heart" not in told
+    training = Training(CONFIG, dataclasses.replace(RECIPE, steps=2460), text)
+    learnt = len(text.content) - 3 * 65  # without the held-out windows
+    assert f"{sum(p.numel() for p in training.model.parameters()):,} parameters" in session.forecast(training)
+    assert f"{learnt:,} bytes of text" in session.forecast(training)
+    assert f"{2460 * 128 / learnt:.0f} epochs of this text: it will be learned by heart" in session.forecast(training)
+
+
+def test_the_time_that_is_left_is_told_after_a_few_steps(text, tmp_path):
+    training = started(text, tmp_path / "run", steps=8)
+    _, printed = finish(training, tmp_path / "run")
+    assert "step 5/8" in printed
+    assert " left" in printed

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, vmap
 
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention, dilated_attention
@@ -117,6 +118,46 @@ def test_dropout_under_vmap_differs_from_element_to_element():
         jacrev(lambda q: dilated_attention(q, x, x, [4], [1], dropout_p=0.5))(x)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, of jvp
+def test_forward_mode():
+    """By the reference backend; the others say so, and drop no tangent without a word."""
+    q, k, v = (torch.randn(1, 7, 2, 3, **F64) for _ in range(3))
+    tangent = torch.randn_like(q)
+
+    def run(q, backend="auto"):
+        out, lse = dilated_attention(q, k, v, [4, 7], [1, 2], is_causal=True, return_lse=True, backend=backend)
+        return out.sin().sum() + lse.sum()
+
+    def with_duals(q, backend="auto"):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(run(forward_ad.make_dual(q, tangent), backend)).tangent
+
+    leaf = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(run(leaf), leaf)
+    by_jvp = torch.func.jvp(lambda q: run(q, "reference"), (q,), (tangent,))[1]
+    for found in (by_jvp, with_duals(q, "reference")):
+        torch.testing.assert_close(found, (gradient * tangent).sum())
+    hessian = torch.func.hessian(lambda q: run(q, "reference"))(q)
+    slope = torch.autograd.grad(run(leaf, "reference"), leaf, create_graph=True)[0]
+    product = torch.autograd.grad((slope * tangent).sum(), leaf)[0]
+    torch.testing.assert_close(torch.einsum("abcdefgh,efgh->abcd", hessian, tangent), product)
+
+    for attempt in (
+        lambda: torch.func.jvp(run, (q,), (tangent,)),
+        lambda: torch.func.hessian(run)(q),
+        lambda: torch.func.jacfwd(run)(q),
+        lambda: with_duals(q),
+        lambda: with_duals(leaf),
+        lambda: torch.autograd.grad(torch.autograd.grad(run(leaf), leaf, create_graph=True)[0].sum(), leaf),
+    ):
+        with pytest.raises(
+            NotImplementedError, match='derivatives of attention are not fused; call with backend="reference"'
+        ):
+            attempt()
+    with forward_ad.dual_level():  # numbers without tangents are numbers
+        assert torch.equal(run(q), run(leaf))
+
+
 def test_what_vmap_refuses():
     q, k, v = tensors(3)
     packed = (x[:, :1] for x in (q, k, v))
@@ -193,9 +234,10 @@ def test_autocast(dtype):
 def test_compiled_and_exported(fresh_python):
     """In one graph each, at lengths that change; masks are looked at when the graph runs."""
     fresh_python("""
+        import warnings
         import torch
         from torch import nn
-        from dilated_attention import UnsupportedError
+        from dilated_attention import UnsupportedError, dilated_attention
         from dilated_attention.integrations import convert_attention
         from dilated_attention.nn import MultiheadDilatedAttention
 
@@ -214,6 +256,18 @@ def test_compiled_and_exported(fresh_python):
                     gradients.append((out, model.in_proj_weight.grad, model.out_proj.weight.grad))
                 for a, b in zip(*gradients):
                     torch.testing.assert_close(a, b)
+
+        # A scale of any sign; and a shape that eager calls warn of.
+        for scale, heads in ((-0.4, 2), (0.0, 300)):
+            def call(q, k, v):
+                return dilated_attention(q, k, v, [20], [1], is_causal=True, scale=scale)
+            inputs = [torch.randn(1, 20, heads, 4, requires_grad=True) for _ in range(3)]
+            found = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = call(*inputs)
+            for a, b in zip(*((x, *torch.autograd.grad(x.sin().sum(), inputs)) for x in (found, expected))):
+                assert torch.equal(a, b)
 
         # The mask as nn.TransformerEncoder hands it on, and the causal mask, in the graph of a whole encoder.
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)

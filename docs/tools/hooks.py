@@ -24,6 +24,7 @@ def _shown() -> list[Path]:
     return [
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
         *sorted(path for path in (ROOT / "results").rglob("*") if path.is_file()),
     ]
 
@@ -49,7 +50,11 @@ def _results() -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A link that leaves docs/ in the repository stays inside the site: its target was added by `on_files`."""
     depth = page.file.src_uri.count("/")
-    inside = page.file.src_uri.startswith("results/") or page.file.src_uri in ("CONTRIBUTING.md", "CHANGELOG.md")
+    inside = page.file.src_uri.startswith("results/") or page.file.src_uri in (
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+    )
     if inside:  # the other way: these files stand above docs/
         return re.sub(r"(?<=\]\()(?:\.\./)?docs/", "../" * depth, markdown)
 

@@ -7,7 +7,9 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,10 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dilated_attention.bench import command as bench
-from dilated_attention.environment import report, require_device
+from dilated_attention.environment import environment, own_version, report, require_device
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
+from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
+from dilated_attention.storage import read_bytes
+from dilated_attention.training import session
 from dilated_attention.training.loop import Recipe
 
 if TYPE_CHECKING:
@@ -35,22 +40,47 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
-    diverged, with one line on stderr; 128 + n after signal n."""
+    diverged or results that could not be kept, with one line on stderr; 128 + n after signal n.
+
+    Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
+    """
+    options = command_line().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("dilated-attention: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of every command; the namespace it makes holds the command's name and what runs it."""
     parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     _add_demo(commands)
     _add_train(commands)
     _add_generate(commands)
     _add_convert(commands)
     _add_info(commands)
     bench.add_parsers(commands)
-    options = parser.parse_args(arguments)
-    try:
-        code: int = options.run(options)
-    except KeyboardInterrupt:
-        print("dilated-attention: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return code
+    return parser
+
+
+def _in_a_line(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a line for the user of a command, who did not write the line of code that it is about."""
+    print(f"dilated-attention: warning: {message}", file=sys.stderr)
 
 
 def _add_demo(commands: Any) -> None:
@@ -59,7 +89,7 @@ def _add_demo(commands: Any) -> None:
         "demo",
         help=summary,
         description=f"{summary.capitalize()}: the same bytes of the Python standard library's sources, the same steps. "
-        "Prints speed, memory and held-out bits per byte; about 3 minutes on 2 CPU cores.",
+        "Prints speed, memory and held-out bits per byte; a few minutes on 2 CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
@@ -68,7 +98,7 @@ def _add_demo(commands: Any) -> None:
         ("steps", 200, "optimizer steps of each training"),
         ("layers", 2, "transformer blocks"),
         ("dim", 64, "width of the model"),
-        ("heads", 2, "attention heads"),
+        ("heads", 4, "attention heads"),
         ("seed", 0, "of the weights and of the order of the text"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
@@ -96,13 +126,19 @@ def _add_train(commands: Any) -> None:
     )
     _plain(parser, "out", Path, Path("runs/train"), "folder of the run")
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--resume", action="store_true", help="continue the run in --out with its options and its text")
+    begin.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out with its options and its text; with more --steps also a finished one, whose "
+        "learning rate then follows the schedule of the larger number",
+    )
     begin.add_argument("--overwrite", action="store_true", help="start anew even if --out holds a checkpoint")
     _plain(parser, "device", str, "cpu", "a PyTorch device")
     _plain(parser, "backend", str, "auto", "of dilated attention")
-    _plain(parser, "save-every", _positive, 100, "steps between checkpoints")
-    _plain(parser, "held-out", _positive, 16, "held-out windows to measure at the end")
-    _plain(parser, "sample", _natural, 256, "bytes of sample text to write at the end")
+    _kept(parser, "save-every", _positive, "steps between checkpoints")
+    _kept(parser, "keep", _natural, "older checkpoints to keep: --resume takes the newest that is whole")
+    _kept(parser, "held-out", _positive, "held-out windows to measure at the end")
+    _kept(parser, "sample", _natural, "bytes of sample text to write at the end")
 
     ranks = parser.add_argument_group(
         "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
@@ -116,7 +152,13 @@ def _add_train(commands: Any) -> None:
     _given(model, "heads", int, "num_heads", "attention heads")
     _given(model, "kv-heads", int, "num_kv_heads", "heads of keys and values (default: as --heads)")
     _given(model, "segments", _integers, "segment_lengths", "segment lengths (default: context/16,context/4,context)")
-    _given(model, "rates", _integers, "dilation_rates", "dilation rate of each segment length (default: 1,4,16)")
+    _given(
+        model,
+        "rates",
+        _integers,
+        "dilation_rates",
+        "dilation rate of each segment length (default: 1,4,16, at most the heads)",
+    )
     model.add_argument("--dense", action="store_true", help="dense attention, by PyTorch's fused operator")
 
     recipe = parser.add_argument_group("recipe")
@@ -135,6 +177,12 @@ def _plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, tex
     parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
 
 
+def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
+    """An option that --resume takes from the run where it is not given."""
+    help_text = f"{text} (default: {session.OPTIONS[name.replace('-', '_')]})"
+    parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
+
+
 def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
     """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
@@ -144,56 +192,100 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
 
 
 def _train(options: argparse.Namespace) -> int:
-    from dilated_attention.training import session
+    watch: Watch | None = None
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    with session.noted_signals() if several else nullcontext() as received:
+        try:
+            if not several:
+                return _run(options)
+            watch = Watch.join(options.timeout)
+            watch.gather()
+            watch.start(lambda line: _fail(1, f"{line}; {_onwards(options.out)}", watch))
+            with watch.guard():
+                code = _run(options, watch, received)
+            watch.leave()
+            return code
+        except ValueError as error:
+            return _fail(2, str(error), watch)
+        except FloatingPointError as error:
+            return _fail(1, f"{error}; the last checkpoint in {options.out} is kept", watch)
+        except ContextParallelError as error:
+            return _fail(1, f"{error}; {_onwards(options.out)}", watch)
+        except OSError as error:
+            return _fail(2, f"{error.filename}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
 
+
+def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
+    """Train; of several processes each runs this."""
     given = vars(options)
     model: dict[str, Any] = {
         name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
     }
     recipe = {field.name: given[field.name] for field in dataclasses.fields(Recipe) if field.name in given}
-    try:
-        if "segment_lengths" in given or "dilation_rates" in given:
-            if options.dense or "segment_lengths" not in given or "dilation_rates" not in given:
-                raise ValueError("--segments and --rates go together, and not with --dense")
-            model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
-        elif options.dense:
-            model["pattern"] = None
-        ranks = _join(options)
-        where = {"device": options.device, "backend": options.backend, "ranks": ranks}
-        if options.resume:
-            training = session.resume(options.paths, options.out, model, recipe, **where)
-        else:
-            training = session.start(options.paths, options.out, model, recipe, overwrite=options.overwrite, **where)
-    except ValueError as error:
-        print(f"dilated-attention train: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        code: int = session.run(
-            training,
-            options.out,
-            Console(quiet=ranks is not None and not ranks.first),
-            save_every=options.save_every,
-            held_out_windows=options.held_out,
-            sample_bytes=options.sample,
-        )
-        if ranks is not None:
-            ranks.leave()
-        return code
-    except FloatingPointError as error:
-        print(f"dilated-attention train: error: {error}; the last checkpoint in {options.out} is kept", file=sys.stderr)
-        return 1
-    except ContextParallelError as error:
-        print(f"dilated-attention train: error: {error}; --resume continues {options.out}", file=sys.stderr)
-        return 1
+    if "segment_lengths" in given or "dilation_rates" in given:
+        if options.dense or "segment_lengths" not in given or "dilation_rates" not in given:
+            raise ValueError("--segments and --rates go together, and not with --dense")
+        model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
+    elif options.dense:
+        model["pattern"] = None
+    kept = session.chosen_options(options.out if options.resume else None, given)
+    ranks = _connect(options, kept, watch)
+    where = {"device": options.device, "backend": options.backend, "ranks": ranks}
+    if options.resume:
+        training = session.resume(options.paths, options.out, model, recipe, **where)
+    else:
+        training = session.start(options.paths, options.out, model, recipe, overwrite=options.overwrite, **where)
+    first = ranks is None or ranks.first
+    if first:
+        session.remember(options.out, kept)
+    code: int = session.run(
+        training,
+        options.out,
+        Console(quiet=not first),
+        save_every=kept["save_every"],
+        keep=kept["keep"],
+        held_out_windows=kept["held_out"],
+        sample_bytes=kept["sample"],
+        received=received,
+    )
+    if ranks is not None:
+        ranks.leave()
+    return code
 
 
-def _join(options: argparse.Namespace) -> Ranks | None:
-    """This process's place in a run of several; None alone."""
-    if "WORLD_SIZE" not in os.environ and options.context_parallel == 1:
+def _connect(options: argparse.Namespace, kept: Mapping[str, int], watch: Watch | None) -> Ranks | None:
+    """This process's place in a run of several, all started with the same options and versions; None alone."""
+    if watch is None and options.context_parallel == 1:
         return None
-    from dilated_attention.training.ranks import Ranks
+    from dilated_attention.training.ranks import Ranks, require_divisor
 
-    return Ranks.join(options.context_parallel, torch.device(options.device), options.timeout)
+    require_divisor(options.context_parallel, 1 if watch is None else watch.size)
+    if watch is None:
+        return None
+    names = ("out", "resume", "overwrite", "device", "backend", "context_parallel", "timeout")
+    here = environment()
+    versions = {"torch": here["torch"], "dilated_attention": here["dilated_attention"]}
+    python = ".".join(map(str, sys.version_info[:2]))
+    watch.agree({**{name: vars(options)[name] for name in names}, **kept, **versions, "python": python})
+    return Ranks.connect(watch, options.context_parallel, torch.device(options.device))
+
+
+def _onwards(out: Path) -> str:
+    """What to do after a rank was lost."""
+    if session.saved(out):
+        return f"--resume continues {out}"
+    return f"nothing is saved in {out} yet: start again, without --resume"
+
+
+def _fail(code: int, problem: str, watch: Watch | None) -> int:
+    """Say why `train` ends, in one line. A process of several ends here, without the collective goodbye that the others
+    may not answer."""
+    print(f"dilated-attention train: error: {' '.join(problem.split())}", file=sys.stderr)
+    if watch is not None:
+        watch.leave(problem)
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _add_generate(commands: Any) -> None:
@@ -203,7 +295,13 @@ def _add_generate(commands: Any) -> None:
         description="Continue a prompt with a byte-level model, byte by byte, as it is drawn. The prompt is read once; "
         "then every byte costs the same, however long the text has become.",
     )
-    parser.add_argument("model", type=Path, nargs="?", default=Path("runs/train/model"), help="folder of the model")
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        default=Path("runs/train"),
+        help="folder of a model, or of a run: its model, or before its end its newest checkpoint (default: runs/train)",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, help="file to continue; - for standard input", metavar="FILE")
@@ -226,7 +324,7 @@ def _generate(options: argparse.Namespace) -> int:
         elif str(options.prompt_file) == "-":
             prompt = sys.stdin.buffer.read()
         else:
-            prompt = options.prompt_file.read_bytes()
+            prompt = read_bytes(options.prompt_file)
         with Console(stderr=True).status("reading the model and the prompt"):
             model = writing.load(options.model, require_device(options.device), options.backend)
             pieces = writing.write(
@@ -256,6 +354,7 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="even if the folder exists")
     parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="what it is of")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
     parser.add_argument("--architecture", choices=architectures, help="of torchscale's (default: recognised)")
@@ -281,23 +380,19 @@ def _convert(options: argparse.Namespace) -> int:
         "architecture": options.architecture,
         "surplus": "warn" if options.leave_surplus else None,
     }
-    console = Console(stderr=True)
-    try:
-        if options.kind == "torchscale" and (options.segments is None or options.rates is None):
-            raise ValueError("--segments and --rates: the weights do not tell; give both")
-        with console.status("converting and comparing"):
-            model, found = convert(
-                options.checkpoint,
-                options.out,
-                options.kind,
-                tokens=options.tokens,
-                seed=options.seed,
-                compat=None if options.corrected else "torchscale",
-                **{name: value for name, value in given.items() if value is not None},
-            )
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention convert: error: {error}", file=sys.stderr)
-        return 2
+    if options.kind == "torchscale" and (options.segments is None or options.rates is None):
+        raise ValueError("--segments and --rates: the weights do not tell; give both")
+    with Console(stderr=True).status("converting and comparing"):
+        model, found = convert(
+            options.checkpoint,
+            options.out,
+            options.kind,
+            tokens=options.tokens,
+            seed=options.seed,
+            compat=None if options.corrected else "torchscale",
+            overwrite=options.overwrite,
+            **{name: value for name, value in given.items() if value is not None},
+        )
     table = Table("difference between", title=f"{type(model).__name__}, random input", title_justify="left")
     for heading in ("greatest of an entry", "in norm"):
         table.add_column(heading, justify="right")

@@ -26,11 +26,12 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "dilated_attention": _own_version(),
+        "dilated_attention": own_version(),
     }
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """This package's, as installed."""
     try:
         return version("dilated-attention")
     except PackageNotFoundError:
@@ -62,6 +63,15 @@ def peak_memory(device: torch.device | str = "cpu") -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that this machine has, or the GPU. None where the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_device(name: str) -> torch.device:

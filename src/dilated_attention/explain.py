@@ -11,7 +11,7 @@ from dilated_attention.backends import blocks
 from dilated_attention.call import Call, Options, Pattern, as_autocast
 from dilated_attention.parallel import attention as parallel
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, describe_unserved
 from dilated_attention.plan import StridedGroup
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Explanation:
         calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
         transport: with a mesh, how rows travel, why, and why not otherwise.
         exchange: with a mesh, what this rank sends and receives.
+        unserved: a line for each branch in which some tokens take part for no head.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class Explanation:
     calls: dict[int, tuple[blocks.Calls, ...]]
     transport: TransportChoice | None = None
     exchange: ExchangePlan | None = None
+    unserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"backend   {self.backend}: {self.reason}"]
@@ -60,6 +62,7 @@ class Explanation:
                 f"{moved.backward_bytes_received / 1e6:.2f} MB"
             )
         lines.append(f"forward   {self.flops / 1e9:.3f} GFLOP, at least {self.bytes / 1e6:.2f} MB moved")
+        lines += self.unserved
         lines.append("group  heads              segments  rows    stride  first token  written")
         for i, group in enumerate(self.groups):
             rows = group.queries
@@ -125,5 +128,6 @@ def explain(
             moved += each * run.rows * (read + (1 if run.first else 2) * written * run.queries * (row + 4))
     choice, flops = call.choice, 4 * q.shape[3] * pairs
     return Explanation(
-        choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange
-    )
+        choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange,
+        describe_unserved(call.branches),
+    )  # fmt: skip

@@ -7,8 +7,8 @@ logarithm of the sum of exp(scores). For disjoint sets (or multisets) of keys A 
 
 the identity is (0, -inf). Merging is associative and commutative, so branches, blocks, ring steps and cached keys may
 be computed in any order and place. Followed through a network, the backward of each part with the merged (out, lse) in
-place of
-its own is the exact gradient of the whole: both enter only through P = exp(s - lse) and delta = sum(out * dout).
+place of its own is the exact gradient of the whole: both enter only through P = exp(s - lse) and
+delta = sum(out * dout).
 """
 
 from __future__ import annotations
@@ -38,15 +38,57 @@ def merge_into(
 
 
 def merge(
-    out: Float[Tensor, "*rows dim"],
-    lse: Float[Tensor, "*rows"],
-    part_out: Float[Tensor, "*rows dim"],
-    part_lse: Float[Tensor, "*rows"],
-) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, "*rows"]]:
-    """The merged (out, lse) of two parts, as new tensors."""
-    out, lse = out.clone(), lse.clone()
-    merge_into(out, lse, part_out, part_lse.clone())
-    return out, lse
+    out: Float[Tensor, "batch seq heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    part_out: Float[Tensor, "batch seq heads head_dim"],
+    part_lse: Float[Tensor, "batch heads seq"],
+) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch heads seq"]]:
+    """The merged (out, lse) of two partial results over disjoint keys, as the calls return them; differentiable.
+
+        lse = log(exp(lse_A) + exp(lse_B)),     out = out_A exp(lse_A - lse) + out_B exp(lse_B - lse)
+
+    computed in single precision at least. Where both see nothing, out is 0, lse -inf and every gradient 0.
+
+    Args:
+        out, part_out: `(batch, seq, heads, head_dim)`.
+        lse, part_lse: `(batch, heads, seq)`, natural logarithm, float32 (float64 for float64): what `return_lse=True`
+            gives.
+
+    Returns:
+        out and lse, new tensors of the same shapes and dtypes.
+
+    Raises:
+        ValueError: naming the tensor that does not fit.
+    """
+    _check_parts(out, lse, part_out, part_lse)
+    empty = (lse == -torch.inf) & (part_lse == -torch.inf)
+    # Where both are -inf, their difference is NaN, and so would the gradient be: finite numbers go through there.
+    a, b = (x.masked_fill(empty, 0.0) for x in (lse, part_lse))
+    share = torch.sigmoid(b - a).transpose(1, 2).unsqueeze(-1)
+    merged = torch.lerp(out.to(share.dtype), part_out.to(share.dtype), share)
+    merged = merged.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0.0)
+    return merged.to(out.dtype), torch.logaddexp(a, b).masked_fill(empty, -torch.inf)
+
+
+def _check_parts(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    if out.dim() != 4 or not out.is_floating_point():
+        raise ValueError(
+            f"out must be a floating tensor (batch, seq, heads, head_dim); got {out.dtype} of shape {tuple(out.shape)}"
+        )
+    batch, seq_len, heads, _ = out.shape
+    outs = tuple(out.shape), out.dtype, "(batch, seq, heads, head_dim), as out"
+    statistic = torch.promote_types(out.dtype, torch.float32)
+    lses = (batch, heads, seq_len), statistic, "(batch, heads, seq), as return_lse=True gives it for this out"
+    for name, x, (shape, dtype, order) in (
+        ("lse", lse, lses),
+        ("part_out", part_out, outs),
+        ("part_lse", part_lse, lses),
+    ):
+        if x.shape != shape or x.dtype != dtype or x.device != out.device:
+            raise ValueError(
+                f"{name} must be {dtype} of shape {shape} on {out.device}: {order}; "
+                f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            )
 
 
 def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], number: int) -> None:

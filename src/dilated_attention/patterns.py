@@ -192,6 +192,10 @@ class Dilated:
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
+    def unserved(self, num_heads: int) -> tuple[int, ...]:
+        """Of each branch, how many residues modulo its rate no head serves: their tokens take no part in the branch."""
+        return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
+
     def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
@@ -207,6 +211,23 @@ def _branches(pattern: Dilated, num_heads: int, head_offset: int) -> Branches:
 
 
 _kept_branches = lru_cache(maxsize=1024)(_branches)
+
+
+def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
+    """Of each branch: residues without a head, segment length, rate. A segment shorter than the rate has fewer."""
+    return [
+        (min(segment, rate) - len({offset for offset in row if 0 <= offset < segment}), segment, rate)
+        for segment, rate, row in zip(*branches[:3], strict=True)
+    ]
+
+
+def describe_unserved(branches: Branches) -> tuple[str, ...]:
+    """A line for each branch of which some tokens take part for no head."""
+    return tuple(
+        f"residues that no head serves: {count} of {min(segment, rate)} in branch ({segment}, {rate})"
+        for count, segment, rate in _unserved(branches)
+        if count
+    )
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:

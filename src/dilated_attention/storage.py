@@ -1,69 +1,159 @@
-"""Files that are either the old version or the new one, never half of either; tensors without pickle."""
+"""Files that are the old version or the new one, never half of either; tensors without pickle; digests of both.
+
+`SHA256SUMS` in a folder, in the form of the command `sha256sum`, has a line for each file that was written with it.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+SUMS = "SHA256SUMS"
+_SUMS_LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.-]*)\n", re.ASCII)
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Replace the safetensors file `path` atomically and durably (the directory entry is synced too)."""
-    temporary = _beside(path)
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
-        _replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _replacing(path) as temporary:
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace the UTF-8 file `path` atomically and durably."""
-    temporary = _beside(path)
-    try:
+    with _replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        _replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path) -> bytes:
+    """ValueError unless it is a regular file that can be read."""
+    require_file(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors on the CPU, and metadata. ValueError when there is no such file or it is damaged or truncated."""
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file to read tensors, or rows of them, from. ValueError as `read_tensors`."""
+    require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated, or not a safetensors file ({error})") from error
 
 
+def require_file(path: Path) -> None:
+    """ValueError unless it is a regular file: reading a pipe or a device may never end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path}: not a regular file")
+
+
 def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
     """ValueError unless both have the same names and shapes."""
-    for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
-        if names:
-            raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")
+    require_names(expected, found, where)
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
             raise ValueError(f"{where}: {name} has shape {tuple(found[name].shape)}, expected {tuple(tensor.shape)}")
 
 
-def _beside(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f".{path.name}.{os.getpid()}")
+def require_names(expected: Mapping[str, object], found: Mapping[str, object], where: str) -> None:
+    """ValueError unless both have the same names."""
+    for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
+        if names:
+            raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")
 
 
-def _replace(temporary: Path, path: Path) -> None:
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def digest(path: Path) -> str:
+    """The file's SHA-256, in hexadecimal."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            sha.update(piece)
+    return sha.hexdigest()
+
+
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write `SHA256SUMS`: the last of the files that it lists."""
+    write_text(folder / SUMS, "".join(f"{sha}  {name}\n" for name, sha in digests.items()))
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Digest by name, as `SHA256SUMS` lists them. ValueError when it is missing or damaged."""
+    text = read_bytes(folder / SUMS).decode("utf-8", errors="replace")
+    lines = _SUMS_LINE.findall(text)
+    digests = {name: sha for sha, name in lines}
+    if not lines or len(digests) != len(lines) or "".join(f"{sha}  {name}\n" for sha, name in lines) != text:
+        raise ValueError(f"{folder / SUMS}: damaged, or not lines of a SHA-256 and a plain name")
+    return digests
+
+
+def require_whole(path: Path, digests: Mapping[str, str]) -> None:
+    """ValueError unless the file is the one that `digests`, of `SHA256SUMS` beside it, lists."""
+    require_file(path)
+    if path.name not in digests:
+        raise ValueError(f"{path.with_name(SUMS)}: damaged: it does not list {path.name}")
+    try:
+        found = digest(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    if found != digests[path.name]:
+        raise ValueError(f"{path}: damaged, or changed after it was written: {SUMS} has another SHA-256")
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
     if os.name == "posix":
-        directory = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A place to write what then replaces `path`: a folder beside it, which the next call removes after a kill."""
+    folder = path.with_name(f".new-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        temporary = folder / path.name
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sync(path.parent)

@@ -6,8 +6,9 @@ lse) is just what the merged backward needs; so the `aten` operators under it ar
 heads, seq, head_dim)` views with any strides whose last dimension is dense; k and v have as many heads as q. Outputs
 lie in memory as `(batch, seq, heads, head_dim)`.
 
-With dropout plain products serve, in chunks of bounded memory and in single precision at least: the CPU operator has no
-dropout, and those of CUDA have masks of their own, which no other backend and no other rank could repeat.
+Plain products serve where no operator does, in chunks of bounded memory and in single precision at least: few keys on
+CPU, a bias or an odd head_dim on CUDA, and dropout. The CPU operator has no dropout, and those of CUDA have masks of
+their own, which no other backend and no other rank could repeat.
 
 Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
 """
@@ -30,7 +31,9 @@ Statistic = Float[Tensor, "batch heads queries"]
 Bias = Float[Tensor, "batch #heads #queries keys"]
 
 _CHUNK = 1 << 18
-"""Scores of a chunk with dropout: its temporaries, 4 bytes a score each, stay in a cache."""
+"""Scores of a chunk of plain products: its temporaries, 4 bytes a score each, stay in a cache."""
+_CHUNK_OF_ACCELERATORS = 1 << 24
+"""The same where every chunk costs a dozen kernel launches: 64 MiB a temporary. Not measured."""
 
 
 def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
@@ -54,9 +57,10 @@ def forward(
         bias: 0 or -inf a score. A row whose every key is masked gives out 0 and lse -inf.
         pairs: dropout of these queries and keys.
     """
-    if pairs is not None:
-        return _dropped_forward(q, k, v, is_causal, scale, bias, pairs)
-    out, lse = _forward(q, k, v, is_causal, scale, bias)
+    kind = _kind(q, k, bias)
+    if kind == "plain" or pairs is not None:
+        return _plain_forward(q, k, v, is_causal, scale, bias, pairs)
+    out, lse = _fused_forward(kind, q, k, v, is_causal, scale, bias)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
         seen = seen.squeeze(-2).cumsum(-1) > 0 if is_causal else seen.any(-1)
@@ -83,12 +87,14 @@ def backward(
 
     A gradient on lse enters as one more column, see `append_column`.
     """
-    if pairs is not None:
-        return _dropped_backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
+    kind = _kind(q, k, bias)
+    if kind == "plain" or pairs is not None:
+        return _plain_backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
     if dlse is None:
-        return _backward(dout, q, k, v, out, lse, is_causal, scale, bias)
+        return _fused_backward(kind, dout, q, k, v, out, lse, is_causal, scale, bias)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
-    gradients = _backward(*append_column(dout, dlse, q, k, v, out, width), lse, is_causal, scale, bias)
+    wider = append_column(dout, dlse, q, k, v, out, width)
+    gradients = _fused_backward(_kind(*wider[1:3], bias), *wider, lse, is_causal, scale, bias)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
 
@@ -107,10 +113,9 @@ def append_column(
     return dout, q, k, v, out
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
+def _fused_forward(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    kind = _kind(q, k, bias)
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -118,17 +123,12 @@ def _forward(
     if kind == "cuda_flash":
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
-    if kind == "cuda_efficient":
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
-        return out, lse[..., : q.shape[2]]  # the operator pads the rows of lse to a multiple of 32
-    scores = _scores(q, k, is_causal, scale, bias)
-    lse = scores.logsumexp(-1)
-    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = (probabilities.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
-    return out, lse
+    out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
+    return out, lse[..., : q.shape[2]]  # the operator pads the rows of lse to a multiple of 32
 
 
-def _backward(
+def _fused_backward(
+    kind: str,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -139,7 +139,6 @@ def _backward(
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kind = _kind(q, k, bias)
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -167,37 +166,47 @@ def _backward(
             state,
             scale=scale,
         )
-    if kind == "cuda_efficient":
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-        state = torch.zeros((), dtype=torch.int64, device=q.device)
-        return _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
-        )[:3]
-    probabilities = torch.exp(_scores(q, k, is_causal, scale, bias) - lse.unsqueeze(-1))
-    delta = (dout.to(lse.dtype) * out).sum(-1, keepdim=True)
-    dscores = (probabilities * ((dout @ v.transpose(-1, -2)).to(lse.dtype) - delta) * scale).to(q.dtype)
-    dv = probabilities.to(dout.dtype).transpose(-1, -2) @ dout
-    return dscores @ k, dscores.transpose(-1, -2) @ q, dv
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
+    )[:3]
 
 
-def _dropped_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None, pairs: Pairs
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor]:
-    statistic = torch.promote_types(q.dtype, torch.float32)
+    chunk = _chunk(q)
+    if q[..., 0].numel() * k.shape[2] <= chunk:
+        part, lse = _plain_part(q, k, v, is_causal, scale, bias, pairs)
+        return part.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=statistic)
-    for problems, heads, rows, keys in _chunks(q, k, is_causal):
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for problems, heads, rows, keys in _chunks(q, k, is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
-        q_, k_, v_ = q[here].to(statistic), k[there].to(statistic), v[there].to(statistic)
-        scores = _scores(q_, k_, is_causal, scale, _part(bias, *here, keys), rows.start)
-        total = scores.logsumexp(-1)
-        p = scores.sub_(total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-        out[here] = pairs.part(*here, keys).drop(p) @ v_
-        lse[here] = total
+        rest = _part(bias, *here, keys), None if pairs is None else pairs.part(*here, keys)
+        out[here], lse[here] = _plain_part(q[here], k[there], v[there], is_causal, scale, *rest, rows.start)
     return out, lse
 
 
-def _dropped_backward(
+def _plain_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    bias: Tensor | None,
+    pairs: Pairs | None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """out, in single precision at least, and lse of the queries from `first` on."""
+    scores = _scores(q, k, is_causal, scale, bias, first)
+    lse = scores.logsumexp(-1)
+    p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return (p if pairs is None else pairs.drop(p)) @ v.to(p.dtype), lse
+
+
+def _plain_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -208,30 +217,56 @@ def _dropped_backward(
     is_causal: bool,
     scale: float,
     bias: Tensor | None,
-    pairs: Pairs,
+    pairs: Pairs | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistic = lse.dtype
-    delta = (dout.to(statistic) * out).sum(-1)
+    delta = (dout.to(lse.dtype) * out).sum(-1)
     if dlse is not None:
         delta -= dlse
-    dq, dk, dv = (torch.zeros(x.shape, dtype=statistic, device=x.device) for x in (q, k, v))
-    for problems, heads, rows, keys in _chunks(q, k, is_causal):
+    chunk = _chunk(q)
+    if q[..., 0].numel() * k.shape[2] <= chunk:
+        return _plain_gradients(dout, delta, q, k, v, lse, is_causal, scale, bias, pairs)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    for problems, heads, rows, keys in _chunks(q, k, is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
-        q_, dout_, k_, v_ = (x.to(statistic) for x in (q[here], dout[here], k[there], v[there]))
-        dropped = pairs.part(*here, keys)
-        scores = _scores(q_, k_, is_causal, scale, _part(bias, *here, keys), rows.start)
-        p = scores.sub_(lse[here].unsqueeze(-1)).exp_()
-        ds = dropped.drop(dout_ @ v_.mT).sub_(delta[here].unsqueeze(-1)).mul_(p).mul_(scale)
-        dq[here] = ds @ k_
-        dk[there] += ds.mT @ q_
-        dv[there] += dropped.drop(p).mT @ dout_
+        rest = _part(bias, *here, keys), None if pairs is None else pairs.part(*here, keys)
+        part_q, part_k, part_v = _plain_gradients(
+            dout[here], delta[here], q[here], k[there], v[there], lse[here], is_causal, scale, *rest, rows.start
+        )
+        dq[here] = part_q
+        dk[there] += part_k
+        dv[there] += part_v
     return dq, dk, dv
 
 
-def _chunks(q: Tensor, k: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Problems, heads, rows and the keys that they see, with at most `_CHUNK` scores as far as can be."""
+def _plain_gradients(
+    dout: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    bias: Tensor | None,
+    pairs: Pairs | None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, in single precision at least, of the queries from `first` on."""
+    dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
+    p = _scores(q, k, is_causal, scale, bias, first).sub_(lse.unsqueeze(-1)).exp_()
+    dp = dout @ v.mT
+    ds = (dp if pairs is None else pairs.drop(dp)).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scale)
+    return ds @ k, ds.mT @ q, (p if pairs is None else pairs.drop(p)).mT @ dout
+
+
+def _chunk(q: Tensor) -> int:
+    return _CHUNK if q.device.type == "cpu" else _CHUNK_OF_ACCELERATORS
+
+
+def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Problems, heads, rows and the keys that they see, with at most `chunk` scores as far as can be."""
     number, heads, rows, keys = *q.shape[:3], k.shape[2]
-    sizes, left = [], _CHUNK // max(1, keys)
+    sizes, left = [], chunk // max(1, keys)
     for length in (rows, heads, number):  # whole rows of a head first: long matrix products
         sizes.append(max(1, min(length, left)))
         left //= max(1, length)
@@ -250,10 +285,10 @@ def _part(bias: Tensor | None, problems: slice, heads: slice, rows: slice, keys:
     return bias[problems, heads if bias.shape[1] > 1 else every, rows if bias.shape[2] > 1 else every, keys]
 
 
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None, first: int = 0) -> Tensor:
-    """Scores in single precision (double for double); row i is query `first` + i."""
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None, first: int) -> Tensor:
+    """Scores, formed in single precision (double for double); row i is query `first` + i."""
     statistic = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-1, -2)).to(statistic) * scale
+    scores = (q.to(statistic) @ k.to(statistic).mT).mul_(scale)
     if bias is not None:
         scores = scores + bias
     if is_causal:

@@ -67,6 +67,8 @@ def count_matrix(
                 continue
             for number in segment.unique():
                 (tokens,) = (takes_part & (segment == number)).nonzero(as_tuple=True)
+                if not len(tokens):  # a short last segment, before its first token that takes part
+                    continue
                 seen = visible(len(tokens))
                 counts[h, tokens[:, None], tokens[None, :]] += seen[h if len(seen) > 1 else 0]
     if is_causal:

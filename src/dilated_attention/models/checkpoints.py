@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import struct
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from dilated_attention.models.gigapath import PATTERN, GigaPathConfig, GigaPathS
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import RATES, SEGMENTS, LongViT, LongViTConfig
 from dilated_attention.patterns import Dilated
-from dilated_attention.storage import read_tensors
+from dilated_attention.storage import read_tensors, require_file
 
 Source = Mapping[str, Any] | str | Path
 Architecture = Literal["attention", "encoder", "decoder", "encoder-decoder"]
@@ -32,7 +33,11 @@ ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 """Names under which training scripts put a state_dict into their files."""
 
-PICKLE_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, IndexError, AttributeError, ValueError)
+PICKLE_ERRORS = (
+    *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
+    *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError),
+)
+"""What reading damaged bytes as a pickle may raise."""
 
 
 def read_checkpoint(source: Source) -> dict[str, Tensor]:
@@ -62,6 +67,7 @@ def read_checkpoint(source: Source) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> Any:
+    require_file(path)
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -70,7 +76,9 @@ def _read_file(path: Path) -> Any:
     if start[:1] != b"\x80" and start != b"PK\x03\x04":
         return read_tensors(path)[0]
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of a protocol that torch.save does not write by itself: it is read or refused
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except PICKLE_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

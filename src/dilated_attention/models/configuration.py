@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -31,7 +31,7 @@ class Configuration:
         """ValueError for text that is not JSON, for an unknown, missing or mistyped field."""
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"configuration: not JSON ({error})") from error
         return _made(cls, fields, "configuration")
 
@@ -66,13 +66,22 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] = ()) -> None:
-    """ValueError unless the named fields are positive integers, or, the optional ones, None."""
+def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] = (), most: int = 1 << 24) -> None:
+    """ValueError unless the named fields are positive integers up to `most`, or, the optional ones, None."""
     for name in (*names, *optional):
         value = getattr(configuration, name)
-        if (value is None and name in optional) or (type(value) is int and value > 0):
+        if (value is None and name in optional) or (type(value) is int and 0 < value <= most):
             continue
-        raise ValueError(f"{name}={value!r}: must be a positive integer{', or None' if name in optional else ''}")
+        limit = "" if type(value) is not int or value <= most else f" of at most {most:,}"
+        raise ValueError(
+            f"{name}={_short(value)}: must be a positive integer{limit}{', or None' if name in optional else ''}"
+        )
+
+
+def _short(value: Any) -> str:
+    """A file may hold anything, of any length."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def require_booleans(configuration: Any, *names: str) -> None:
@@ -82,14 +91,19 @@ def require_booleans(configuration: Any, *names: str) -> None:
 
 
 def require_number(
-    configuration: Any, name: str, above: float, below: float = math.inf, *, least: bool = False
+    configuration: Any, name: str, above: float, below: float = sys.float_info.max, *, least: bool = False
 ) -> None:
     """ValueError unless the field is a number in (above, below), or with `least` in [above, below)."""
     value = getattr(configuration, name)
     if type(value) not in (int, float) or not (above < value < below or (least and value == above)):
-        limit = "" if below == math.inf else f" and below {below}"
-        raise ValueError(f"{name}={value!r}: must be a number {'of at least' if least else 'above'} {above}{limit}")
+        limit = "" if below == sys.float_info.max else f" and below {below}"
+        raise ValueError(
+            f"{name}={_short(value)}: must be a number {'of at least' if least else 'above'} {above}{limit}"
+        )
 
+
+MOST, MOST_TOKENS = 1024, 1 << 48
+"""Layers, heads, branches; and tokens of a segment. A damaged or hostile file is refused before they are made."""
 
 PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 """The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""
@@ -162,7 +176,8 @@ class LongNetConfig(Configuration):
 
     def __post_init__(self) -> None:
         optional = ("vocab_size", "num_kv_heads", "mlp_dim")
-        require_integers(self, "embed_dim", "num_layers", "num_heads", optional=optional)
+        require_integers(self, "embed_dim", optional=optional)
+        require_integers(self, "num_layers", "num_heads", most=MOST)
         require_booleans(self, "sub_ln", "bias", "final_norm", "tie_embeddings")
         require_number(self, "rope_base", 1)
         require_number(self, "xpos_scale_base", 0)
@@ -184,6 +199,12 @@ class LongNetConfig(Configuration):
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
         if not (self.pattern is None or isinstance(self.pattern, Dilated)):
             raise ValueError(f"pattern={self.pattern!r}: must be a Dilated, or None for dense attention")
+        if self.pattern is not None:
+            lengths = self.pattern.segment_lengths + self.pattern.dilation_rates
+            if len(lengths) > 2 * MOST:
+                raise ValueError(f"pattern: has {len(lengths) // 2:,} branches; it may have at most {MOST:,}")
+            if max(lengths) > MOST_TOKENS:
+                raise ValueError(f"pattern: {_short(max(lengths))} tokens are more than {MOST_TOKENS:,}, the most")
         if self.pattern is not None and self.pattern.compat is not None:
             object.__setattr__(self, "compat", self.pattern.compat)
             object.__setattr__(self, "pattern", dataclasses.replace(self.pattern, compat=None))

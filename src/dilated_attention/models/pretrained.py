@@ -1,4 +1,4 @@
-"""Models as a folder: config.json and model.safetensors."""
+"""Models as a folder: config.json, model.safetensors, and the digests of both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ import torch
 from torch import nn
 
 from dilated_attention.models.configuration import Configuration
-from dilated_attention.storage import read_tensors, require_same, write_tensors, write_text
+from dilated_attention.storage import (
+    SUMS,
+    digest,
+    read_bytes,
+    read_digests,
+    read_tensors,
+    require_same,
+    require_whole,
+    write_digests,
+    write_tensors,
+    write_text,
+)
 
 Some = TypeVar("Some", bound="Pretrained")
+
+FILES = ("model.safetensors", "config.json")
 
 
 class Pretrained(nn.Module):
@@ -21,33 +34,40 @@ class Pretrained(nn.Module):
     config: Any
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `folder`/model.safetensors and `folder`/config.json, each atomically."""
-        folder = Path(folder)
-        write_tensors(folder / "model.safetensors", self.state_dict(), {"architecture": type(self).__name__})
-        write_text(folder / "config.json", self.config.to_json())
+        """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically."""
+        weights, config = (Path(folder) / name for name in FILES)
+        write_tensors(weights, self.state_dict(), {"architecture": type(self).__name__})
+        write_text(config, self.config.to_json())
+        write_digests(Path(folder), {path.name: digest(path) for path in (weights, config)})
 
     @classmethod
     def from_pretrained(cls: type[Some], folder: str | Path, *, backend: str = "auto") -> Some:
         """A model saved by `save_pretrained`, on the CPU, of the saved dtype.
 
-        ValueError names what is wrong with a missing, truncated or foreign file; nothing is loaded by halves.
+        ValueError names what is wrong with a missing, damaged or foreign file; nothing is loaded by halves. A folder
+        without SHA256SUMS is read without that check.
         """
-        path = Path(folder) / "config.json"
+        weights_path, config_path = (Path(folder) / name for name in FILES)
+        if (Path(folder) / SUMS).exists():
+            try:
+                digests = read_digests(Path(folder))
+                for path in (config_path, weights_path):
+                    require_whole(path, digests)
+            except ValueError as error:
+                raise ValueError(f"{error}; if that was meant, delete {SUMS}") from error
+        text = read_bytes(config_path)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from error
-        try:
-            config = cls.configuration.from_json(text)
+            config = cls.configuration.from_json(text.decode())
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        weights, metadata = read_tensors(Path(folder) / "model.safetensors")
+            raise ValueError(f"{config_path}: {error}") from error
+        weights, metadata = read_tensors(weights_path)
         if metadata.get("architecture") != cls.__name__:
-            raise ValueError(
-                f"{folder}/model.safetensors: architecture is {metadata.get('architecture')!r}, not {cls.__name__!r}"
-            )
-        model = cls.empty(config, backend=backend)
-        require_same(model.state_dict(), weights, f"{folder}/model.safetensors")
+            raise ValueError(f"{weights_path}: architecture is {metadata.get('architecture')!r}, not {cls.__name__!r}")
+        try:
+            model = cls.empty(config, backend=backend)
+        except (ValueError, RuntimeError) as error:  # sizes whose product is no size
+            raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from error
+        require_same(model.state_dict(), weights, str(weights_path))
         model.load_state_dict(weights, assign=True)
         return model
 

@@ -10,11 +10,10 @@ instead of exchanged.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
@@ -27,11 +26,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention.errors import ContextParallelError
+from dilated_attention.parallel import presence
 from dilated_attention.parallel.partition import Integers
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
-_ROLL_CALL_RANKS = 64
 
 
 def seal_rows(row_bytes: int) -> int:
@@ -297,37 +296,38 @@ class Link:
 
     def _report_refusal(self, problem: str) -> None:
         """Leave word of why this rank stays away from its current call."""
-        _within_a_second(lambda: self._store().set(f"refusal/{self.rank}", f"{self.calls} {problem}"))
+        word = f"{self.calls} {problem}"
+        presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits."""
-        if self.size > _ROLL_CALL_RANKS:
-            return ""
-        answered: set[int] = set()
+        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits.
+
+        Where the process keeps a watch over all ranks, it knows.
+        """
+        if watch := presence.on_duty():
+            return f"; {verdict}" if (verdict := watch.verdict()) else ""
+        silent: list[int] = []
         refusals: list[str] = []
+        answered = False
 
         def call() -> None:
+            nonlocal silent, answered
             store = self._store()
             store.set(str(self.rank), "failed")
-            answered.add(self.rank)
-            for j in range(self.size):
+            answered = True
+            silent = presence.missing(store, [str(j) for j in range(self.size)], _ROLL_CALL_SECONDS)
+            for j in silent:
                 if store.check([f"refusal/{j}"]):
                     number, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
                     if int(number) == self.calls:
                         refusals.append(f"; rank {j} refused the call: {problem}")
-            while len(answered) < self.size:
-                answered.update([j for j in range(self.size) if j not in answered and store.check([str(j)])])
-                time.sleep(0.02)
 
-        _within_a_second(call)
+        called = presence.within(_ROLL_CALL_SECONDS + 0.5, call)
         if refusals:
             return "".join(refusals)
-        if not answered:
+        if not answered or not called:
             return "; the rendezvous store does not answer: its host is likely lost"
-        missing = sorted(set(range(self.size)) - answered)
-        return (
-            f"; no word within {_ROLL_CALL_SECONDS:.0f} s from rank {', '.join(map(str, missing))}" if missing else ""
-        )
+        return f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}" if silent else ""
 
     def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
         """The seals in a buffer, int64 `(messages, 2)`."""
@@ -376,21 +376,6 @@ def _fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _within_a_second(call: Callable[[], object]) -> None:
-    """Talk to the rendezvous store, which may itself be gone or frozen with its host: in a thread that may be left
-    behind."""
-
-    def quietly() -> None:
-        try:
-            call()
-        except RuntimeError:
-            return  # the store is gone; what it was asked stays unanswered
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    thread.join(_ROLL_CALL_SECONDS)
-
-
 def _difference(texts: Sequence[str]) -> str:
     """Which ranks' descriptions differ from the most frequent one, and in what."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
@@ -399,16 +384,10 @@ def _difference(texts: Sequence[str]) -> str:
     if refusals:
         ranks = ", ".join(map(str, refusals))
         return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
-    usual = Counter(texts).most_common(1)[0][0]
-    lines = []
-    for rank, text in enumerate(texts):
-        if text != usual:
-            pairs = zip(text.splitlines(), usual.splitlines(), strict=True)
-            differing = [f"{mine}, elsewhere {theirs}" for mine, theirs in pairs if mine != theirs]
-            lines.append(f"rank {rank} has {'; '.join(differing)}")
+    found = presence.differences([dict(line.split("=", 1) for line in text.splitlines()) for text in texts])
     return (
-        f"the ranks of the context parallel group call with different arguments: {' | '.join(lines)} "
-        f"(elsewhere: rank {texts.index(usual)}). Every rank must pass the same pattern, lengths, dtype and options"
+        f"the ranks of the context parallel group call with different arguments: {found}. "
+        "Every rank must pass the same pattern, lengths, dtype and options"
     )
 
 

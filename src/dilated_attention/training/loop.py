@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dilated_attention.environment import memory
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.storage import read_tensors, require_same, write_tensors, write_text
+from dilated_attention.training import checkpoint
+from dilated_attention.training.checkpoint import Checkpoint, Piece
 from dilated_attention.training.text import Split, Text
 
 if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
-FORMAT = "dilated-attention training 1"
-HISTORY = ("losses", "seconds")
 BETAS = (0.9, 0.95)
 
 
@@ -88,6 +87,7 @@ class Training:
         self.digest = text.digest
         self.split: Split = text.split(recipe.context)
         self.device = torch.device(device)
+        _require_memory(config, self.device, 1 if ranks is None else ranks.size)
         torch.manual_seed(recipe.seed)
         self.model = LongNetLM(config, backend=backend).to(self.device)
         if ranks is not None:
@@ -111,6 +111,8 @@ class Training:
     def step(self) -> float:
         """One optimizer step; its loss in nats per byte. FloatingPointError, nothing updated, if it is not finite."""
         begin = time.perf_counter()
+        if self.ranks is not None:
+            self.ranks.watch.place = f"step {self.finished_steps + 1}"
         tokens = self.split.batch(self.recipe.batch_size, self.generator).to(self.device)
         loss = self.model.loss(tokens if self.ranks is None else self.ranks.samples(tokens))
         loss.backward()
@@ -136,64 +138,51 @@ class Training:
         held_out = self.split.sample_held_out(windows).to(self.device)
         return sum(self.model.loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
 
-    def save(self, path: Path) -> None:
-        """Write everything that the next step depends on, atomically: one safetensors file, or with ranks a folder.
+    def save(self, folder: Path, *, keep: int = 2) -> Path:
+        """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.
 
-        In the folder `latest.json` names the step whose own folder holds the shards; the one before is kept until then.
+        OSError, the older ones kept, where it cannot be written.
         """
         about = {
-            "format": FORMAT,
-            "config": self.config.to_json(),
-            "recipe": json.dumps(dataclasses.asdict(self.recipe)),
+            "config": json.loads(self.config.to_json()),
+            "recipe": dataclasses.asdict(self.recipe),
             "text": self.digest,
-            "paths": json.dumps([str(path) for path in self.text.paths]),
+            "paths": [str(path) for path in self.text.paths],
+            "losses": self.losses,
+            "seconds": self.seconds,
         }
-        if self.ranks is None:
-            history = {"losses": self.losses, "seconds": self.seconds}
-            tensors = {f"history.{name}": torch.tensor(x, dtype=torch.float64) for name, x in history.items()}
-            write_tensors(path, self._state() | tensors, about)
-            return
-        folder = f"step-{self.finished_steps}"
-        self.ranks.write(self._state(), path / folder)
-        if self.ranks.first:
-            latest = {**about, "folder": folder, "losses": self.losses, "seconds": self.seconds}
-            write_text(path / "latest.json", json.dumps(latest))
-            for old in path.glob("step-*"):
-                if old.name != folder:
-                    shutil.rmtree(old)
+        peers = self.ranks or checkpoint.Alone()
+        return checkpoint.write(folder, self.finished_steps, self._pieces(self._state()), about, keep=keep, peers=peers)
 
-    def load(self, path: Path) -> None:
+    def load(self, stored: Checkpoint, about: About) -> None:
         """Continue from a checkpoint of the same configuration, recipe and text. Else ValueError, nothing changed.
 
         Any number of ranks may have written it.
         """
-        state, about = read_checkpoint(path)
         for name, mine, theirs in (
             ("model", self.config, about.config),
             ("recipe", self.recipe, about.recipe),
             ("text", self.digest, about.text),
         ):
             if mine != theirs:
-                raise ValueError(f"{path}: a checkpoint of another {name}: {theirs}, not {mine}")
+                raise ValueError(f"{stored.path}: a checkpoint of another {name}: {theirs}, not {mine}")
         parameters = dict(self.model.named_parameters())
-        moments = {
-            f"optimizer.{key}.{name}": torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
-            for name, parameter in parameters.items()
-            for key in ("step", "exp_avg", "exp_avg_sq")
-        }
         weights = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         expected = weights | {"rng.global": torch.get_rng_state(), "rng.batches": self.generator.get_state()}
         if about.losses:
-            expected |= moments
-        if about.shards is not None:
-            from dilated_attention.training.ranks import read
-
-            state = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-            read(state, about.shards)
-        require_same(expected, state, str(path))
-        if self.ranks is not None:
-            state = {name: self.ranks.like(tensor, expected[name]) for name, tensor in state.items()}
+            expected |= {
+                f"optimizer.{key}.{name}": torch.zeros(()) if key == "step" else parameter
+                for name, parameter in parameters.items()
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
         with torch.no_grad():
+            state = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+            stored.read(self._pieces(state))
+            try:
+                for name in ("rng.global", "rng.batches"):
+                    torch.Generator().set_state(state[name])
+            except RuntimeError as error:
+                raise ValueError(f"{stored.path}: {name} is no state of a generator ({error})") from error
             for name, tensor in weights.items():
                 tensor.copy_(state[name])
         if about.losses:
@@ -201,12 +190,16 @@ class Training:
                 step = state[f"optimizer.step.{name}"]
                 self.optimizer.state[parameter] = {
                     "step": step.to(self.device) if self.device.type == "cuda" else step,
-                    "exp_avg": state[f"optimizer.exp_avg.{name}"].to(self.device),
-                    "exp_avg_sq": state[f"optimizer.exp_avg_sq.{name}"].to(self.device),
+                    "exp_avg": state[f"optimizer.exp_avg.{name}"],
+                    "exp_avg_sq": state[f"optimizer.exp_avg_sq.{name}"],
                 }
         torch.set_rng_state(state["rng.global"])
         self.generator.set_state(state["rng.batches"])
         self.losses, self.seconds = list(about.losses), list(about.seconds)
+
+    def _pieces(self, state: Mapping[str, Tensor]) -> dict[str, Piece]:
+        piece = Piece.whole if self.ranks is None else self.ranks.piece
+        return {name: piece(tensor) for name, tensor in state.items()}
 
     def _state(self) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -222,6 +215,17 @@ class Training:
         }
 
 
+def _require_memory(config: LongNetConfig, device: torch.device, ranks: int) -> None:
+    """ValueError where the weights, which each rank makes whole, and its share of gradients and moments cannot fit."""
+    count = sum(parameter.numel() for parameter in LongNetLM.empty(config).parameters())
+    needed, there = count * (4 + 12 // ranks), memory(device)
+    if there is not None and needed > there:
+        raise ValueError(
+            f"embed_dim={config.embed_dim}, num_layers={config.num_layers}: {count:,} parameters need {needed:,} bytes "
+            f"to train, and {device} has {there:,}; make the model smaller"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class About:
     """What a checkpoint says of itself.
@@ -229,7 +233,6 @@ class About:
     Attributes:
         text: sha256 of the training text; paths: where it was read from.
         losses, seconds: of every finished step.
-        shards: the folder that holds the tensors where several ranks wrote them, else None.
     """
 
     config: LongNetConfig
@@ -238,34 +241,38 @@ class About:
     paths: tuple[Path, ...]
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
-    shards: Path | None = None
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], About]:
-    """A file's tensors, or none of a folder of shards, and what it says of itself.
+def read_checkpoint(folder: Path, ranks: Ranks | None = None) -> tuple[Checkpoint, About]:
+    """The newest whole checkpoint in a folder, and what it says of itself.
 
-    ValueError when it is missing, truncated, or no checkpoint of this format.
+    Warns of newer ones that are damaged. ValueError where none is whole, or where it is not of this format.
     """
-    state: dict[str, Tensor] = {}
-    about: Mapping[str, Any]
-    if path.is_dir():
-        try:
-            about = json.loads((path / "latest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: no whole checkpoint in this folder ({error})") from error
-    else:
-        state, about = read_tensors(path)
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{path}: format is {about.get('format')!r}, not {FORMAT!r}: not a checkpoint of `train`")
+    stored = checkpoint.newest(folder, ranks or checkpoint.Alone())
     try:
-        history = {name: about[name] if path.is_dir() else state.pop(f"history.{name}").tolist() for name in HISTORY}
-        return state, About(
-            config=LongNetConfig.from_json(about["config"]),
-            recipe=Recipe(**json.loads(about["recipe"])),
-            text=about["text"],
-            paths=tuple(Path(path) for path in json.loads(about["paths"])),
-            shards=path / about["folder"] if path.is_dir() else None,
-            **{name: tuple(values) for name, values in history.items()},
-        )
+        about = _about(stored.about)
+        if stored.path.name != f"step-{len(about.losses)}":
+            raise ValueError(f"losses: {len(about.losses)} of them")
+        return stored, about
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: damaged metadata ({error})") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{stored.path / checkpoint.INDEX}: {reason}") from error
+
+
+def _about(fields: Mapping[str, Any]) -> About:
+    for name in ("losses", "seconds"):
+        if not isinstance(fields[name], list) or not all(type(value) is float for value in fields[name]):
+            raise ValueError(f"{name}: must be a list of floats")
+    if len(fields["losses"]) != len(fields["seconds"]):
+        raise ValueError(f"losses: {len(fields['losses'])} of them, but {len(fields['seconds'])} seconds")
+    for name, kind in (("text", str), ("recipe", dict), ("paths", list)):
+        if not isinstance(fields[name], kind):
+            raise ValueError(f"{name}={fields[name]!r}: must be of type {kind.__name__}")
+    return About(
+        config=LongNetConfig.from_json(json.dumps(fields["config"])),
+        recipe=Recipe(**fields["recipe"]),
+        text=fields["text"],
+        paths=tuple(Path(path) for path in fields["paths"]),
+        losses=tuple(fields["losses"]),
+        seconds=tuple(fields["seconds"]),
+    )

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dilated_attention.models import LongNetLM
 from dilated_attention.parallel import set_context_parallel
+from dilated_attention.parallel.presence import Watch
+from dilated_attention.training.checkpoint import Piece
 
 
 @dataclass(frozen=True)
@@ -30,34 +25,37 @@ class Ranks:
 
     Attributes:
         everyone: the two axes flattened: the parameters are sharded over it, and their gradients averaged.
+        watch: over all of them.
     """
 
     mesh: DeviceMesh
     everyone: DeviceMesh
+    watch: Watch
 
     @classmethod
-    def join(cls, context_parallel: int, device: torch.device, timeout: float) -> Ranks | None:
-        """This process's place among those that torchrun started; None where it started none.
+    def connect(cls, watch: Watch, context_parallel: int, device: torch.device) -> Ranks:
+        """Form the group of the processes that `watch` has gathered.
 
         Args:
             context_parallel: ranks that share a sequence; it divides the number of processes.
-            timeout: seconds after which waiting for a lost rank ends in an error.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if context_parallel < 1 or size % context_parallel:
-            raise ValueError(
-                f"--context-parallel {context_parallel} must divide the number of processes, {size}; "
-                f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
-            )
-        if size == 1:
-            return None
+        require_divisor(context_parallel, watch.size)
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        names = ("data", "context")
-        mesh = init_device_mesh(device.type, (size // context_parallel, context_parallel), mesh_dim_names=names)
-        return cls(mesh, mesh["data", "context"]._flatten("data_context"))
+        # NCCL's own watchdog ends the process without naming anybody: it comes last.
+        patience = watch.timeout + (60 if backend == "nccl" else 0)
+        watch.place = "while the processes connect"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("dilated_attention/group", watch.store),
+            rank=watch.rank,
+            world_size=watch.size,
+            timeout=timedelta(seconds=patience),
+        )
+        shape = (watch.size // context_parallel, context_parallel)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        return cls(mesh, mesh["data", "context"]._flatten("data_context"), watch)
 
     def leave(self) -> None:
         """At the end of a run: threads of gloo that outlive their process group may abort the process."""
@@ -67,6 +65,14 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the process that writes and reports."""
         return dist.get_rank() == 0
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
 
     @property
     def data(self) -> int:
@@ -96,6 +102,13 @@ class Ranks:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor.item())
 
+    def gathered(self, value: bytes) -> list[bytes]:
+        """All ranks' values, of one length, on every rank."""
+        mine = torch.tensor(list(value), dtype=torch.uint8, device=self.mesh.device_type)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return [bytes(theirs.tolist()) for theirs in everyone]
+
     def gather(self, model: LongNetLM) -> LongNetLM | None:
         """The model on one device, on the first rank; None on the others."""
         weights = {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
@@ -114,34 +127,19 @@ class Ranks:
         """A sharded tensor's whole, on every rank."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def like(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """A tensor that every rank holds, sharded as another."""
-        if isinstance(tensor, DTensor) or not isinstance(other, DTensor):
-            return tensor
-        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
-
-    def write(self, state: dict[str, Tensor], folder: Path) -> None:
-        """Every rank writes its own shards to `folder` (torch.distributed.checkpoint), anew."""
-        if self.first:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier()
-        dcp.save(dict(state), checkpoint_id=folder)
+    def piece(self, tensor: Tensor) -> Piece:
+        """This rank's rows of a tensor, where it is sharded: the first ranks have equally many, the last ones fewer."""
+        if not isinstance(tensor, DTensor):
+            return Piece.whole(tensor)
+        rows = -(-len(tensor) // self.everyone.size())
+        first = min(len(tensor), rows * self.everyone.get_local_rank())
+        return Piece(tensor.to_local(), first, tuple(tensor.shape))
 
 
-def read(state: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors of `state` in place, sharded as they are, whatever the number of ranks that wrote them.
-
-    ValueError where the folder is missing, damaged, or of another model.
-    """
-    try:
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name, tensor in state.items():
-            stored = found.get(name)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
-                shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "missing"
-                raise ValueError(f"{folder}: {name} has shape {shape}, expected {tuple(tensor.shape)}")
-        with warnings.catch_warnings():  # one process may continue what several wrote; torch warns that it is alone
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=folder)
-    except (OSError, CheckpointException) as error:
-        raise ValueError(f"{folder}: not a whole checkpoint ({str(error).splitlines()[0]})") from error
+def require_divisor(context_parallel: int, processes: int) -> None:
+    """ValueError unless the processes form groups of `context_parallel`."""
+    if context_parallel < 1 or processes % context_parallel:
+        raise ValueError(
+            f"--context-parallel {context_parallel} must divide the number of processes, {processes}; "
+            f"run under torchrun --nproc-per-node={max(context_parallel, 1)}"
+        )

@@ -10,7 +10,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,24 +23,31 @@ from dilated_attention.backends import table
 from dilated_attention.backends.facts import Facts
 from dilated_attention.environment import environment, peak_memory, require_device
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, describe_unserved
 from dilated_attention.pictures import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
+from dilated_attention.training import checkpoint
 from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text, readable
+from dilated_attention.training.text import Text, read_text, readable
 
 if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
 PROMPT_BYTES = 128
+REPORT = ("figures.jsonl", "steps.jsonl", "sample.txt", "loss.png", "pattern.png")  # and the folder model
+BY_HEART = 4.0  # epochs; repeating text up to about as often is nearly as good as new text (arXiv:2305.16264)
+TIMED_STEPS = 5
+OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
 
 
-def default_pattern(context: int) -> Dilated:
-    """Three branches of context/16, context/4 and context tokens, each a quarter as dense as the one before."""
+def default_pattern(context: int, num_kv_heads: int = 16) -> Dilated:
+    """Three branches of context/16, context/4 and context tokens, at rates 1, 4 and 16 or as few as there are heads:
+    one head for each residue, so that every token takes part in every branch."""
     if context < 256:
         return Dilated((context,), (1,))
-    return Dilated((context // 16, context // 4, context), (1, 4, 16))
+    rates = tuple(min(rate, num_kv_heads) for rate in (1, 4, 16))
+    return Dilated((context // 16, context // 4, context), rates)
 
 
 def start(
@@ -54,37 +61,50 @@ def start(
     backend: str = "auto",
     ranks: Ranks | None = None,
 ) -> Training:
-    """A new run in `out`, which then holds its checkpoint of step 0. ValueError, nothing written, for bad input."""
-    found = _checkpoint(out)
-    if found.exists() and not overwrite:
-        raise ValueError(f"{found} exists: give --resume to continue it, --overwrite, or another --out")
+    """A new run in `out`, which then holds its checkpoint of step 0, and nothing of an older run. ValueError, nothing
+    written, for bad input."""
+    if saved(out) and not overwrite:
+        raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
     plan = Recipe(**recipe)
-    config = LongNetConfig(**{"pattern": default_pattern(plan.context), **model})
-    training = Training(config, plan, read_text(paths), device=_usable(device, backend), backend=backend, ranks=ranks)
+    config = LongNetConfig(**model)
+    if "pattern" not in model:
+        config = dataclasses.replace(config, pattern=default_pattern(plan.context, config.kv_heads))
+    text, usable = read_text(paths), _usable(device, backend)
+    _agree(ranks, config, plan, text, 0)
+    training = Training(config, plan, text, device=usable, backend=backend, ranks=ranks)
     try:
         save(training, out)
+        if ranks is None or ranks.first:
+            for name in REPORT:
+                (out / name).unlink(missing_ok=True)
+            shutil.rmtree(out / "model", ignore_errors=True)
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
     return training
 
 
 def _checkpoint(out: Path) -> Path:
-    """The run's one checkpoint: a file, or the folder that several ranks write."""
-    folder = out / "checkpoint"
-    return folder if folder.exists() else out / "checkpoint.safetensors"
+    """The folder of a run's checkpoints."""
+    return out / "checkpoint"
 
 
-def save(training: Training, out: Path) -> Path:
-    """Replace the run's checkpoint, of whichever kind it was."""
-    file, folder = out / "checkpoint.safetensors", out / "checkpoint"
-    if training.ranks is None:
-        training.save(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        return file
-    training.save(folder)
-    if training.ranks.first:
-        file.unlink(missing_ok=True)
-    return folder
+def saved(out: Path) -> bool:
+    """Whether there is a checkpoint, whole or damaged."""
+    return bool(checkpoint.steps(_checkpoint(out)))
+
+
+def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
+    """The model of the run's newest whole checkpoint."""
+    stored, about = read_checkpoint(_checkpoint(out))
+    model = LongNetLM(about.config, backend=backend)
+    weights = {f"model.{name}": checkpoint.Piece.whole(tensor) for name, tensor in model.state_dict().items()}
+    stored.read(weights, prefix="model.")
+    return model
+
+
+def save(training: Training, out: Path, *, keep: int = OPTIONS["keep"]) -> Path:
+    """Write a checkpoint of the run beside `keep` older ones."""
+    return training.save(_checkpoint(out), keep=keep)
 
 
 def resume(
@@ -97,24 +117,53 @@ def resume(
     backend: str = "auto",
     ranks: Ranks | None = None,
 ) -> Training:
-    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them.
+    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them, but
+    for `steps`, which may be more: the learning rate then follows the schedule of the larger number.
 
     The number of ranks may be another one than before.
     """
-    checkpoint = _checkpoint(out)
-    about = read_checkpoint(checkpoint)[1]
+    stored, about = read_checkpoint(_checkpoint(out), ranks)
+    longer = Recipe(**{**dataclasses.asdict(about.recipe), "steps": recipe.get("steps", about.recipe.steps)})
     for mine, given in ((about.config, model), (about.recipe, recipe)):
         for name, value in given.items():
-            if getattr(mine, name) != value:
+            if getattr(mine, name) != value and not (name == "steps" and value > about.recipe.steps):
                 raise ValueError(
-                    f"{checkpoint}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; "
-                    "leave that option out to continue it, or give another --out"
+                    f"{stored.path}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; leave that "
+                    f"option out to continue it, {'give more steps' if name == 'steps' else 'or give another --out'}"
                 )
     text = read_text(paths or about.paths)
     usable = _usable(device, backend)
+    _agree(ranks, about.config, longer, text, len(about.losses))
     training = Training(about.config, about.recipe, text, device=usable, backend=backend, ranks=ranks)
-    training.load(checkpoint)
+    training.load(stored, about)
+    training.recipe = longer
     return training
+
+
+def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Text, finished_steps: int) -> None:
+    """ValueError on every rank unless all train the same model by the same recipe on the same text."""
+    if ranks is not None:
+        fields = dataclasses.asdict(config) | dataclasses.asdict(recipe)
+        ranks.watch.agree({"text": f"sha256 {text.digest[:16]}", **fields, "finished_steps": finished_steps})
+
+
+def chosen_options(out: Path | None, given: Mapping[str, int | None]) -> dict[str, int]:
+    """The options of a run that neither its model nor its recipe holds: those given, else those that the run in `out`
+    was begun with, else the defaults."""
+    before: dict[str, int] = {}
+    if out is not None and (path := out / "options.json").exists():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(before, dict) or not all(type(before.get(name)) is int for name in OPTIONS):
+                raise ValueError(f"expected integers for {', '.join(OPTIONS)}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}; remove it to resume with the options' defaults") from error
+    return {**OPTIONS, **before, **{name: value for name in OPTIONS if (value := given[name]) is not None}}
+
+
+def remember(out: Path, options: Mapping[str, int]) -> None:
+    """Keep the options for `chosen_options` of a later process."""
+    write_text(out / "options.json", json.dumps(options, indent=2) + "\n")
 
 
 def _usable(device: str, backend: str) -> torch.device:
@@ -129,24 +178,49 @@ def run(
     console: Console,
     *,
     save_every: int,
+    keep: int = OPTIONS["keep"],
     held_out_windows: int,
     sample_bytes: int,
+    received: Sequence[int] | None = None,
 ) -> int:
-    """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved."""
-    with _signals() as received:
+    """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved.
+
+    Args:
+        received: the list of an enclosing `noted_signals`.
+    """
+    console.print(forecast(training), highlight=False, soft_wrap=True)
+    with noted_signals() if received is None else nullcontext(received) as received:
         for step in _with_progress(training, console):
             number = received[0] if received else 0
             if training.ranks is not None:  # a signal may reach some ranks earlier than others
                 number = training.ranks.greatest(number)
+                training.ranks.watch.place = f"after step {step}"
             if number or step % save_every == 0 or step == training.recipe.steps:
-                checkpoint = save(training, out)
+                path = save(training, out, keep=keep)
             if number:
-                console.print(
-                    f"stopped after step {step} of {training.recipe.steps}; --resume continues from {checkpoint}"
-                )
+                console.print(f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}")
                 return 128 + number
     _report(training, out, console, held_out_windows, sample_bytes)
     return 0
+
+
+def forecast(training: Training) -> str:
+    """What is about to be trained, and how often it will read its text."""
+    recipe, split = training.recipe, training.split
+    text = int((split.choices + recipe.context).sum())
+    epochs = recipe.steps * recipe.batch_size * recipe.context / text
+    shown = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
+    line = (
+        f"{sum(parameter.numel() for parameter in training.model.parameters()):,} parameters; "
+        f"{text:,} bytes of text to learn from; "
+        f"{recipe.steps:,} steps of {recipe.batch_size * recipe.context:,} bytes: {shown} epochs"
+    )
+    if epochs >= BY_HEART:
+        line += f"\n{shown} epochs of this text: it will be learned by heart; give more text or fewer --steps"
+    pattern = training.config.pattern
+    if pattern is not None:
+        line = "\n".join([line, *describe_unserved(pattern.branches(training.config.kv_heads))])
+    return line
 
 
 def _report(training: Training, out: Path, console: Console, held_out_windows: int, sample_bytes: int) -> None:
@@ -175,7 +249,9 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         "environment": environment(training.device),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    write_text(out / "figures.jsonl", json.dumps(row) + "\n")
+    figures = out / "figures.jsonl"
+    before = figures.read_text(encoding="utf-8") if figures.exists() else ""
+    write_text(figures, before + json.dumps(row) + "\n")
     steps = zip(training.losses, training.seconds, strict=True)
     write_text(
         out / "steps.jsonl",
@@ -198,7 +274,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"saved in {out}: model/, {_checkpoint(out).name}, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+    console.print(f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png")
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
@@ -232,14 +308,14 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
         return f"{loss:.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
 
     if not console.is_terminal:
-        printed = time.monotonic()
+        printed, timed = time.monotonic(), training.finished_steps + TIMED_STEPS
         while training.finished_steps < recipe.steps:
             training.step()
             step = training.finished_steps
-            if time.monotonic() - printed > PLAIN_SECONDS or step == recipe.steps:
+            if time.monotonic() - printed > PLAIN_SECONDS or step in (timed, recipe.steps):
                 printed = time.monotonic()
-                left = (recipe.steps - step) * statistics.median(training.seconds)
-                console.print(f"step {step}/{recipe.steps} · {shown()} · {left:.0f} s left", highlight=False)
+                left = _duration((recipe.steps - step) * statistics.median(training.seconds[-TIMED_STEPS:]))
+                console.print(f"step {step}/{recipe.steps} · {shown()} · {left} left", highlight=False)
                 console.file.flush()  # to a pipe it would come pages later
             yield step
         return
@@ -257,8 +333,18 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
             yield training.finished_steps
 
 
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def noted_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM are noted, so that the step in progress ends whole; a second one kills as usual."""
     received: list[int] = []
 

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from dilated_attention.storage import read_bytes
+
 HELD_OUT_EVERY = 20
 
 
@@ -94,10 +96,7 @@ def read_text(paths: Sequence[Path]) -> Text:
         folder = path.is_dir()
         found = len(pieces)
         for file in _files(path, python_only=not paths) if folder else [path]:
-            try:
-                data = file.read_bytes()
-            except OSError as error:
-                raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+            data = read_bytes(file)
             if folder and b"\0" in data[:8192]:
                 skipped += 1
             elif data:

@@ -9,12 +9,21 @@ from pathlib import Path
 import torch
 
 from dilated_attention.models import LongNetLM
+from dilated_attention.training import session
 from dilated_attention.training.text import readable
 
 
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
-    """The byte-level model in a folder of `save_pretrained`. ValueError where there is none."""
-    model = LongNetLM.from_pretrained(folder, backend=backend)
+    """The byte-level model in a folder of `save_pretrained`, or of a run of `train`: that of its end, or before the end
+    that of its newest checkpoint. ValueError where there is none."""
+    for place in (folder, folder / "model"):
+        if (place / "config.json").exists():
+            model = LongNetLM.from_pretrained(place, backend=backend)
+            break
+    else:
+        if not session.saved(folder):
+            raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
+        model = session.saved_model(folder, backend)
     if model.config.vocab_size != 256:
         raise ValueError(
             f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"

@@ -1,0 +1,128 @@
+"""`explain` tells what the call does: the same backend, or the same refusal. Both print or run one `Call`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import random_calls
+from dilated_attention import BlockLayout, Dilated, attention, explain
+from dilated_attention.backends.table import BACKENDS
+
+PATTERNS = {
+    "dilated": Dilated((8, 32), (1, 2)),
+    "layout": BlockLayout.local(32, 16, 16),
+    "product": Dilated((32,), (2,)) * BlockLayout.local(16, 16, 16),
+}
+
+
+@st.composite
+def calls(draw) -> dict[str, Any]:
+    """Arguments that a backend may refuse, or that the choice rests on."""
+    return {
+        "heads": draw(st.sampled_from([2, 4])),
+        "head_dim": draw(st.sampled_from([8, 16, 12, 264])),
+        "batch": draw(st.sampled_from([1, 3])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2])),
+        "autocast": draw(st.sampled_from([False, False, True])),
+        "pattern": draw(st.sampled_from(sorted(PATTERNS))),
+        "masked": draw(st.booleans()),
+        "options": {
+            "backend": draw(st.sampled_from(["auto", "auto", "native", "triton", "flash", "reference", "other"])),
+            "is_causal": draw(st.booleans()),
+            "scale": draw(st.sampled_from([None, 0.5, -0.5, 0.0, float("nan")])),
+            "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
+        },
+    }
+
+
+def answer(ask) -> str:
+    try:
+        return ask()
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def both(call: dict[str, Any], ran: list[str]) -> tuple[str, str]:
+    """What `explain` says, and what the call ran, which appends its backend to `ran`."""
+    shape = call["batch"], 32, call["heads"], call["head_dim"]
+    inputs = [torch.zeros(shape).to(call["dtype"]) for _ in range(3)]
+    mask = torch.zeros(shape[:2], dtype=torch.bool) if call["masked"] else None
+    options = {"pattern": PATTERNS[call["pattern"]], "key_padding_mask": mask, **call["options"]}
+
+    def run() -> str:
+        attention(*inputs, **options)
+        return ran[-1]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=call["autocast"]):
+        return answer(lambda: explain(*inputs, **options).backend), answer(run)
+
+
+def recording(ran: list[str], **changes) -> Any:
+    """The registry with backends that note their names when they run."""
+
+    def noted(name, function):
+        return lambda *x, **y: ran.append(name) or function(*x, **y)
+
+    return {
+        name: replace(
+            backend,
+            forward=noted(name, changes.get("forward", backend.forward)),
+            attend=backend.attend and noted(name, changes.get("attend", backend.attend)),
+            **changes.get(name, {}),
+        )
+        for name, backend in BACKENDS.items()
+    }
+
+
+@random_calls(50)
+@given(call=calls())
+def test_on_the_cpu(call):
+    """By what ran."""
+    ran: list[str] = []
+    with mock.patch.dict(BACKENDS, recording(ran)):
+        said, done = both(call, ran)
+    assert said == done
+
+
+@random_calls(50)
+@given(
+    call=calls(),
+    head_dims=st.sampled_from([(), (8, 16), (8, 16, 12, 264)]),
+    needs=st.sampled_from([(), ("dropout_p",), ("dropout_p", "key_padding_mask", "a block layout")]),
+    least=st.sampled_from([None, 1, 3000, 1 << 40]),
+)
+def test_where_other_backends_serve(call, head_dims, needs, least):
+    """As on a GPU that is not there: triton and flash refuse by head_dim and needs, and triton is faster from some work
+    on."""
+
+    def refusal(facts):
+        if facts.head_dim not in head_dims or facts.dtype == torch.float8_e5m2:
+            return f"no head_dim {facts.head_dim} of {facts.dtype}"
+        return next((f"no {name}" for name in facts.needs if name not in needs), None)
+
+    def on_request(facts):
+        return None if least is not None and facts.work >= least else f"slow at {facts.work}"
+
+    def computed(q, *arguments, **options):
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    ran: list[str] = []
+    there = {"triton": {"refusal": refusal, "on_request": on_request}, "flash": {"refusal": refusal}}
+    with mock.patch.dict(BACKENDS, recording(ran, forward=computed, attend=computed, **there)):
+        said, done = both(call, ran)
+    assert said == done
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout_p", "key_padding_mask", "is_causal", "head_offset"])
+def test_what_the_call_refuses(name):
+    q = torch.zeros(1, 32, 2, 8)
+    for ask in (explain, attention):
+        with pytest.raises(ValueError, match=f"{name}.* must be"):
+            ask(q, q, q, PATTERNS["dilated"], **{name: "all"})
