@@ -19,7 +19,7 @@ LAYERS = (
     {"decoding", "environment", "functional", "parallel", "routing", "weights"},
     {"nn"},
     {"models"},
-    {"bench", "conversion", "integrations", "training"},
+    {"conversion", "integrations", "released", "training"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -90,7 +90,7 @@ def test_downward_and_sideways_imports_pass():
         ("kernels/strided.py", "from .online import update\nfrom . import online\nfrom ..kernels import blocks"),
         ("backends/native.py", "from ..plan import Plan\nfrom dilated_attention.merge import merge_into"),
         ("functional.py", "from . import autograd, parallel"),
-        ("cli.py", "from . import bench\nfrom .models.longnet import LongNetLM"),
+        ("cli.py", "from . import conversion\nfrom .models.longnet import LongNetLM"),
         ("__init__.py", "from .functional import attention\nfrom .nn import DilatedAttention"),
     ]
     for path, source in downward:

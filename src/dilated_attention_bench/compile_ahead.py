@@ -1,6 +1,6 @@
 """Compile every configuration that ships, for each architecture, on a machine without a GPU, and read the machine code.
 
-    python -m dilated_attention.kernels.compile_ahead --target sm_90 gfx942 --output results/aot
+    python -m dilated_attention_bench.compile_ahead --target sm_90 gfx942 --output results/aot
 
 writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions; and
 OUTPUT/README.md, a table of all such files there. Triton keeps what it compiled: to resume, run it again.
@@ -264,7 +264,7 @@ def table(reports: Sequence[Report]) -> str:
         f"""# Kernels compiled ahead of time
 
 {len(reports):,} kernels of Triton {versions}, compiled without a GPU and not run: nothing here is a time. Written by
-`python -m dilated_attention.kernels.compile_ahead --output results/aot`, which keeps the file of every target in full.
+`python -m dilated_attention_bench.compile_ahead --output results/aot`, which keeps the file of every target in full.
 
 A line has the most registers and the most bytes spilled of a thread, the most bytes of shared memory of a program and
 the fewest matrix instructions (`wgmma` in bf16 on sm_90, else `mma.sync`, `tcgen05.mma` or `v_mfma`) of its variants:

@@ -10,13 +10,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.profile import Stage, save_bars
-from dilated_attention.bench.results import read
-from dilated_attention.bench.simulate import World
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plots import plot_counts
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.profile import Stage, save_bars
+from dilated_attention_bench.results import read
+from dilated_attention_bench.simulate import World
 
 Record = dict[str, Any]
 STYLES = {  # method: line, marker, grey

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dilated_attention.bench.measure import forget_peak
-from dilated_attention.bench.results import Row
 from dilated_attention.environment import peak_memory
 from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel.comm import RehearsalLink, Traffic, link_of
 from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
 from dilated_attention.patterns import Dilated
+from dilated_attention_bench.measure import forget_peak
+from dilated_attention_bench.results import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
     """Run the worlds one after another, `rounds` times, in one process of its own, of one thread."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     process = subprocess.run(
-        [sys.executable, "-m", "dilated_attention.bench.simulate", json.dumps(request)],
+        [sys.executable, "-m", "dilated_attention_bench.simulate", json.dumps(request)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,

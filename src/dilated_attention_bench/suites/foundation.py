@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step, peak, rates, seconds
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import LONGNET, Step, peak, rates, seconds
 
 MILLION = 1 << 20
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention.bench.cases import Case, Contender, contender
-from dilated_attention.bench.measure import fused_calls
-from dilated_attention.bench.profile import profile
 from dilated_attention.environment import environment
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
 from dilated_attention.storage import write_text
+from dilated_attention_bench.cases import Case, Contender, contender
+from dilated_attention_bench.measure import fused_calls
+from dilated_attention_bench.profile import profile
 
 CPU = torch.device("cpu")
 DILATED = Case(method="dilated", seq_len=4096, heads=2, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from dilated_attention.backends import fused
-from dilated_attention.bench.cases import Case, Contender, contender
 from dilated_attention.environment import peak_memory
+from dilated_attention_bench.cases import Case, Contender, contender
 
 MATMUL = "matrix product"
 

@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 import torch
 
-from dilated_attention.bench.measure import Spread
 from dilated_attention.environment import device_name, environment
 from dilated_attention.storage import write_text
+from dilated_attention_bench.measure import Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.suites import Step, compare, peak
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.suites import Step, compare, peak
 
 RATES = (1, 2, 4, 8, 16)
 GIGAPATH = Case(

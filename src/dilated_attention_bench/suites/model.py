@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import measure, official
-from dilated_attention.bench.cases import contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step, seconds
+from dilated_attention import released
 from dilated_attention.models import GigaPathSlideEncoder, KeyValueCache, LongNetConfig, LongNetLM, load_gigapath
 from dilated_attention.models.gigapath import PATTERN
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.loop import Recipe, Training
 from dilated_attention.training.text import read_text
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step, seconds
 
 HEADS, WIDTH, IN_CHANS, GRID = 16, 768, 1536, 1000
 OURS, RIVAL = "ours, compat", "released algorithm"
@@ -93,9 +94,9 @@ def _ours(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
 
 def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     weights = {name: tensor.to(device) for name, tensor in slide_weights(layers).items()}
-    options = official.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
+    options = released.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
     sines = grid_sines(coords // 256, GRID, WIDTH)  # the released code keeps a table of them
-    return torch.no_grad()(lambda: official.gigapath(weights, x, sines, options))
+    return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
 
 
 def _parameters(seq_len: int, layers: int) -> dict[str, Any]:

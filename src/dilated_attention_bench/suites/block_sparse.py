@@ -14,15 +14,15 @@ from torch import Tensor
 
 from dilated_attention import autograd, routing
 from dilated_attention.backends import blocks
-from dilated_attention.bench import activations, measure
-from dilated_attention.bench.cases import Blocks, Case
-from dilated_attention.bench.measure import Rounds, Spread
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step, rates
 from dilated_attention.functional import attention, block_sparse_attention
 from dilated_attention.layout import DENSE_LIMIT, BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention_bench import activations, measure
+from dilated_attention_bench.cases import Blocks, Case
+from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)

@@ -13,27 +13,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.bench import check, patterns, plots, simulate
-from dilated_attention.bench.cases import Case, Method
-from dilated_attention.bench.measure import MATMUL, Spread, available_memory, refusal
-from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
-from dilated_attention.bench.results import Recorder, Row, failed, read
-from dilated_attention.bench.suites import (
+from dilated_attention.environment import require_device, unavailable
+from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
+from dilated_attention_bench import charts, check, pattern_options, simulate
+from dilated_attention_bench.cases import Case, Method
+from dilated_attention_bench.measure import MATMUL, Spread, available_memory, refusal
+from dilated_attention_bench.profile import Profile, once, profile, rows, save_bars, training_step
+from dilated_attention_bench.results import Recorder, Row, failed, read
+from dilated_attention_bench.suites import (
     Step,
-    attention,
-    blocks,
+    block_sparse,
+    context_parallel,
     dilation,
     foundation,
     gpu,
-    huggingface,
+    methods,
+    minilm,
     model,
-    parallel,
     real,
     strategies,
 )
-from dilated_attention.bench.tables import describe, number, write
-from dilated_attention.environment import require_device, unavailable
-from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
+from dilated_attention_bench.tables import describe, number, write
 
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
@@ -44,15 +44,15 @@ _METHODS: dict[str, Method] = {
 }
 SUITES = {
     "foundation": foundation,
-    "attention": attention,
-    "blocks": blocks,
+    "attention": methods,
+    "blocks": block_sparse,
     "dilation": dilation,
     "strategies": strategies,
     "real": real,
-    "huggingface": huggingface,
+    "huggingface": minilm,
     "model": model,
     "gpu": gpu,
-    "parallel": parallel,
+    "parallel": context_parallel,
 }
 
 
@@ -194,7 +194,7 @@ def _add_plot(commands: Any) -> None:
         nargs="?",
         default="results",
         metavar="PATTERN|RESULTS",
-        help=f"a pattern ({', '.join(patterns.NAMES)}), or a folder of results (results)",
+        help=f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)",
     )
     parser.add_argument(
         "--out", type=Path, help="the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
@@ -207,7 +207,7 @@ def _add_plot(commands: Any) -> None:
         default=[Path("README.md"), Path("docs")],
         help="Markdown files, or folders",
     )
-    patterns.add_options(parser)
+    pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
 
 
@@ -285,7 +285,7 @@ def _simulate(options: argparse.Namespace) -> int:
         console.print(shown)
     if recorder.failure is None:
         console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
-        figure = plots.weak_scaling(read(recorder.path))
+        figure = charts.weak_scaling(read(recorder.path))
         if figure is not None:
             picture = recorder.path.with_suffix(".png")
             figure.savefig(picture, dpi=150)
@@ -318,14 +318,14 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 def _plot(options: argparse.Namespace) -> int:
     try:
-        if options.what in patterns.NAMES:
+        if options.what in pattern_options.NAMES:
             path = options.out or Path("runs/pattern.png")
-            print(patterns.picture(options.what, vars(options), path))
+            print(pattern_options.picture(options.what, vars(options), path))
             print(f"written: {path}")
             return 0
         results, out = Path(options.what), options.out or Path("docs/pictures")
-        written = list(plots.draw(results, out))
-        written += plots.draw_patterns(out) if options.patterns else []
+        written = list(charts.draw(results, out))
+        written += charts.draw_patterns(out) if options.patterns else []
         for place in options.documents:
             files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
             written += [file for file in files if write(file, results)]

@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, record_function
 
 from dilated_attention import autograd
 from dilated_attention.backends import blocks, fused, native
-from dilated_attention.bench.cases import SPARSE, Case, Contender
-from dilated_attention.bench.measure import Spread, elapsed, synchronize
-from dilated_attention.bench.results import Row
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention_bench.cases import SPARSE, Case, Contender
+from dilated_attention_bench.measure import Spread, elapsed, synchronize
+from dilated_attention_bench.results import Row
 
 _MARK = "stage: "
 STAGES: dict[tuple[ModuleType | type, str], str] = {

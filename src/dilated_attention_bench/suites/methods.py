@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.suites import LONGNET, Step, compare, peak
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.suites import LONGNET, Step, compare, peak
 
 LENGTHS = (2048, 8192, 32768, 131072, 262144)
 DENSITIES = (0.02, 0.05, 0.10, 0.25, 0.50)

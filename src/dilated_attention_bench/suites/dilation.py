@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step
-from dilated_attention.bench.suites.strategies import STRATEGIES, Strategy, attend, plan_of
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import LONGNET, Step
+from dilated_attention_bench.suites.strategies import STRATEGIES, Strategy, attend, plan_of
 
 RATE = 4
 BASELINE = "index_select"

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from dilated_attention.bench import ranks
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.measure import Spread
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.simulate import World, rehearse
-from dilated_attention.bench.suites import Step
+from dilated_attention_bench import rank_processes
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.measure import Spread
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.simulate import World, rehearse
+from dilated_attention_bench.suites import Step
 
 MEGABITS = 100
 """Of the limited link: the exchange then takes about half of the compute beside it."""
@@ -95,7 +95,7 @@ def _rank_memory(worlds: list[World]) -> Iterator[Row]:
 
 
 def _single(case: Case, rounds: int) -> Iterator[Row]:
-    found = ranks.measure("single", case, 1, rounds=rounds)
+    found = rank_processes.measure("single", case, 1, rounds=rounds)
     ratio = Spread.of([a / b for a, b in zip(found["mesh"], found["no mesh"], strict=True)])
     yield Row(
         name="forward+backward: a mesh of one rank over no mesh",
@@ -116,7 +116,7 @@ def _single(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _scaling(case: Case, number: int, rounds: int) -> Iterator[Row]:
-    found = ranks.measure("scaling", case, number, rounds=rounds)
+    found = rank_processes.measure("scaling", case, number, rounds=rounds)
     cores = min(number, os.cpu_count() or 1)
     names = {"alone": "one process", "all": f"{number} processes", "all, waiting apart": "of it, without waiting"}
     times = {words: Spread.of(found[name]) for name, words in names.items()}
@@ -136,10 +136,10 @@ def _scaling(case: Case, number: int, rounds: int) -> Iterator[Row]:
 
 def _overlap(case: Case, rounds: int) -> Iterator[Row]:
     name = f"forward: share of the exchange that is not hidden, on a link of {MEGABITS} Mbit/s"
-    if why := ranks.limit_refusal():
+    if why := rank_processes.limit_refusal():
         yield Row(name=name, parameters=case.parameters, value=None, unit="x", bar=0.5, refused=why)
         return
-    found = ranks.measure("overlap", case, 2, rounds=rounds, limit=ranks.limited(MEGABITS))
+    found = rank_processes.measure("overlap", case, 2, rounds=rounds, limit=rank_processes.limited(MEGABITS))
     samples = zip(found["hidden"], found["waited for"], found["exchange"], strict=True)
     shown = Spread.of([1 - (waited - hidden) / exchange for hidden, waited, exchange in samples])
     contenders = ("hidden", "waited for", "left out", "exchange")

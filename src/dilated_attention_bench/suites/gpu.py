@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.backends import flash, native, table, triton
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, Contender, contender
-from dilated_attention.bench.measure import Rounds, Spread
-from dilated_attention.bench.profile import profile
-from dilated_attention.bench.results import Row, failed
-from dilated_attention.bench.suites import Step, peak, rates
 from dilated_attention.functional import attention, dilated_attention
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, Contender, contender
+from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.profile import profile
+from dilated_attention_bench.results import Row, failed
+from dilated_attention_bench.suites import Step, peak, rates
 
 PAPER = Case(
     method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",
@@ -498,7 +498,7 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
 
 def gluon(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
     """The forward of bench/hopper.py: how far from triton's numbers, then its time over triton's in the same rounds."""
-    from dilated_attention.bench import hopper
+    from dilated_attention_bench import hopper
 
     q, k, v = case.inputs(device)[0]
     pattern, scale = case.pattern, case.head_dim**-0.5

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention.bench.cases import Case
 from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel import shard_sequence
 from dilated_attention.parallel.comm import Link, PatientLink, RehearsalLink, Traffic, link_of, use_link
+from dilated_attention_bench.cases import Case
 
 Samples = dict[str, list[float]]
 
@@ -32,7 +32,7 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
     paths = os.pathsep.join(path for path in sys.path if path)
     process = subprocess.run(
         [*limit, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-         f"--master-port={_free_port()}", "-m", "dilated_attention.bench.ranks", json.dumps(request)],
+         f"--master-port={_free_port()}", "-m", "dilated_attention_bench.rank_processes", json.dumps(request)],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

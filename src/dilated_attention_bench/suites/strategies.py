@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step, rates, seconds
 from dilated_attention.merge import merge_into
 from dilated_attention.plan import Plan, StridedGroup, plan_dilated
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import LONGNET, Step, rates, seconds
 
 OURS = "dilated_attention"
 RESOLUTION = 0.02
