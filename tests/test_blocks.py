@@ -331,8 +331,8 @@ class TestCache:
         sizes = [layout.seq_len, *layout.block_size, 1]
 
         def find():
-            (found,) = autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True).values()
-            return blocks._plan(found, 0)
+            (found,) = autograd.layouts_of_plan(q, plan, sizes, [layout.indptr, layout.indices], True).values()
+            return blocks.block_plan(found, 0)
 
         assert find() is find()
         assert min(timeit.repeat(find, number=20, repeat=200)) / 20 < 20e-6

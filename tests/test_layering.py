@@ -9,6 +9,8 @@ import dilated_attention
 
 ROOT = Path(dilated_attention.__file__).parent
 NAME = "dilated_attention"
+BENCHMARK = "dilated_attention_bench"
+NAMED_TUPLE = ("_asdict", "_replace")
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
@@ -95,3 +97,60 @@ def test_downward_and_sideways_imports_pass():
     ]
     for path, source in downward:
         assert violations(Path(path), source) == [], (path, source)
+
+
+def names_of(tree: ast.AST, package: str) -> list[str]:
+    """Where `tree` names a package or its modules: in imports, and in strings, which `import_module` takes."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return [name for name in found if name.partition(".")[0] == package]
+
+
+def test_the_library_does_without_its_benchmark():
+    """Except where the command line loads a command on demand."""
+    found = {
+        str(file.relative_to(ROOT)): names
+        for file in ROOT.rglob("*.py")
+        if (names := names_of(ast.parse(file.read_text(encoding="utf-8")), BENCHMARK))
+    }
+    assert found == {"cli.py": [f"{BENCHMARK}.command"]}
+
+
+def test_every_way_to_name_the_benchmark_is_found():
+    for source in (
+        f"import {BENCHMARK}",
+        f"from {BENCHMARK} import cases",
+        f"from {BENCHMARK}.suites import gpu as dilated_attention",
+        f"def f():\n    import {BENCHMARK}.suites.gpu",
+        f"import_module('{BENCHMARK}.command')",
+    ):
+        assert len(names_of(ast.parse(source), BENCHMARK)) == 1, source
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """The names with a leading underscore that a module imports, or reads of anything but `self` and `cls`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            found.append(node.attr)
+    return [name for name in found if name.startswith("_") and not name.endswith("__") and name not in NAMED_TUPLE]
+
+
+def test_the_benchmark_uses_public_names():
+    files = (ROOT.parent / BENCHMARK).rglob("*.py")
+    found = {file.name: names for file in files if (names := private_names(ast.parse(file.read_text("utf-8"))))}
+    assert found == {}
+
+
+def test_a_private_name_is_found():
+    for source in ("from dilated_attention.plan import _compile", "autograd._plan(k)", "(blocks._Problem, 'bias')"):
+        assert len(private_names(ast.parse(source))) == 1, source
+    assert private_names(ast.parse("self._rows, shape._asdict(), module.__name__")) == []

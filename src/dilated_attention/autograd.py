@@ -75,7 +75,7 @@ def unpack_layouts(sizes: Sequence[int], tables: Sequence[Tensor], is_causal: bo
     return made
 
 
-def _layouts(
+def layouts_of_plan(
     q: Tensor,
     plan: Plan,
     sizes: Sequence[int],
@@ -202,7 +202,7 @@ def _forward(
     dropped = dropout(q, k, dropout_p, head_offset, seed)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
+        tables = layouts_of_plan(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].forward(
             q, k, v, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables, dropout=dropped
         )
@@ -223,7 +223,7 @@ def _forward(
         sample_bias = None if bias is None else bias[batch, seq]
         out[batch, seq], lse[batch, seq] = _BACKENDS[backend].forward(
             q[batch, seq], k[batch, seq], v[batch, seq], plan, is_causal=is_causal, scale=scale, key_bias=sample_bias,
-            layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
+            layouts=layouts_of_plan(q, plan, layout_sizes, layouts, is_causal, batch),
             dropout=None if dropped is None else dropped.sample(batch, seq),
         )  # fmt: skip
     return out, lse
@@ -264,7 +264,7 @@ def _backward(
     dropped = dropout(q, k, dropout_p, head_offset, seed)
     if lengths is None and cu_seqlens is None:
         plan = _plan(k, q.shape[1], segment_lengths, dilation_rates, offsets, compat)
-        tables = _layouts(q, plan, layout_sizes, layouts, is_causal)
+        tables = layouts_of_plan(q, plan, layout_sizes, layouts, is_causal)
         return _BACKENDS[backend].backward(
             dout, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=scale, key_bias=bias, layouts=tables,
             dropout=dropped,
@@ -287,7 +287,7 @@ def _backward(
         dlse_, bias_ = (None if x is None else x[batch, seq] for x in (dlse, bias))
         dq[batch, seq], dk[batch, seq], dv[batch, seq] = _BACKENDS[backend].backward(
             dout_, dlse_, q_, k_, v_, out_, lse_, plan, is_causal=is_causal, scale=scale, key_bias=bias_,
-            layouts=_layouts(q, plan, layout_sizes, layouts, is_causal, batch),
+            layouts=layouts_of_plan(q, plan, layout_sizes, layouts, is_causal, batch),
             dropout=None if dropped is None else dropped.sample(batch, seq),
         )  # fmt: skip
     return dq, dk, dv

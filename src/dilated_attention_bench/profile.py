@@ -19,10 +19,9 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, record_function
 
-from dilated_attention import autograd
 from dilated_attention.backends import blocks, fused, native
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention.plan import PlanCache, plan_cache, plan_dilated
 from dilated_attention_bench.cases import SPARSE, Case, Contender
 from dilated_attention_bench.measure import Spread, elapsed, synchronize
 from dilated_attention_bench.results import Row
@@ -34,14 +33,12 @@ STAGES: dict[tuple[ModuleType | type, str], str] = {
     (native, "merge_into"): "merging",
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",
-    (autograd, "_plan"): "finding the plan",
-    (blocks, "_plan"): "finding the plan",
-    (autograd, "_key_bias"): "masks",
-    (blocks._Problem, "bias"): "masks",
-    (blocks._Problem, "keys"): "gathering blocks",
-    (blocks._Problem, "queries"): "gathering blocks",
-    (blocks._Problem, "store"): "scattering blocks",
-    (blocks._Problem, "add_to_keys"): "scattering blocks",
+    (PlanCache, "get"): "finding the plan",
+    (blocks.Problem, "bias"): "masks",
+    (blocks.Problem, "keys"): "gathering blocks",
+    (blocks.Problem, "queries"): "gathering blocks",
+    (blocks.Problem, "store"): "scattering blocks",
+    (blocks.Problem, "add_to_keys"): "scattering blocks",
 }
 _OPERATORS = {
     **dict.fromkeys(("empty", "empty_strided", "empty_like", "new_empty", "resize_"), "allocation"),

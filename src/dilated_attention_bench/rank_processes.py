@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel import shard_sequence
-from dilated_attention.parallel.comm import Link, PatientLink, RehearsalLink, Traffic, link_of, use_link
+from dilated_attention.parallel.comm import Link, Traffic, link_of, use_link
 from dilated_attention_bench.cases import Case
+from dilated_attention_bench.rehearsal_links import PatientLink, RehearsalLink
 
 Samples = dict[str, list[float]]
 

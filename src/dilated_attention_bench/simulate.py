@@ -27,10 +27,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dilated_attention.environment import peak_memory
 from dilated_attention.functional import dilated_attention
-from dilated_attention.parallel.comm import RehearsalLink, Traffic, link_of
+from dilated_attention.parallel.comm import Traffic, use_link
 from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
 from dilated_attention.patterns import Dilated
 from dilated_attention_bench.measure import forget_peak
+from dilated_attention_bench.rehearsal_links import RehearsalLink
 from dilated_attention_bench.results import Row
 
 
@@ -219,8 +220,7 @@ def _group(ranks: int) -> ProcessGroup:
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
     """A forward and a backward: their seconds without the drawing of normals, and what they moved."""
-    link = link_of(group)
-    assert isinstance(link, RehearsalLink)
+    link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
     q, k, v, gradient = (torch.randn(shape, dtype=getattr(torch, world.dtype)) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -233,6 +233,7 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
         return result, seconds, link.traffic
 
     def run() -> tuple[float, float, Traffic, Traffic]:
+        use_link(link)
         options: dict[str, Any] = {"mesh": group, "seq_len": world.seq_len, "transport": world.transport}
         options["is_causal"] = world.is_causal
         out, forward, moved = timed(lambda: dilated_attention(q, k, v, segments, rates, **options))

@@ -220,8 +220,8 @@ def _tables(seq_len: int) -> Iterator[Row]:
     q, sizes = torch.empty(1, seq_len, 1, 1), [seq_len, *layout.block_size, 1]
 
     def find() -> object:
-        (found,) = (autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True) or {}).values()
-        return blocks._plan(found, 0)
+        (found,) = (autograd.layouts_of_plan(q, plan, sizes, [layout.indptr, layout.indices], True) or {}).values()
+        return blocks.block_plan(found, 0)
 
     def miss() -> object:
         plan_cache.clear()
