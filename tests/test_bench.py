@@ -264,7 +264,7 @@ def test_strategies_compute_attention(name, is_causal):
     """Short last segments, a rate that divides neither, every offset."""
     case = Case(**{**SMALL.parameters, "dilation_rates": (2, 3), "heads": 5, "is_causal": is_causal})
     q, k, v = case.inputs(CPU)[0]
-    out = strategies.attend(strategies.STRATEGIES[name], q, k, v, strategies.plan_of(case), is_causal)
+    out = strategies.attend(strategies.STRATEGIES[name], q, k, v, case.plan, is_causal)
     torch.testing.assert_close(out, case.prepare()(q, k, v))
 
 
@@ -437,7 +437,7 @@ def quick_guards(monkeypatch):
     monkeypatch.setattr(check, "PATIENCE", 3.0)
     case = replace(SMALL, seq_len=1024, heads=4)
     guards = (
-        check.Guard("time", "x", 1.0, check._over(case, replace(case, method="dense calls"))),
+        check.Guard("time", "x", 1.0, check._over(case, "dense calls")),
         check.Guard("calls", "calls", 0.0, check._calls(case)),
         check.Guard("memory", "out", 0.02, check._peak(case, False)),
         check.Guard("copies", "calls", 0.0, check._copies(case)),

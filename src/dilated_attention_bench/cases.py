@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import plan_dilated
+from dilated_attention.plan import Plan, plan_cache, plan_dilated
 from dilated_attention_bench.rivals import RIVALS
 
 Contender = Callable[[], Iterator[str]]
@@ -37,6 +37,24 @@ def contender(call: Callable[[], object]) -> Contender:
         yield "forward"
 
     return work
+
+
+DOUBLING = Dilated(tuple(2048 << i for i in range(20)), tuple(1 << i for i in range(20)))
+"""Over 2^30 tokens: what the time to make a plan is stated for."""
+
+
+def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two calls to time: making a plan, and finding it in the cache."""
+    table = pattern.offset_table(heads)
+
+    def find() -> object:
+        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, seq_len)
+
+    def make() -> object:
+        plan_cache.clear()
+        return find()
+
+    return make, find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +115,12 @@ class Case:
             return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
         return Dilated((self.seq_len,), (1,))
 
+    @property
+    def plan(self) -> Plan:
+        pattern = self.pattern
+        table = pattern.offset_table(self.heads)
+        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len)
+
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None
         block_size, is_causal = self.block_size, self.is_causal
@@ -118,11 +142,8 @@ class Case:
         """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
         if self.method not in SPARSE:
             return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
-        table = self.pattern.offset_table(self.heads)
-        plan = plan_dilated(self.pattern.segment_lengths, self.pattern.dilation_rates, table, self.seq_len)
-        return self.batch * sum(
-            group.heads * group.queries.segments * self._layout_flops(group.queries.count) for group in plan.groups
-        )
+        groups = self.plan.groups
+        return self.batch * sum(x.heads * x.queries.segments * self._layout_flops(x.queries.count) for x in groups)
 
     def _layout_flops(self, seq_len: int) -> int:
         """Of one head, in whole blocks; of a block that the diagonal cuts, half."""
@@ -182,16 +203,8 @@ class Case:
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.method == "dilated":
-            return dilated_attention(
-                q,
-                k,
-                v,
-                self.segment_lengths,
-                self.dilation_rates,
-                offsets=self.offsets,
-                is_causal=self.is_causal,
-                backend=self.backend,
-            )  # type: ignore[return-value]
+            options: dict[str, Any] = {"offsets": self.offsets, "is_causal": self.is_causal, "backend": self.backend}
+            return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)  # type: ignore[return-value]
         if self.method == "dense":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2)

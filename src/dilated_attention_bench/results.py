@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +23,7 @@ from dilated_attention.storage import write_text
 from dilated_attention_bench.measure import Spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One figure.
 
@@ -42,12 +42,18 @@ class Row:
     parameters: Mapping[str, Any]
     value: float | None
     unit: str
+    _: KW_ONLY
     bar: float | None = None
     spread: Spread | None = None
     over: Mapping[str, Spread] = field(default_factory=dict)
     times: Mapping[str, Spread] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     refused: str | None = None
+
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, Any], spread: Spread, unit: str = "x", **others: Any) -> Row:
+        """A row of the median of a spread."""
+        return cls(name, parameters, spread.median, unit, spread=spread, **others)
 
     @property
     def met(self) -> bool | None:

@@ -22,7 +22,7 @@ from dilated_attention_bench import activations, measure
 from dilated_attention_bench.cases import Blocks, Case
 from dilated_attention_bench.measure import Rounds, Spread
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, rates
+from dilated_attention_bench.suites import Step, peak, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
@@ -39,7 +39,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
             _over_dense(_cases(4096, ("local", "random"), DENSITIES), device, 4.0),
             _over_rivals(replace(SPARSE, blocks="random"), device, 2.0),
             _over_torch_sparse(512, (0.1,), device, 1.0),
-            _peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5),
+            peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5, beside_out=True),
             Step("layouts and their cache", lambda: _tables(4096)),
             _choosing(replace(SPARSE, is_causal=True), device, 2.0, bar=None),
             Step("a trained LongNetLM", lambda: _longnet_quality(1024, 10, judged=False)),
@@ -60,10 +60,11 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         found.append(_over_rivals(case, device, 30.0, backward=False))
     found.append(_over_torch_sparse(1024, DENSITIES, device, 20.0))
     for method in ("block-sparse", "gather", "torch.sparse"):
-        found.append(_peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device))
+        found.append(peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device, beside_out=True))
     for density, kinds in ((0.1, KINDS), (0.25, ("random", "global"))):
         for kind in kinds:
-            found.append(_peak(replace(SPARSE, seq_len=32768, blocks=kind, density=density), device, bar=1.5))
+            case = replace(SPARSE, seq_len=32768, blocks=kind, density=density)
+            found.append(peak(case, device, bar=1.5, beside_out=True))
     found.append(Step("layouts and their cache", lambda: _tables(16384)))
     for is_causal in (False, True):
         found.append(_choosing(replace(SPARSE, seq_len=16384, is_causal=is_causal), device, 20.0, bar=0.1))
@@ -92,14 +93,11 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
         rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
         for phase, factor in (("forward", 1.0), ("forward+backward", 3.5)):
             for name, case in cases.items():
-                ratio = rounds.ratio(name, "dense", phase)
-                yield Row(
-                    name=f"{phase}: time over dense",
-                    parameters=case.parameters,
-                    value=ratio.median,
-                    unit="x",
+                yield Row.of(
+                    f"{phase}: time over dense",
+                    case.parameters,
+                    rounds.ratio(name, "dense", phase),
                     bar=bar(case.blocks, case.layout(case.seq_len).density),
-                    spread=ratio,
                     times={key: rounds.spread(key, phase) for key in (name, "dense")},
                     rates=rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops}),
                 )
@@ -123,14 +121,8 @@ def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: b
         with torch.no_grad():
             expected = case.prepare()(q, k, v).double()
             for name, rival in everyone.items():
-                difference = (rival.prepare()(q, k, v).double() - expected).norm() / expected.norm()
-                yield Row(
-                    name=f"forward: relative difference from {name}",
-                    parameters=case.parameters,
-                    value=float(difference),
-                    unit="",
-                    bar=3e-6,
-                )
+                difference = float((rival.prepare()(q, k, v).double() - expected).norm() / expected.norm())
+                yield Row(f"forward: relative difference from {name}", case.parameters, difference, "", bar=3e-6)
         work = {name: x.contender(device, backward=backward) for name, x in trained.items()}
         work["block-sparse"] = case.contender(device, backward=backward)
         if "flex" in everyone:
@@ -158,7 +150,7 @@ def _refused(case: Case, device: torch.device, why_not: str | None) -> Iterator[
             why_not, phases = str(error).strip().splitlines()[0], phases[1:]
     parameters = replace(case, method="block-sparse").parameters
     for phase in phases:
-        yield Row(name=f"{phase}: time over flex", parameters=parameters, value=None, unit="x", refused=why_not)
+        yield Row(f"{phase}: time over flex", parameters, None, "x", refused=why_not)
 
 
 def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.device, budget: float) -> Step:
@@ -176,31 +168,9 @@ def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.d
 
 
 def _ratio(rounds: Rounds, case: Case, name: str, phase: str, bar: float) -> Row:
+    times = {key: rounds.spread(key, phase) for key in ("block-sparse", name)}
     ratio = rounds.ratio("block-sparse", name, phase)
-    return Row(
-        name=f"{phase}: time over {name}",
-        parameters=case.parameters,
-        value=ratio.median,
-        unit="x",
-        bar=bar,
-        spread=ratio,
-        times={key: rounds.spread(key, phase) for key in ("block-sparse", name)},
-    )
-
-
-def _peak(case: Case, device: torch.device, bar: float | None = None) -> Step:
-    def run() -> Iterator[Row]:
-        found = measure.peak_above_inputs(case, device)
-        yield Row(
-            name=f"forward: {case.method}, peak memory above q, k, v and out, over the bytes of out",
-            parameters=case.parameters,
-            value=None if found is None else found / case.out_bytes - 1,
-            unit="x",
-            bar=bar,
-            refused="this system does not tell a process's peak memory" if found is None else None,
-        )
-
-    return Step(f"peak memory of {case.method} at {case.seq_len:,} tokens", run, ((case, False),))
+    return Row.of(f"{phase}: time over {name}", case.parameters, ratio, bar=bar, times=times)
 
 
 def _million() -> BlockLayout:
@@ -211,9 +181,8 @@ def _million() -> BlockLayout:
 def _tables(seq_len: int) -> Iterator[Row]:
     built = {"seq_len": MILLION, "heads": 1, "block_size": 128, "blocks": "local, global and dilated"}
     _million()
-    spread = measure.elapsed(_million, runs=9).scaled(1e3)
-    yield Row(name="layout: time to build", parameters=built, value=spread.median, unit="ms", bar=50.0, spread=spread)
-    yield Row(name="layout: size", parameters=built, value=_million().nbytes / 1e6, unit="MB", bar=20.0)
+    yield Row.of("layout: time to build", built, measure.elapsed(_million, runs=9).scaled(1e3), "ms", bar=50.0)
+    yield Row("layout: size", built, _million().nbytes / 1e6, "MB", bar=20.0)
 
     layout = BlockLayout.random(seq_len, 0.1, 0).causal()
     plan = plan_dilated((seq_len,), (1,), ((0,),), seq_len)
@@ -230,16 +199,9 @@ def _tables(seq_len: int) -> Iterator[Row]:
     case = replace(SPARSE, seq_len=seq_len, blocks="random", is_causal=True)
     find()
     hits = Spread.of([timeit.timeit(find, number=100) / 100 for _ in range(50)]).scaled(1e6)
-    yield Row(
-        name="layout: time of a hit in the plan cache",
-        parameters=case.parameters,
-        value=hits.median,
-        unit="µs",
-        bar=20.0,
-        spread=hits,
-    )
+    yield Row.of("layout: time of a hit in the plan cache", case.parameters, hits, "µs", bar=20.0)
     misses = measure.elapsed(miss, runs=9).scaled(1e3)
-    yield Row(name="layout: time of a miss", parameters=case.parameters, value=misses.median, unit="ms", spread=misses)
+    yield Row.of("layout: time of a miss", case.parameters, misses, "ms")
 
 
 def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Router]:
@@ -251,11 +213,6 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
         ),
         "LSH": lambda q, k: routing.lsh_blocks(q, k, density, **options),
     }
-
-
-def _chosen(case: Case) -> dict[str, Any]:
-    """Parameters of rows about layouts that a router makes."""
-    return {**case.parameters, "blocks": "chosen"}
 
 
 def _choosing(case: Case, device: torch.device, budget: float, *, bar: float | None) -> Step:
@@ -278,14 +235,11 @@ def _choosing(case: Case, device: torch.device, budget: float, *, bar: float | N
         rounds = measure.interleave(work, seconds=budget, device=device)
         for name in chosen:
             choose, both = (rounds.seconds[name, phase] for phase in ("choose", "choose and attend"))
-            share = Spread.of([x / (y - x) for x, y in zip(choose, both, strict=True)])
-            yield Row(
-                name=f"routing: time of choosing the blocks over the attention that follows, {name}",
-                parameters=_chosen(case),
-                value=share.median,
-                unit="x",
+            yield Row.of(
+                f"routing: time of choosing the blocks over the attention that follows, {name}",
+                {**case.parameters, "blocks": "chosen"},
+                Spread.of([x / (y - x) for x, y in zip(choose, both, strict=True)]),
                 bar=bar,
-                spread=share,
                 times={phase: rounds.spread(name, phase) for phase in ("choose", "choose and attend")},
             )
 
@@ -303,7 +257,7 @@ def _minilm_quality(seq_len: int, batch: int, block_size: int) -> Iterator[Row]:
     if reason is not None:
         parameters = {"seq_len": seq_len, "heads": 12, "activations": "MiniLM"}
         for name in routers(0.1, block_size, False):
-            yield Row(name=f"{LOST}, {name}", parameters=parameters, value=None, unit="", refused=reason)
+            yield Row(f"{LOST}, {name}", parameters, None, "", refused=reason)
         return
     yield from _quality("MiniLM", activations.minilm(seq_len, batch), block_size, False)
 
@@ -315,7 +269,7 @@ def _quality(
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
     case = replace(case, block_size=block_size, is_causal=is_causal)
-    parameters = {**_chosen(case), "activations": model, "layers": len(found)}
+    parameters = {**case.parameters, "blocks": "chosen", "activations": model, "layers": len(found)}
     everything = Dilated((q.shape[1],), (1,))
     mass = [block_mass(q, k, block_size, is_causal) for q, k, _ in found]
     dense = [attention(q, k, v, everything, is_causal=is_causal) for q, k, v in found]
@@ -328,21 +282,10 @@ def _quality(
             lost.append(1 - captured(share, layout))
             out = attention(q, k, v, layout, is_causal=is_causal)
             errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
-        yield Row(
-            name=f"{LOST}, {name}",
-            parameters=parameters,
-            value=math.fsum(lost) / len(lost),
-            unit="",
-            bar={"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None,
-            spread=Spread.of(lost),
-        )
-        yield Row(
-            name=f"routing: relative error of the output, {name}",
-            parameters=parameters,
-            value=math.fsum(errors) / len(errors),
-            unit="",
-            spread=Spread.of(errors),
-        )
+        most = {"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None
+        for figure, values, bar in ((LOST, lost, most), ("routing: relative error of the output", errors, None)):
+            mean = math.fsum(values) / len(values)
+            yield Row(f"{figure}, {name}", parameters, mean, "", bar=bar, spread=Spread.of(values))
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:
