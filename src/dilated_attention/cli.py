@@ -8,16 +8,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from dilated_attention.environment import report, require_device
-from dilated_attention.errors import ContextParallelError
+from dilated_attention.errors import ContextParallelError, MissingPackageError, require
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.loop import Recipe
@@ -28,7 +27,26 @@ if TYPE_CHECKING:
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 
 
+MEASURING = {
+    "bench": "measure speed and memory against dense attention",
+    "profile": "show where the time and the memory of a call go",
+    "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
+    "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
+}
+"""The commands of the benchmark, which is loaded when one of them is called."""
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *arguments: Any, complete: Callable[[_Parser], None] | None = None, **options: Any) -> None:
+        """complete: adds what the parser lacks, before it first parses."""
+        super().__init__(*arguments, **options)
+        self._complete = complete
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        if self._complete:
+            self._complete(self)
+        return super().parse_known_args(*arguments, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
@@ -43,14 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_generate(commands)
     _add_convert(commands)
     _add_info(commands)
-    import_module("dilated_attention_bench.command").add_parsers(commands)
-    options = parser.parse_args(arguments)
+    for name, text in MEASURING.items():
+        commands.add_parser(name, help=text, complete=partial(_load_measuring, name))
     try:
+        options = parser.parse_args(arguments)
+        if options.run is not _info:
+            require("rich", "matplotlib")
         code: int = options.run(options)
+    except MissingPackageError as error:
+        print(f"dilated-attention: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+def _load_measuring(name: str, parser: _Parser) -> None:
+    require("rich", "matplotlib")
+    import_module("dilated_attention_bench.command").add_options(name, parser)
 
 
 def _add_demo(commands: Any) -> None:
@@ -77,6 +106,8 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from dilated_attention.training.demo import demo
 
     names = ("context", "steps", "layers", "dim", "heads", "seed", "device")
@@ -144,6 +175,8 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
 
 
 def _train(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from dilated_attention.training import session
 
     given = vars(options)
@@ -218,6 +251,8 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from dilated_attention.training import writing
 
     try:
@@ -272,6 +307,9 @@ def _add_convert(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
     from dilated_attention.conversion import convert
 
     given = {

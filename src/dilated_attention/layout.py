@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dilated_attention.errors import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -765,6 +767,7 @@ class BlockLayout:
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
         """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel holds several blocks."""
+        require("matplotlib")
         import matplotlib.pyplot as plt
 
         if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+from dilated_attention.errors import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LINES = ("-", "--", ":", "-.")
 PIXELS = 512  # a side of a pattern's picture, at most
@@ -36,6 +38,9 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
     """losses: nats per byte a step, by run, drawn grey, and their running mean over a 25th of the
     run, black; held_out: bits per byte at the end, a point.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for (name, values), line in zip(losses.items(), LINES, strict=False):
@@ -64,6 +69,8 @@ def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_hea
 
     A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
     """
+    from matplotlib.figure import Figure
+
     tokens = min(tokens, seq_len)
     lengths = tuple(
         max(rate, round(length * tokens / seq_len))
@@ -100,6 +107,9 @@ def draw_counts(counts: np.ndarray, seq_len: int, most: int, ax: Axes | None = N
 
     Without `ax`, on a figure of pyplot, which a notebook shows.
     """
+    require("matplotlib")
+    from matplotlib.ticker import MaxNLocator
+
     if ax is None:
         import matplotlib.pyplot as plt
 

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -56,15 +55,15 @@ SUITES = {
 }
 
 
-def add_parsers(commands: Any) -> None:
-    """Add `bench` to the subparsers of the command line."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure speed and memory against dense attention",
-        description="Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl.",
-        epilog="Suites: "
-        + " ".join(f"{name}: {(suite.__doc__ or '').partition(': ')[2].strip()}" for name, suite in SUITES.items()),
-    )
+def add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """What a command takes, and the function that runs it."""
+    {"bench": _add_bench, "profile": _add_profile, "plot": _add_plot, "simulate": _add_simulate}[command](parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl."
+    about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
+    parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
     parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
     parser.add_argument(
@@ -77,9 +76,6 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
-    _add_profile(commands)
-    _add_plot(commands)
-    _add_simulate(commands)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -156,14 +152,12 @@ def _progress() -> Progress:
     return Progress(*bar, console=Console(stderr=True), transient=True)
 
 
-def _add_profile(commands: Any) -> None:
-    parser = commands.add_parser(
-        "profile",
-        help="show where the time and the memory of a call go",
-        description="Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a "
-        "picture under <out>/<device>/.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a picture under "
+        "<out>/<device>/."
     )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
     for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
@@ -181,13 +175,11 @@ def _add_profile(commands: Any) -> None:
     parser.set_defaults(run=_profile)
 
 
-def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plot",
-        help="draw a pattern; or the pictures and tables of the documents, from the files of results",
-        description="plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl "
-        "hold, as <out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
-        "<!-- end of results -->.",
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl hold, as "
+        "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
+        "<!-- end of results -->."
     )
     parser.add_argument(
         "what",
@@ -211,15 +203,13 @@ def _add_plot(commands: Any) -> None:
     parser.set_defaults(run=_plot)
 
 
-def _add_simulate(commands: Any) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help="run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
-        description="Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, "
-        "on PyTorch's fake process group. Bytes and messages are counted, compute and memory measured on this device, "
-        "time of communication and the other schemes modelled. Writes rows and a picture to <out>.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, on PyTorch's "
+        "fake process group. Bytes and messages are counted, compute and memory measured on this device, time of "
+        "communication and the other schemes modelled. Writes rows and a picture to <out>."
     )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--tokens", type=int, default=1 << 30, help="of the largest world", metavar="N")
     parser.add_argument("--ranks", type=int, default=8192, help="of the largest world", metavar="N")
     parser.add_argument(
