@@ -226,6 +226,18 @@ def test_bench_prints_a_table_and_keeps_the_rows(tmp_path, capsys, monkeypatch):
     assert "GiB" in rows[1]["refused"]
 
 
+def test_a_disk_that_fills_up_while_measuring_is_no_success(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    monkeypatch.setattr(results, "write_text", full)
+    assert exit_code("bench", "foundation", "--out", tmp_path) == 1
+    captured = capsys.readouterr()
+    assert '"value": 3.0' in captured.out
+    assert "cannot be written (No space left on device); rows go to standard output" in captured.err
+
+
 def test_only_the_steps_that_are_asked_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
     assert exit_code("bench", "foundation", "--only", "thr", "--out", tmp_path) == 0

@@ -230,10 +230,11 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
         ("random --density 2", "density must lie in (0, 1], got 2.0"),
         ("local --window 3 --block-size 7", "block_size must be"),
-        ("local --window 3 --tokens 0", "seq_len must be"),
+        ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
-        ("nowhere", "nowhere: no files of results"),
+        ("dilated --segments 64 --rates 1 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
+        ("nowhere", "'nowhere' is neither a pattern (dilated, local, global, strided, dilated-blocks, hierarchical, "),
     ],
 )
 def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
@@ -247,6 +248,26 @@ def test_divergence_is_one_line(capsys, tmp_path, text):
     (line,) = capsys.readouterr().err.splitlines()
     assert "try a lower --lr" in line
     assert (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_version(capsys):
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out.split() == ["dilated-attention", *environment.own_version().split()]
+
+
+def test_a_fault_of_ours_shows_where(capsys, monkeypatch):
+    """Bad input is a line; a TypeError is none."""
+
+    def fail(error):
+        raise error
+
+    monkeypatch.setattr(cli, "report", lambda: fail(TypeError("a fault")))
+    with pytest.raises(TypeError, match="a fault"):
+        main(["info"])
+    monkeypatch.setattr(cli, "report", lambda: fail(FileNotFoundError(2, "No such file or directory", "a/b")))
+    assert failure(capsys, "info") == "dilated-attention info: error: a/b: No such file or directory"
+    monkeypatch.setattr(cli, "report", lambda: fail(ValueError("x=1:\n  must be 2")))
+    assert failure(capsys, "info") == "dilated-attention info: error: x=1: must be 2"
 
 
 def test_interrupted_anywhere(capsys, monkeypatch):

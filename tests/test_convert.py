@@ -85,12 +85,18 @@ def test_convert_command(tmp_path, capsys):
     for word in ("LongNetLM", "released algorithm", "read back", "written: "):
         assert word in printed
     torch.testing.assert_close(LongNetLM.from_pretrained(out)(golden["tokens"]), golden["logits"], rtol=1e-4, atol=2e-5)
+    written = (out / "config.json").read_bytes()
+    code, _, error = run(capsys, *words, "--corrected")
+    assert code == 2
+    assert f"{out} exists: give --overwrite" in error
+    assert (out / "config.json").read_bytes() == written
+    words.append("--overwrite")
     assert run(capsys, *words, "--corrected")[0] == 0
     assert LongNetLM.from_pretrained(out).config.compat is None
     for changed, message in (
-        (["convert", path, out, "--kind", "torchscale"], "--segments and --rates"),
-        (["convert", path, out, "--kind", "gigapath"], "of no LongNet of torchscale"),
-        (["convert", tmp_path / "nowhere", out, "--kind", "gigapath"], "cannot be read"),
+        (["convert", path, out, "--kind", "torchscale", "--overwrite"], "--segments and --rates"),
+        (["convert", path, out, "--kind", "gigapath", "--overwrite"], "of no LongNet of torchscale"),
+        (["convert", tmp_path / "nowhere", out, "--kind", "gigapath", "--overwrite"], "cannot be read"),
         ([*words, "--heads", 8], "num_heads=8"),
         ([*words, "--architecture", "encoder"], "surplus: output_projection.weight"),
         ([*words, "--kind", "bert"], "invalid choice"),

@@ -1,4 +1,5 @@
-"""Every Python block of README.md and docs/**/*.md runs; every command of their shell blocks exists.
+"""Every Python block of README.md and docs/**/*.md runs; every command of their shell blocks exists, and runs up to
+where minutes of work would begin.
 
 The blocks of a page run in order, in one namespace and an empty folder. `<!-- not run: REASON -->` on the line above a
 block leaves it out. A page that compiles or starts process groups runs in an interpreter of its own.
@@ -13,8 +14,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilated_attention.cli import main
+from dilated_attention.training import session
+from dilated_attention_bench import command as bench
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -75,6 +79,39 @@ def test_commands_exist(document):
         for word in rest:
             if word.startswith("--"):
                 assert re.search(rf"{re.escape(word.partition('=')[0])}\b", printed.getvalue()), (words, word)
+
+
+# Of these the options are checked alone: they read files of the reader's, or train in processes of their own.
+NOT_RUN = {"demo", "generate", "convert"}
+# Appended: the last one counts.
+SMALLER = {"profile": ["--tokens", "256"]}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_run(document, tmp_path, monkeypatch, capsys):
+    """As they stand, but for SMALLER, in a folder with the repository's results; a training ends before its first
+    step, and a suite of `bench` before its first figure."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "run", lambda *arguments, **options: 0)
+    monkeypatch.setattr(bench, "measure_suite", lambda *arguments: None)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("", encoding="utf-8")
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    for words in commands(document.read_text(encoding="utf-8")):
+        command, *rest = words[3 if words[0] == "python" else 1 :]
+        if words[0] == "make" or command in NOT_RUN:
+            continue
+        here = "gpu" not in rest or torch.cuda.is_available()
+        assert main([command, *rest, *SMALLER.get(command, [])]) == (0 if here else 2), capsys.readouterr().err
+        if not here:
+            assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_decisions_are_numbered_once():
+    files = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [file.name[:3] for file in files] == [f"{number:03}" for number in range(1, len(files) + 1)]
+    for file in files:
+        assert file.read_text(encoding="utf-8").startswith(f"# {file.name[:3]}: ")
 
 
 def test_blocks_share_a_namespace_and_one_that_fails_is_seen(tmp_path):

@@ -22,12 +22,15 @@ UNIT = (
     r"(x|×|times as (?:fast|slow|many|much|long)|ms|µs|[GT]FLOP/s|tokens/s|bits per byte|[GM]i?B"
     r"|% (?:faster|slower|less|more))"
 )
+VERDICT = re.compile(r"\b(?:met|missed|unmet)\b")
 MEASURED = re.compile(rf"\d[\d.,]* ?{UNIT}(?![\w/])(?! ?\d)")
 
 
 def claims(text: str) -> list[str]:
-    """What looks like a measured number and stands neither in code nor between the comments of results."""
-    return [found[0] for found in MEASURED.finditer(CODE.sub("", tables.SPAN.sub("", text)))]
+    """What looks like a measured number, or a word on a bar, and stands neither in code nor between the comments of
+    results."""
+    prose = CODE.sub("", tables.SPAN.sub("", text))
+    return [found[0] for pattern in (MEASURED, VERDICT) for found in pattern.finditer(prose)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -48,6 +51,8 @@ def test_claims_are_found():
     ]
     assert claims("12 x 64 heads, 8,192 tokens, Python 3.10, 2 cores, 5 minutes, `3 ms`\n```\n4 ms\n```") == []
     assert claims('a<!-- results: f name="x" -->3 ms<!-- end of results -->b') == []
+    assert claims("The bar is met at one length and missed by little at the others.") == ["met", "missed"]
+    assert claims("The bar is <!-- results: f bar -->met<!-- end of results -->.") == []
 
 
 @pytest.fixture
@@ -87,6 +92,25 @@ def test_a_table_and_a_value_are_written_and_stay(results, tmp_path, capsys):
     assert main(words) == 0
     assert "written" not in capsys.readouterr().out
     assert document.read_text() == text
+
+
+def test_words_on_bars_come_from_the_rows(results):
+    page = "The bar is <!-- results: cpu/a.jsonl name=dilated bar -->?<!-- end of results -->."
+    assert "bar -->met<!--" in tables.render(page, results)
+    missed = "<!-- results: cpu/a.jsonl met=false spread -->\n<!-- end of results -->"
+    with pytest.raises(ValueError, match="no row fits"):
+        tables.render(missed, results)
+    path = results / "cpu" / "a.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows.append({**rows[1], "name": "forward: other", "value": 11.0, "met": False, "spread": {"p10": 9.5, "p90": 12}})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "bar -->not met<!--" in tables.render(page.replace("dilated", "other"), results)
+    assert "bar -->met in 1 of 2<!--" in tables.render(page.replace("dilated", "forward"), results)
+    assert tables.render(missed, results).splitlines()[1:4] == [
+        "| figure | case | value | 10 to 90 % | over dense | bar |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| forward: other | 64 tokens, 2 heads, 2 branches | 11 ms | 9.50 to 12 | 0.45 x | 10, not met |",
+    ]
 
 
 def test_a_span_that_fits_nothing_is_named(results):

@@ -93,7 +93,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--tokens", "0"], "--tokens must be positive; got 0"),
+        (["--tokens", "0"], "--tokens must be positive and finite; got 0"),
         (["--tokens", "1000", "--ranks", "64"], "--tokens 1000 must be a multiple of --ranks 64"),
         (
             ["--tokens", "4096", "--ranks", "64", "--transport", "ulysses"],

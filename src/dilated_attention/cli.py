@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dilated_attention.environment import report, require_device
+from dilated_attention.environment import own_version, report, require_device
 from dilated_attention.errors import ContextParallelError, MissingPackageError, require
 from dilated_attention.models import LongNetConfig
 from dilated_attention.patterns import Dilated
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
-
-
 MEASURING = {
     "bench": "measure speed and memory against dense attention",
     "profile": "show where the time and the memory of a call go",
@@ -53,18 +51,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
-    diverged, with one line on stderr; 128 + n after signal n."""
-    parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    _add_demo(commands)
-    _add_train(commands)
-    _add_generate(commands)
-    _add_convert(commands)
-    _add_info(commands)
-    for name, text in MEASURING.items():
-        commands.add_parser(name, help=text, complete=partial(_load_measuring, name))
+    diverged or results that could not be kept, with one line on stderr; 128 + n after signal n.
+
+    Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
+    """
     try:
-        options = parser.parse_args(arguments)
+        options = command_line().parse_args(arguments)
         if options.run is not _info:
             require("rich", "matplotlib")
         code: int = options.run(options)
@@ -74,7 +66,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except (ValueError, OSError) as error:
+        print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
+        return 2
     return code
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of every command; the namespace it makes holds the command's name and what runs it."""
+    parser = _Parser(prog="dilated-attention", description="Exact dilated attention over very long sequences.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    _add_demo(commands)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_convert(commands)
+    _add_info(commands)
+    for name, text in MEASURING.items():
+        commands.add_parser(name, help=text, complete=partial(_load_measuring, name))
+    return parser
+
+
+def _in_a_line(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _load_measuring(name: str, parser: _Parser) -> None:
@@ -291,6 +307,7 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="even if the folder exists")
     parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="what it is of")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
     parser.add_argument("--architecture", choices=architectures, help="of torchscale's (default: recognised)")
@@ -319,23 +336,19 @@ def _convert(options: argparse.Namespace) -> int:
         "architecture": options.architecture,
         "surplus": "warn" if options.leave_surplus else None,
     }
-    console = Console(stderr=True)
-    try:
-        if options.kind == "torchscale" and (options.segments is None or options.rates is None):
-            raise ValueError("--segments and --rates: the weights do not tell; give both")
-        with console.status("converting and comparing"):
-            model, found = convert(
-                options.checkpoint,
-                options.out,
-                options.kind,
-                tokens=options.tokens,
-                seed=options.seed,
-                compat=None if options.corrected else "torchscale",
-                **{name: value for name, value in given.items() if value is not None},
-            )
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention convert: error: {error}", file=sys.stderr)
-        return 2
+    if options.kind == "torchscale" and (options.segments is None or options.rates is None):
+        raise ValueError("--segments and --rates: the weights do not tell; give both")
+    with Console(stderr=True).status("converting and comparing"):
+        model, found = convert(
+            options.checkpoint,
+            options.out,
+            options.kind,
+            tokens=options.tokens,
+            seed=options.seed,
+            compat=None if options.corrected else "torchscale",
+            overwrite=options.overwrite,
+            **{name: value for name, value in given.items() if value is not None},
+        )
     table = Table("difference between", title=f"{type(model).__name__}, random input", title_justify="left")
     for heading in ("greatest of an entry", "in norm"):
         table.add_column(heading, justify="right")

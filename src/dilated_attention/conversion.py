@@ -29,6 +29,8 @@ Kind = Literal["gigapath", "longvit", "torchscale"]
 KINDS = ("gigapath", "longvit", "torchscale")
 WITHIN = 1e-3
 """A relative difference in norm that single precision explains with room to spare; a wrong weight does not pass it."""
+MOST_TOKENS = 1 << 20
+"""Of the random input: more would take hours, and show no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ def convert(
     tokens: int = 300,
     seed: int = 0,
     compat: Literal["torchscale"] | None = "torchscale",
+    overwrite: bool = False,
     **options: Any,
 ) -> tuple[Pretrained, list[Parity]]:
     """Write a checkpoint as a folder of `from_pretrained`, and compare on random input, in single precision:
@@ -60,11 +63,16 @@ def convert(
         tokens: of the random input; fewer where a segment that its rate does not divide would make the released code
             misplace its results.
         compat: of the model that is written.
+        overwrite: what `out` holds; without it a folder that holds anything is refused.
         options: of `load_gigapath`, `load_longvit` or `load_torchscale`.
 
     Raises:
         ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
     """
+    if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists: give --overwrite (overwrite=True), or another folder")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"tokens={tokens}: a comparison takes 1 to {MOST_TOKENS}")
     load: Any = {"gigapath": load_gigapath, "longvit": load_longvit, "torchscale": load_torchscale}[kind]
     held = {name: x.float() for name, x in read_checkpoint(source).items()}
     models = {mode: load(held, compat=mode, **options) for mode in ("torchscale", None)}

@@ -25,11 +25,12 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "dilated_attention": _own_version(),
+        "dilated_attention": own_version(),
     }
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """This package's, as installed."""
     try:
         return version("dilated-attention")
     except PackageNotFoundError:

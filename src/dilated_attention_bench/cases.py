@@ -95,6 +95,8 @@ class Case:
         for name in ("seq_len", "batch", "heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ValueError(f"density must lie in (0, 1]; got {self.density}")
         if self.method in DILATED:
             Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
         if self.method in SPARSE and (self.blocks is None or self.density is None):

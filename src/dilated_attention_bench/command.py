@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from rich.console import Console
@@ -16,7 +18,7 @@ from dilated_attention.environment import require_device, unavailable
 from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
 from dilated_attention_bench import charts, check, pattern_options, simulate
 from dilated_attention_bench.cases import Case, Method
-from dilated_attention_bench.measure import MATMUL, Spread, available_memory, refusal
+from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import Profile, once, profile, rows, save_bars, training_step
 from dilated_attention_bench.results import Recorder, Row, failed, read
 from dilated_attention_bench.suites import (
@@ -82,22 +84,18 @@ def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
         return _check(options.baseline, options.update)
-    try:
-        if "gpu" in names and options.device is None and (why := unavailable("cuda")):
-            raise ValueError(f"the gpu suite needs a GPU: {why}")
-        device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
-        if "all" in names:
-            names = dict.fromkeys(name for name in SUITES if name != "gpu" or device.type == "cuda")
-        steps = {name: SUITES[name].steps(device, options.quick) for name in names}
-    except ValueError as error:
-        print(f"dilated-attention bench: error: {error}", file=sys.stderr)
-        return 2
+    if "gpu" in names and options.device is None and (why := unavailable("cuda")):
+        raise ValueError(f"the gpu suite needs a GPU: {why}")
+    device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
+    if "all" in names:
+        names = dict.fromkeys(name for name in SUITES if name != "gpu" or device.type == "cuda")
+    steps = {name: SUITES[name].steps(device, options.quick) for name in names}
     steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
     if not any(steps.values()):
-        print(f"dilated-attention bench: error: --only {options.only!r}: no step of {[*steps]} fits", file=sys.stderr)
-        return 2
-    folder = options.out or Path("runs/results" if options.quick else "results")
+        raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
+    folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
     console = Console()
+    code = 0
     for name, chosen in steps.items():
         recorder = Recorder(folder, name, device)
         rows: list[Row] = []
@@ -109,15 +107,27 @@ def _bench(options: argparse.Namespace) -> int:
         console.print(table(name, rows))
         if recorder.failure is None:
             console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
-    return 0
+        else:
+            code = 1
+    return code
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made where there is none. ValueError where it cannot be written: before minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from error
+
+
+def _sizes(options: argparse.Namespace, *names: str) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
 
 
 def _check(path: Path, update: bool) -> int:
-    try:
-        baseline = {} if update else check.read_baseline(path)
-    except ValueError as error:
-        print(f"dilated-attention bench check: error: {error}", file=sys.stderr)
-        return 2
+    baseline = {} if update else check.read_baseline(path)
     shown = Table(title="check", title_justify="left")
     shown.add_column("figure")
     for heading in ("value", "baseline", "at most", ""):
@@ -230,36 +240,31 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    try:
-        for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
-            if getattr(options, name) <= 0:
-                raise ValueError(f"--{name} must be positive; got {getattr(options, name)}")
-        if options.tokens % options.ranks:
-            raise ValueError(f"--tokens {options.tokens} must be a multiple of --ranks {options.ranks}")
-        worlds = [
-            simulate.World(
-                seq_len=options.tokens // options.ranks * ranks,
-                ranks=ranks,
-                heads=options.heads,
-                head_dim=options.head_dim,
-                first_segment=options.segment,
-                is_causal=not options.not_causal,
-                dtype=options.dtype,
-                transport=options.transport,
-            )
-            for ranks in simulate.world_sizes(options.least, options.ranks)
-        ]
-        for world in worlds:
-            world.plan()  # a transport that does not serve
-        needed = 12 * max(world.shard for world in worlds) * worlds[0].row_bytes // 2
-        free = available_memory(torch.device("cpu"))
-        if free is not None and needed > free:
-            gib = f"about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-            raise ValueError(f"--tokens {options.tokens} --ranks {options.ranks}: a rank needs {gib}; take more ranks")
-    except ValueError as error:
-        print(f"dilated-attention simulate: error: {error}", file=sys.stderr)
-        return 2
-    recorder = Recorder(options.out, "simulate", torch.device("cpu"))
+    for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name} must be positive and finite; got {getattr(options, name)}")
+    if options.tokens % options.ranks:
+        raise ValueError(f"--tokens {options.tokens} must be a multiple of --ranks {options.ranks}")
+    worlds = [
+        simulate.World(
+            seq_len=options.tokens // options.ranks * ranks,
+            ranks=ranks,
+            heads=options.heads,
+            head_dim=options.head_dim,
+            first_segment=options.segment,
+            is_causal=not options.not_causal,
+            dtype=options.dtype,
+            transport=options.transport,
+        )
+        for ranks in simulate.world_sizes(options.least, options.ranks)
+    ]
+    needed = 12 * max(world.shard for world in worlds) * worlds[0].row_bytes // 2
+    if lacking := lack_of_memory(needed, torch.device("cpu")):
+        sizes = _sizes(options, "tokens", "ranks", "heads", "head_dim")
+        raise ValueError(f"{sizes}: a rank {lacking}; take more ranks")
+    for world in worlds:
+        world.plan()  # a transport that does not serve
+    recorder = Recorder(_writable(options.out), "simulate", torch.device("cpu"))
     model = simulate.Network(options.latency, options.bandwidth)
     found = []
     with _progress() as progress:
@@ -273,13 +278,14 @@ def _simulate(options: argparse.Namespace) -> int:
     console = Console()
     for shown in _simulated(found, model):
         console.print(shown)
-    if recorder.failure is None:
-        console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
-        figure = charts.weak_scaling(read(recorder.path))
-        if figure is not None:
-            picture = recorder.path.with_suffix(".png")
-            figure.savefig(picture, dpi=150)
-            console.print(f"written: {picture}", highlight=False, soft_wrap=True)
+    if recorder.failure is not None:
+        return 1
+    console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
+    figure = charts.weak_scaling(read(recorder.path))
+    if figure is not None:
+        picture = recorder.path.with_suffix(".png")
+        figure.savefig(picture, dpi=150)
+        console.print(f"written: {picture}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -307,51 +313,47 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 
 def _plot(options: argparse.Namespace) -> int:
-    try:
-        if options.what in pattern_options.NAMES:
-            path = options.out or Path("runs/pattern.png")
-            print(pattern_options.picture(options.what, vars(options), path))
-            print(f"written: {path}")
-            return 0
-        results, out = Path(options.what), options.out or Path("docs/pictures")
-        written = list(charts.draw(results, out))
-        written += charts.draw_patterns(out) if options.patterns else []
-        for place in options.documents:
-            files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
-            written += [file for file in files if write(file, results)]
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention plot: error: {error}", file=sys.stderr)
-        return 2
+    if options.what in pattern_options.NAMES:
+        path = options.out or Path("runs/pattern.png")
+        print(pattern_options.picture(options.what, vars(options), path))
+        print(f"written: {path}")
+        return 0
+    results, out = Path(options.what), options.out or Path("docs/pictures")
+    if not results.is_dir():
+        raise ValueError(
+            f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
+        )
+    written = list(charts.draw(results, out))
+    written += charts.draw_patterns(out) if options.patterns else []
+    for place in options.documents:
+        files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
+        written += [file for file in files if write(file, results)]
     for path in written:
         print(f"written: {path}")
     return 0
 
 
 def _profile(options: argparse.Namespace) -> int:
-    try:
-        device = require_device(options.device)
-        case = Case(
-            method=_METHODS[options.method],
-            seq_len=options.tokens,
-            batch=options.batch,
-            heads=options.heads,
-            head_dim=options.head_dim,
-            segment_lengths=options.segments,
-            dilation_rates=options.rates,
-            blocks=options.blocks,
-            density=options.density,
-            block_size=options.block_size,
-            is_causal=options.causal,
-            dtype=options.dtype,
-        )
-        if refused := refusal([(case, not options.forward)], device):
-            raise ValueError(f"--tokens {case.seq_len}: {refused}")
-    except ValueError as error:
-        print(f"dilated-attention profile: error: {error}", file=sys.stderr)
-        return 2
+    device = require_device(options.device)
+    case = Case(
+        method=_METHODS[options.method],
+        seq_len=options.tokens,
+        batch=options.batch,
+        heads=options.heads,
+        head_dim=options.head_dim,
+        segment_lengths=options.segments,
+        dilation_rates=options.rates,
+        blocks=options.blocks,
+        density=options.density,
+        block_size=options.block_size,
+        is_causal=options.causal,
+        dtype=options.dtype,
+    )
+    if refused := refusal([(case, not options.forward)], device):
+        raise ValueError(f"{_sizes(options, 'tokens', 'batch', 'heads', 'head_dim')}: {refused}")
     backward = not options.forward or options.method == "model"
     work = training_step(case, device) if options.method == "model" else case.contender(device, backward=backward)
-    recorder = Recorder(options.out, f"profile-{options.method}", device)
+    recorder = Recorder(_writable(options.out), f"profile-{options.method}", device)
     trace, picture = (recorder.path.with_suffix(suffix) for suffix in (".trace.json", ".png"))
     found, prepared = profile(lambda: list(work()), device, trace), once(case)
     for row in rows(case, found, prepared, backward=backward):

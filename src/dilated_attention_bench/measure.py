@@ -226,7 +226,11 @@ def available_memory(device: torch.device) -> int | None:
 
 def refusal(needs: Sequence[tuple[Case, bool]], device: torch.device) -> str | None:
     """Why cases, each with whether it runs a backward, cannot be held at once, with the figure; None where they can."""
-    needed = sum(case.predicted_bytes(backward=backward) for case, backward in needs)
+    return lack_of_memory(sum(case.predicted_bytes(backward=backward) for case, backward in needs), device)
+
+
+def lack_of_memory(needed: int, device: torch.device) -> str | None:
+    """Why that many bytes cannot be held, with the figure; None where they can, or the system does not tell."""
     free = available_memory(device)
     if free is None or needed <= free:
         return None

@@ -25,6 +25,7 @@ BUILDERS: dict[str, Callable[..., BlockLayout]] = {
     "bigbird": BlockLayout.bigbird,
 }
 NAMES = ("dilated", *BUILDERS)
+MOST_TOKENS, MOST_HEADS = 1 << 20, 1 << 10  # what a picture can show is drawn in seconds
 # What the builders' own arguments are called on the command line.
 OPTIONS = {
     "window": "window",
@@ -93,8 +94,13 @@ def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Pr
 
 def picture(name: str, options: dict[str, Any], path: Path) -> str:
     """Draw the pattern as PNG; what there is to say about it, in a line."""
-    pattern = pattern_of(name, options)
     tokens, head = options.get("tokens", 1024), options.get("head", 0)
+    for option, value, most in (("tokens", tokens, MOST_TOKENS), ("heads", options.get("heads", 1), MOST_HEADS)):
+        if not 1 <= value <= most:
+            raise ValueError(f"--{option} must lie in [1, {most}]; got {value}")
+    if not 0 <= head < options.get("heads", MOST_HEADS):
+        raise ValueError(f"--head must lie in [0, {options.get('heads', MOST_HEADS)}); got {head}")
+    pattern = pattern_of(name, options)
     figure = Figure(figsize=(5, 5.3), layout="constrained")
     axes = figure.add_subplot()
     least = 1 if not isinstance(pattern, Dilated) or not pattern.head_groups else len(pattern.segment_lengths)

@@ -129,7 +129,7 @@ def _key(record: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file. ValueError, naming the line, where one is no row."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             row = json.loads(line)
             _key(row)

@@ -7,6 +7,9 @@ becomes a table of the rows of that file whose name contains the words and whose
 (`seq_len=8192`); on one line with text in between, it becomes the value of the one row that fits:
 
     <!-- results: cpu-2-threads-amd-epyc/attention.jsonl name=dense seq_len=8192 -->1 ms<!-- end of results -->
+
+`met=false` takes the rows that miss their bars, and none is an error, so that words about them go when they are met.
+The word `spread` adds a column to a table; with `bar` the text says whether the rows meet theirs: `met in 2 of 3`.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ def render(text: str, results: Path) -> str:
     """The document with every span written anew. ValueError, naming the span, where it asks for what is not there."""
 
     def fill(span: re.Match[str]) -> str:
-        rows = list(_rows(span["request"], results))
-        if "\n" in span["text"]:
-            body = f"\n{table(rows)}\n"
+        rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
+        if "bar" in words:
+            body = verdict(rows)
+        elif "\n" in span["text"]:
+            body = f"\n{table(rows, spread='spread' in words)}\n"
         elif len(rows) == 1:
             body = value(rows[0])
         else:
@@ -43,7 +48,10 @@ def render(text: str, results: Path) -> str:
 
 def write(document: Path, results: Path) -> bool:
     """Write a document's spans anew; whether it changed."""
-    before = document.read_text(encoding="utf-8")
+    try:
+        before = document.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{document}: not a document in UTF-8 ({error.reason})") from None
     after = render(before, results)
     if after != before:
         write_text(document, after)
@@ -55,7 +63,7 @@ def _rows(request: str, results: Path) -> Iterator[Record]:
     path = results / file
     if not path.is_file():
         raise ValueError(f"results: {request}: there is no file {path}")
-    wanted = dict(word.partition("=")[::2] for word in filters)
+    wanted = dict(word.partition("=")[::2] for word in filters if "=" in word)
     found = [row for row in read(path) if _fits(row, wanted)]
     if not found:
         raise ValueError(f"results: {request}: no row fits")
@@ -67,19 +75,35 @@ def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
         if key == "name":
             if value not in row["name"]:
                 return False
+        elif key == "met":
+            if json.dumps(row.get("met")) != value:
+                return False
         elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
             return False
     return True
 
 
-def table(rows: list[Record]) -> str:
-    """Markdown: figure, case, value, ratios to others, bar; a column that no row fills is left out."""
+def verdict(rows: list[Record]) -> str:
+    """Whether the rows that have a bar meet it."""
+    judged = [row["met"] for row in rows if "met" in row]
+    if len(judged) == 1:
+        return "met" if judged[0] else "not met"
+    return f"met in {sum(judged)} of {len(judged)}"
+
+
+def table(rows: list[Record], *, spread: bool = False) -> str:
+    """Markdown: figure, case, value, its spread, ratios to others, bar; a column that no row fills is left out."""
     others = sorted({name for row in rows for name in row.get("over", {})})
     columns: dict[str, list[str]] = {
         "figure": [row["name"] for row in rows],
         "case": [describe(row["parameters"]) for row in rows],
         "value": [value(row) for row in rows],
     }
+    if spread:
+        columns["10 to 90 %"] = [
+            f"{number(row['spread']['p10'])} to {number(row['spread']['p90'])}" if "spread" in row else ""
+            for row in rows
+        ]
     for name in others:
         columns[f"over {name}"] = [
             f"{number(row['over'][name]['median'])} x" if name in row.get("over", {}) else "" for row in rows
