@@ -53,6 +53,8 @@ PATTERNS = {
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     (found,) = (action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction))
+    for parser in found.choices.values():
+        parser.complete()
     return dict(found.choices)
 
 
@@ -67,6 +69,10 @@ def options() -> list[tuple[str, str]]:
         for action in parser._actions
         if not isinstance(action, argparse._HelpAction)
     ]
+
+
+def test_every_command_has_options():
+    assert {name for name, _ in options()} == commands().keys() - {"info"}
 
 
 def wrong(name: str, action: argparse.Action, tmp_path: Path) -> Iterator[object]:

@@ -35,14 +35,19 @@ MEASURING = {
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, *arguments: Any, complete: Callable[[_Parser], None] | None = None, **options: Any) -> None:
-        """complete: adds what the parser lacks, before it first parses."""
+    def __init__(self, *arguments: Any, load: Callable[[_Parser], None] | None = None, **options: Any) -> None:
+        """load: adds the parser's options when it is first asked to parse."""
         super().__init__(*arguments, **options)
-        self._complete = complete
+        self._load = load
+
+    def complete(self) -> None:
+        """Have the options that are loaded on demand."""
+        if self._load is not None:
+            self._load(self)
+            self._load = None
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        if self._complete:
-            self._complete(self)
+        self.complete()
         return super().parse_known_args(*arguments, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -83,7 +88,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_info(commands)
     for name, text in MEASURING.items():
-        commands.add_parser(name, help=text, complete=partial(_load_measuring, name))
+        commands.add_parser(name, help=text, load=partial(_load_measuring, name))
     return parser
 
 
