@@ -125,14 +125,13 @@ class Case:
 
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None
-        block_size, is_causal = self.block_size, self.is_causal
-        if self.blocks == "local":
-            return BlockLayout.local(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
-        if self.blocks == "global":
-            return BlockLayout.global_(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
+        options: dict[str, Any] = {"block_size": self.block_size, "is_causal": self.is_causal}
+        if self.blocks == "random":
+            return BlockLayout.random(seq_len, self.density, 0, **options)
         if self.blocks == "dilated":
-            return BlockLayout.dilated(seq_len, (2,), density=self.density, block_size=block_size, is_causal=is_causal)
-        return BlockLayout.random(seq_len, self.density, 0, block_size, is_causal=is_causal)
+            return BlockLayout.dilated(seq_len, (2,), density=self.density, **options)
+        builder = BlockLayout.local if self.blocks == "local" else BlockLayout.global_
+        return builder(seq_len, density=self.density, **options)
 
     @property
     def out_bytes(self) -> int:

@@ -42,27 +42,19 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
     if not files:
         raise ValueError(f"{results}: no files of results, <device>/<suite>.jsonl; `bench` writes them")
     for path in files:
-        is_profile = path.stem.startswith("profile-")
-        if not is_profile and path.stem not in PICTURES:
-            continue  # not all files have rows that `read` knows: results/aot
-        rows = read(path)
         folder = out / path.parent.name
-        if is_profile:
-            stages = tuple(
-                Stage(row["name"].removeprefix("own time of "), row["value"], 0)
-                for row in rows
-                if row["name"].startswith("own time of ")
-            )
+        if path.stem.startswith("profile-"):
+            own = [(row["name"].partition("own time of ")[2], row["value"]) for row in read(path)]
+            stages = tuple(Stage(name, value, 0) for name, value in own if name)
             save_bars(folder / f"{path.stem}.png", path.stem.replace("-", ", ", 1), stages)
             yield folder / f"{path.stem}.png"
-        for name, picture in PICTURES.get(path.stem, {}).items():
-            figure = picture(rows)
-            if figure is None:
-                continue
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
-            figure.savefig(folder / f"{name}.png", dpi=150)
-            yield folder / f"{name}.png"
+        for name, picture in PICTURES.get(path.stem, {}).items():  # results/aot has rows that `read` does not know
+            rows = read(path)
+            if (figure := picture(rows)) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+                figure.savefig(folder / f"{name}.png", dpi=150)
+                yield folder / f"{name}.png"
 
 
 def draw_patterns(out: Path) -> Iterator[Path]:
@@ -278,19 +270,17 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         return {**parameters, "tokens": shard, "environment": row["environment"]}
 
     newest = max(rows, key=lambda row: row["date"])
-    worlds: dict[int, dict[str, float]] = {}
-    for row in rows:
-        if kind(row) == kind(newest) and row["value"] is not None:
-            worlds.setdefault(row["parameters"]["seq_len"], {})[row["name"]] = row["value"]
-    alike = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in rows if kind(row) == kind(newest)}
+    alike = [row for row in rows if kind(row) == kind(newest) and row["value"] is not None]
+    worlds = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in alike}
+    figures = {(row["parameters"]["seq_len"], row["name"]): row["value"] for row in alike}
     tokens = sorted(worlds)
     if len(tokens) < 2:
         return None
-    modelled = [name for name in worlds[tokens[-1]] if name.startswith("modelled, ")]
-    network = modelled[-1].removeprefix("modelled, ").partition(": ")[0]
+    *_, modelled = (name for length, name in figures if length == tokens[-1] and name.startswith("modelled, "))
+    network = modelled.removeprefix("modelled, ").partition(": ")[0]
 
     def values(name: str) -> list[float]:
-        return [worlds[length][name] for length in tokens]
+        return [figures[length, name] for length in tokens]
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     traffic, seconds = _axes(figure, 2)
@@ -306,7 +296,7 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         traffic.plot(tokens, values(f"modelled: received in a forward, {scheme}"), style, color=grey, label=label)
         work = compute
         if scheme == "dense ring":
-            more = [alike[length].flops(dense=True) / alike[length].flops() for length in tokens]
+            more = [worlds[length].flops(dense=True) / worlds[length].flops() for length in tokens]
             work = [a * b for a, b in zip(compute, more, strict=True)]
         waits = values(f"modelled, {network}: communication, {scheme}")
         seconds.plot(tokens, [a + b for a, b in zip(work, waits, strict=True)], style, color=grey, label=label)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -36,6 +38,7 @@ from dilated_attention_bench.suites import (
 )
 from dilated_attention_bench.tables import describe, number, write
 
+Item = TypeVar("Item")
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
     "block-sparse": "block-sparse",
@@ -128,28 +131,17 @@ def _sizes(options: argparse.Namespace, *names: str) -> str:
 
 def _check(path: Path, update: bool) -> int:
     baseline = {} if update else check.read_baseline(path)
-    shown = Table(title="check", title_justify="left")
-    shown.add_column("figure")
-    for heading in ("value", "baseline", "at most", ""):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    verdicts = []
-    with _progress() as progress:
-        task = progress.add_task("", total=len(check.GUARDS))
-        for guard in check.GUARDS:
-            progress.update(task, description=guard.name)
-            verdicts.append(check.check(guard, baseline))
-            progress.advance(task)
+    shown = _table("check", "figure", "value", "baseline", "at most", "")
+    verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
     for verdict in verdicts:
         value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
         known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
-        shown.add_row(
-            verdict.guard.name, value, *known, "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
-        )
-    console = Console()
-    console.print(shown)
+        judged = "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
+        shown.add_row(verdict.guard.name, value, *known, judged)
+    Console().print(shown)
     if update:
         check.write_baseline(path, {verdict.guard.name: verdict.value for verdict in verdicts})
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        _tell(path)
         return 0
     worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
     if worse:
@@ -157,9 +149,28 @@ def _check(path: Path, update: bool) -> int:
     return 1 if worse else 0
 
 
-def _progress() -> Progress:
+def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Item, None, None]:
+    """The items one after another, under a progress bar."""
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*bar, console=Console(stderr=True), transient=True)
+    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=label(item))
+            yield item
+            progress.advance(task)
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    shown = Table(title=title, title_justify="left")
+    shown.add_column(first)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _tell(*paths: Path, word: str = "written:") -> None:
+    for path in paths:
+        Console().print(f"{word} {path}", highlight=False, soft_wrap=True)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -191,24 +202,13 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
         "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
         "<!-- end of results -->."
     )
-    parser.add_argument(
-        "what",
-        nargs="?",
-        default="results",
-        metavar="PATTERN|RESULTS",
-        help=f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
-    )
+    what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
+    parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
+    out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
+    parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
-    parser.add_argument(
-        "--documents",
-        type=Path,
-        nargs="*",
-        default=[Path("README.md"), Path("docs")],
-        help="Markdown files, or folders",
-    )
+    documents = [Path("README.md"), Path("docs")]
+    parser.add_argument("--documents", type=Path, nargs="*", default=documents, help="Markdown files, or folders")
     pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
 
@@ -220,16 +220,15 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "communication and the other schemes modelled. Writes rows and a picture to <out>."
     )
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--tokens", type=int, default=1 << 30, help="of the largest world", metavar="N")
-    parser.add_argument("--ranks", type=int, default=8192, help="of the largest world", metavar="N")
-    parser.add_argument(
-        "--least", type=int, default=8, help="ranks of the smallest world; they grow fourfold", metavar="N"
-    )
-    parser.add_argument("--heads", type=int, default=12, metavar="N")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="N")
-    parser.add_argument(
-        "--segment", type=int, default=2048, help="of the first branch; rates and segments double", metavar="N"
-    )
+    for name, default, text in (
+        ("tokens", 1 << 30, "of the largest world"),
+        ("ranks", 8192, "of the largest world"),
+        ("least", 8, "ranks of the smallest world; they grow fourfold"),
+        ("heads", 12, "attention heads"),
+        ("head-dim", 64, "width of a head"),
+        ("segment", 2048, "of the first branch; rates and segments double"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
     parser.add_argument("--not-causal", action="store_true", help="queries see later keys too")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
@@ -267,44 +266,36 @@ def _simulate(options: argparse.Namespace) -> int:
     recorder = Recorder(_writable(options.out), "simulate", torch.device("cpu"))
     model = simulate.Network(options.latency, options.bandwidth)
     found = []
-    with _progress() as progress:
-        task = progress.add_task("", total=len(worlds))
-        for world in worlds:
-            progress.update(task, description=f"rank {world.ranks - 1:,} of {world.ranks:,}")
-            found += simulate.rehearse([world])
-            for row in simulate.rows(found[-1], model):
-                recorder.add(row)
-            progress.advance(task)
-    console = Console()
+    for world in _along(worlds, lambda world: f"rank {world.ranks - 1:,} of {world.ranks:,}"):
+        found += simulate.rehearse([world])
+        for row in simulate.rows(found[-1], model):
+            recorder.add(row)
     for shown in _simulated(found, model):
-        console.print(shown)
+        Console().print(shown)
     if recorder.failure is not None:
         return 1
-    console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
+    _tell(recorder.path)
     figure = charts.weak_scaling(read(recorder.path))
     if figure is not None:
         picture = recorder.path.with_suffix(".png")
         figure.savefig(picture, dpi=150)
-        console.print(f"written: {picture}", highlight=False, soft_wrap=True)
+        _tell(picture)
     return 0
 
 
 def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iterator[Table]:
     world = found[0].world
     each = f"the last rank, {world.shard:,} tokens, {world.heads} heads of {world.head_dim}, {world.dtype}, one call"
-    shown = Table(title=f"{each}: measured and counted", title_justify="left")
     headings = ("tokens", "ranks", "forward", "backward", "peak memory", "transport", "sent", "received", "messages")
-    for heading in headings:
-        shown.add_column(heading, justify="right")
+    shown = _table(f"{each}: measured and counted", *headings)
     for x in found:
         peak = "not told" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
         moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages}"
         seconds = f"{number(x.forward[0])} s", f"{number(x.backward[0])} s"
         shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak, x.transport, *moved)
     yield shown
-    shown = Table(title=f"a forward's communication, modelled: {model}, nothing hidden", title_justify="left")
-    for heading in ("tokens", "ranks", "this library", *world.others()):
-        shown.add_column(heading, justify="right")
+    title = f"a forward's communication, modelled: {model}, nothing hidden"
+    shown = _table(title, "tokens", "ranks", "this library", *world.others())
     for x in found:
         schemes = [(x.received, x.messages), *x.world.others().values()]
         times = [f"{number(1e3 * model.seconds(*moved))} ms" for moved in schemes]
@@ -360,18 +351,13 @@ def _profile(options: argparse.Namespace) -> int:
         recorder.add(row)
     title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
     save_bars(picture, title, found.stages)
-    console = Console()
-    console.print(profile_table(title, found, prepared, case.out_bytes))
-    for path in (recorder.path, trace, picture):
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    Console().print(profile_table(title, found, prepared, case.out_bytes))
+    _tell(recorder.path, trace, picture)
     return 0
 
 
 def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], out_bytes: int) -> Table:
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("stage")
-    for heading in ("own time", "share", "runs"):
-        shown.add_column(heading, justify="right")
+    shown = _table(title, "stage", "own time", "share", "runs")
     for stage in found.stages:
         share = stage.milliseconds / found.milliseconds
         shown.add_row(stage.name, f"{number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
@@ -390,28 +376,20 @@ def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], ou
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
     """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
-    with _progress() as progress:
-        task = progress.add_task("", total=len(steps))
-        for step in steps:
-            progress.update(task, description=step.label)
+    with closing(_along(steps, lambda step: step.label)) as under_way:
+        for step in under_way:
             recorder.forget(failed(step.label))
-            refused = refusal(step.needs, device)
-            if refused:
-                case = step.needs[0][0]
-                found = iter([Row(name=step.label, parameters=case.parameters, value=None, unit="", refused=refused)])
+            if refused := refusal(step.needs, device):
+                found = iter([Row(step.label, step.needs[0][0].parameters, None, "", refused=refused)])
             else:
                 found = step.measure()
             for row in found:
                 recorder.add(row)
                 rows.append(row)
-            progress.advance(task)
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("figure")
-    for heading in ("value", "10 to 90 %", "GFLOP/s", "bar"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown = _table(title, "figure", "value", "10 to 90 %", "GFLOP/s", "bar")
     case = ""
     for row in rows:
         if describe(row.parameters) != case:

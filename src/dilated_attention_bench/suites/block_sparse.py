@@ -19,7 +19,7 @@ from dilated_attention.layout import DENSE_LIMIT, BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_cache, plan_dilated
 from dilated_attention_bench import activations, measure
-from dilated_attention_bench.cases import Blocks, Case
+from dilated_attention_bench.cases import Blocks, Case, Method
 from dilated_attention_bench.measure import Rounds, Spread
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step, peak, rates
@@ -27,6 +27,8 @@ from dilated_attention_bench.suites import Step, peak, rates
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
 DENSITIES = (0.1, 0.25, 0.5)
+HELD: tuple[Method, ...] = ("block-sparse", "gather", "torch.sparse")
+"""Ways to run a layout whose peak memory is measured."""
 MILLION = 1 << 20
 LOST = "routing: mass lost, 1 - captured over the best possible"
 
@@ -35,7 +37,7 @@ Router = Callable[[Tensor, Tensor], BlockLayout]
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
-        found = [
+        return [
             _over_dense(_cases(4096, ("local", "random"), DENSITIES), device, 4.0),
             _over_rivals(replace(SPARSE, blocks="random"), device, 2.0),
             _over_torch_sparse(512, (0.1,), device, 1.0),
@@ -45,33 +47,25 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
             Step("a trained LongNetLM", lambda: _longnet_quality(1024, 10, judged=False)),
             Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 2, 16)),
         ]
-        return found
-    found = [
+    random = replace(SPARSE, seq_len=8192, blocks="random")
+    held = _cases(32768, KINDS, (0.1,)) + _cases(32768, ("random", "global"), (0.25,))
+    chosen = replace(SPARSE, seq_len=16384)
+    return [
         _over_dense(_cases(4096, KINDS, DENSITIES), device, 30.0),
         _over_dense(_cases(4096, KINDS, DENSITIES, is_causal=True), device, 20.0),
         _over_dense(_cases(16384, KINDS, DENSITIES), device, 150.0),
         _over_dense(_cases(16384, KINDS, DENSITIES[:1], is_causal=True), device, 40.0),
+        *[_over_rivals(case, device, 8.0) for case in _cases(4096, ("random", "local"), DENSITIES)],
+        *[_over_rivals(case, device, 30.0, backward=False) for case in _cases(16384, ("random",), (0.1, 0.5))],
+        _over_torch_sparse(1024, DENSITIES, device, 20.0),
+        *[peak(replace(random, method=name), device, beside_out=True) for name in HELD],
+        *[peak(case, device, bar=1.5, beside_out=True) for case in held],
+        Step("layouts and their cache", lambda: _tables(16384)),
+        *[_choosing(replace(chosen, is_causal=cut), device, 20.0, bar=0.1) for cut in (False, True)],
+        Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)),
+        Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)),
+        Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)),
     ]
-    for kind in ("random", "local"):
-        for density in DENSITIES:
-            found.append(_over_rivals(replace(SPARSE, blocks=kind, density=density), device, 8.0))
-    for density in (0.1, 0.5):
-        case = replace(SPARSE, seq_len=16384, blocks="random", density=density)
-        found.append(_over_rivals(case, device, 30.0, backward=False))
-    found.append(_over_torch_sparse(1024, DENSITIES, device, 20.0))
-    for method in ("block-sparse", "gather", "torch.sparse"):
-        found.append(peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device, beside_out=True))
-    for density, kinds in ((0.1, KINDS), (0.25, ("random", "global"))):
-        for kind in kinds:
-            case = replace(SPARSE, seq_len=32768, blocks=kind, density=density)
-            found.append(peak(case, device, bar=1.5, beside_out=True))
-    found.append(Step("layouts and their cache", lambda: _tables(16384)))
-    for is_causal in (False, True):
-        found.append(_choosing(replace(SPARSE, seq_len=16384, is_causal=is_causal), device, 20.0, bar=0.1))
-    found.append(Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)))
-    found.append(Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)))
-    found.append(Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)))
-    return found
 
 
 def bar(kind: str | None, density: float) -> float:
