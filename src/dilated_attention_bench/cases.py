@@ -39,7 +39,12 @@ def contender(call: Callable[[], object]) -> Contender:
     return work
 
 
-DOUBLING = Dilated(tuple(2048 << i for i in range(20)), tuple(1 << i for i in range(20)))
+def doubling(first: int, branches: int) -> Dilated:
+    """Segments and rates that double from `first` and 1."""
+    return Dilated(tuple(first << i for i in range(branches)), tuple(1 << i for i in range(branches)))
+
+
+DOUBLING = doubling(2048, 20)
 """Over 2^30 tokens: what the time to make a plan is stated for."""
 
 

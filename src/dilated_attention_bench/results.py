@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -85,10 +85,9 @@ def commit() -> str | None:
 class Recorder:
     """Writes the rows of one suite; where the folder cannot be written, to standard output instead."""
 
-    def __init__(self, folder: Path, suite: str, device: torch.device, stream: TextIO | None = None) -> None:
+    def __init__(self, folder: Path, suite: str, device: torch.device) -> None:
         self.path = folder / device_folder(device) / f"{suite}.jsonl"
         self._suite = suite
-        self._stream = stream or sys.stdout
         self._rows = {_key(row): row for row in read(self.path)} if self.path.exists() else {}
         self._facts = {"environment": environment(device), "commit": commit()}
         self.failure: str | None = None
@@ -110,7 +109,7 @@ class Recorder:
             except OSError as error:
                 self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"
                 print(self.failure, file=sys.stderr)
-        print(json.dumps(record), file=self._stream, flush=True)
+        print(json.dumps(record), flush=True)
 
     def forget(self, name: str) -> None:
         """Leave out the rows of that name from the next time that a row is written."""

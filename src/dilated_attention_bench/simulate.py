@@ -27,6 +27,7 @@ from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel.comm import Traffic, use_link
 from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
 from dilated_attention.patterns import Dilated
+from dilated_attention_bench.cases import doubling
 from dilated_attention_bench.measure import in_new_process, peak_above_now
 from dilated_attention_bench.rehearsal_links import RehearsalLink
 from dilated_attention_bench.results import Row
@@ -59,8 +60,7 @@ class World:
 
     @property
     def pattern(self) -> Dilated:
-        branches = range(max(1, (self.seq_len // self.first_segment).bit_length()))
-        return Dilated(tuple(self.first_segment << i for i in branches), tuple(1 << i for i in branches))
+        return doubling(self.first_segment, max(1, (self.seq_len // self.first_segment).bit_length()))
 
     @property
     def shard(self) -> int:
@@ -94,7 +94,8 @@ class World:
         """
         shard, row = self.seq_len // self.ranks, self.row_bytes
         gathered = messages = official = 0
-        crossing = [(w, r) for w, r in zip(*self._branches(), strict=True) if w > shard]
+        branches = zip(self.pattern.segment_lengths, self.pattern.dilation_rates, strict=True)
+        crossing = [(segment, rate) for segment, rate in branches if segment > shard]
         for segment, rate in crossing:
             members = max(1, min(segment // shard, segment // rate))
             gathered += row * (segment - segment // members) // rate
@@ -106,14 +107,11 @@ class World:
             "official LongNet": (official, len(crossing) * (self.ranks - 1)),
         }
 
-    def _branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.pattern.segment_lengths, self.pattern.dilation_rates
-
     def flops(self, dense: bool = False) -> float:
         """Of the last rank's forward: 4 head_dim a score entry, about."""
-        segments, rates = self._branches() if not dense else ((self.seq_len,), (1,))
+        pattern = Dilated((self.seq_len,), (1,)) if dense else self.pattern
         entries = 0.0
-        for segment, rate in zip(segments, rates, strict=True):
+        for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
             seen = min(segment, self.seq_len) / rate
             within = 1.0 if not self.is_causal else 1.0 - min(1.0, self.shard / segment) / 2
             entries += self.shard / rate * seen * within

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dilated_attention_bench import rank_processes
-from dilated_attention_bench.cases import Case
+from dilated_attention_bench.cases import Case, doubling
 from dilated_attention_bench.measure import UNTOLD, Spread
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.simulate import World, rehearse
@@ -24,13 +24,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     shard = 1 << (15 if quick else 17)
     worlds = [World(seq_len=shard * ranks, ranks=ranks, heads=4 if quick else 12) for ranks in (8192, 8)]
     tokens = 8192 if quick else 16384
-    case = Case(
-        method="dilated",
-        seq_len=tokens,
-        segment_lengths=_doubling(2048, tokens.bit_length() - 11),
-        dilation_rates=_doubling(1, tokens.bit_length() - 11),
-        heads=4 if quick else 8,
-    )
+    case = _case(tokens, tokens.bit_length() - 11, heads=4 if quick else 8)
     rounds = 3 if quick else 7
     found = [
         Step("bytes at 2^30 tokens", _bytes),
@@ -39,12 +33,12 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         Step("a mesh of one rank", partial(_single, replace(case, seq_len=8192), 2 * rounds)),
     ]
     found += [Step(f"{number} processes", partial(_scaling, case, number, rounds)) for number in (2, 4)]
-    overlap = replace(case, seq_len=16384, heads=4, segment_lengths=_doubling(2048, 4), dilation_rates=_doubling(1, 4))
-    return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, overlap, rounds))]
+    return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, _case(16384, 4, heads=4), rounds))]
 
 
-def _doubling(first: int, branches: int) -> tuple[int, ...]:
-    return tuple(first << i for i in range(branches))
+def _case(seq_len: int, branches: int, heads: int) -> Case:
+    lengths, rates = doubling(2048, branches).segment_lengths, doubling(2048, branches).dilation_rates
+    return Case(method="dilated", seq_len=seq_len, segment_lengths=lengths, dilation_rates=rates, heads=heads)
 
 
 def _bytes() -> Iterator[Row]:
