@@ -52,7 +52,7 @@ clean: ## remove .venv and the caches
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[cli]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

@@ -22,8 +22,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from dilated_attention import autograd
-from dilated_attention.backends.dropout import survives
+from dilated_attention.backends.dropout import dropout_of, survives
 from dilated_attention.backends.reference import attend
 from tolerances import TOLERANCE, excess
 
@@ -41,7 +40,9 @@ def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: in
         return None
     torch.manual_seed(seed)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, ())
-    words = autograd.dropout(q, k, dropout_p, head_offset * (q.shape[2] // k.shape[2]), drawn)
+    queries, keys = torch.arange(q.shape[1]), torch.arange(k.shape[1])[:, None]
+    first_head = head_offset * (q.shape[2] // k.shape[2])
+    words = dropout_of(dropout_p, drawn, q.shape[0], q.shape[2], queries, keys, first_head)
     keys = words.keys.expand(k.shape[1], q.shape[2])
     return survives(words.queries.transpose(1, 2), keys.T[None], words.threshold)
 

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.backends import fused, native
-from dilated_attention.bench import check, command, measure, profile, results, rivals
-from dilated_attention.bench.cases import Case, contender
-from dilated_attention.bench.measure import Spread
-from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import Step, blocks, compare, strategies
 from dilated_attention.cli import main
 from dilated_attention.environment import device_name
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.weights import attention_weights
+from dilated_attention_bench import check, command, measure, profile, results, rivals
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.measure import Spread
+from dilated_attention_bench.results import Recorder, Row
+from dilated_attention_bench.suites import Step, block_sparse, compare, strategies
 
 CPU = torch.device("cpu")
 SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)
@@ -276,7 +276,7 @@ def test_strategies_compute_attention(name, is_causal):
     """Short last segments, a rate that divides neither, every offset."""
     case = Case(**{**SMALL.parameters, "dilation_rates": (2, 3), "heads": 5, "is_causal": is_causal})
     q, k, v = case.inputs(CPU)[0]
-    out = strategies.attend(strategies.STRATEGIES[name], q, k, v, strategies.plan_of(case), is_causal)
+    out = strategies.attend(strategies.STRATEGIES[name], q, k, v, case.plan, is_causal)
     torch.testing.assert_close(out, case.prepare()(q, k, v))
 
 
@@ -296,7 +296,7 @@ def test_rivals_compute_attention(name, is_causal, kind):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_mass_of_blocks_is_that_of_the_softmax(is_causal):
     q, k = torch.randn(2, 70, 4, 8), torch.randn(2, 70, 2, 8)
-    mass = blocks.block_mass(q, k, 16, is_causal)
+    mass = block_sparse.block_mass(q, k, 16, is_causal)
     weights = attention_weights(q, k, Dilated((70,), (1,)), is_causal=is_causal).to_dense()
     whole = torch.zeros(2, 4, 80, 80)
     whole[:, :, :70, :70] = weights
@@ -310,24 +310,24 @@ def test_quality_is_judged_against_the_best_blocks():
     topic = torch.arange(640) // 32
     q = 40 * torch.eye(20)[topic][None, :, None].repeat(1, 1, 2, 1)
     k = q.roll(320, 1)
-    found = list(blocks._quality("x", [(q, k, q)], 32, False))
+    found = list(block_sparse._quality("x", [(q, k, q)], 32, False))
     lost, error = ({row.name.rpartition(", ")[2]: row for row in found if word in row.name} for word in ("mass", "err"))
     assert lost["top-k"].value == pytest.approx(0, abs=1e-3)
     assert lost["local window"].value == pytest.approx(1, abs=1e-2)
     assert error["top-k"].value < 1e-2 < error["local window"].value
     assert [lost[name].met for name in ("top-k", "LSH", "local window")] == [True, True, None]
-    assert all(row.bar is None for row in blocks._quality("x", [(q, k, q)], 32, False, judged=False))
+    assert all(row.bar is None for row in block_sparse._quality("x", [(q, k, q)], 32, False, judged=False))
 
 
 def test_mass_captured_is_that_of_the_lists():
     mass = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.0, 0.9, 0.1]])[None, None]
     layout = BlockLayout.from_mask(torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 1]]).bool(), block_size=16)
-    assert blocks.captured(mass, layout) == pytest.approx((0.4 + 0.5 + 0.1) / (0.7 + 0.7 + 0.1))
+    assert block_sparse.captured(mass, layout) == pytest.approx((0.4 + 0.5 + 0.1) / (0.7 + 0.7 + 0.1))
 
 
 def test_flex_that_cannot_be_run_is_a_row():
     case = Case(method="flex", seq_len=256, blocks="random", density=0.5, heads=2)
-    rows = list(blocks._refused(case, CPU, "no compiler"))
+    rows = list(block_sparse._refused(case, CPU, "no compiler"))
     assert [(row.name, row.value, row.refused) for row in rows] == [
         ("forward: time over flex", None, "no compiler"),
         ("forward+backward: time over flex", None, "no compiler"),
@@ -449,7 +449,7 @@ def quick_guards(monkeypatch):
     monkeypatch.setattr(check, "PATIENCE", 3.0)
     case = replace(SMALL, seq_len=1024, heads=4)
     guards = (
-        check.Guard("time", "x", 1.0, check._over(case, replace(case, method="dense calls"))),
+        check.Guard("time", "x", 1.0, check._over(case, "dense calls")),
         check.Guard("calls", "calls", 0.0, check._calls(case)),
         check.Guard("memory", "out", 0.02, check._peak(case, False)),
         check.Guard("copies", "calls", 0.0, check._copies(case)),

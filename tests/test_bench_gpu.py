@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from dilated_attention.bench import command, measure, results
-from dilated_attention.bench.cases import contender
-from dilated_attention.bench.measure import Rounds
-from dilated_attention.bench.results import Recorder, Row
-from dilated_attention.bench.suites import gpu
 from dilated_attention.cli import main
+from dilated_attention_bench import command, measure, results
+from dilated_attention_bench.cases import contender
+from dilated_attention_bench.measure import Rounds
+from dilated_attention_bench.results import Recorder, Row
+from dilated_attention_bench.suites import gpu
 from test_kernels import in_a_child_process
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from dilated_attention.bench import measure, plots
-from dilated_attention.bench.suites import model
 from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
+from dilated_attention_bench import charts, measure
+from dilated_attention_bench.suites import model
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,8 @@ def test_a_cache_that_is_made_up_is_as_large_as_a_prefilled_one():
 def test_peak_memory_of_a_call():
     held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)
     assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22
-    with pytest.raises(RuntimeError, match=r"dilated_attention\.bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
-        measure.in_new_process("dilated_attention.bench.suites.model", {})
+    with pytest.raises(RuntimeError, match=r"dilated_attention_bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
+        measure.in_new_process("dilated_attention_bench.suites.model", {})
 
 
 def test_decoding_is_drawn(tmp_path, capsys):
@@ -57,4 +57,4 @@ def test_decoding_is_drawn(tmp_path, capsys):
     (folder / "model.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["plot", str(tmp_path / "results"), "--out", str(tmp_path / "out"), "--documents"]) == 0
     assert (tmp_path / "out" / "cpu" / "decoding.png").stat().st_size > 0
-    assert plots._decoding(rows[:0]) is None
+    assert charts._decoding(rows[:0]) is None

@@ -343,8 +343,8 @@ class TestCache:
         plan = asked.plan(1 << 17)
 
         def find():
-            (found,) = execution.layouts(asked, q, plan).values()
-            return blocks._plan(found, 0)
+            (found,) = execution.layouts_of(asked, q, plan).values()
+            return blocks.block_plan(found, 0)
 
         assert find() is find()
         assert min(timeit.repeat(find, number=20, repeat=200)) / 20 < 20e-6

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention.bench import command as bench
 from dilated_attention.cli import main
 from dilated_attention.training import session
+from dilated_attention_bench import command as bench
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

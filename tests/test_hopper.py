@@ -12,11 +12,11 @@ from triton.runtime.jit import JITFunction
 
 import emulation
 from dilated_attention.backends import native
-from dilated_attention.bench import hopper
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.kernels.compile_ahead import SHARED_LIMIT, machine_code
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
+from dilated_attention_bench import hopper
+from dilated_attention_bench.compile_ahead import SHARED_LIMIT, machine_code
 from tolerances import TOLERANCE, relative_error
 
 

@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.bench.suites import huggingface as suite
 from dilated_attention.integrations.huggingface import dilate, register
+from dilated_attention_bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
 SEQ = 21

@@ -1,6 +1,6 @@
 """The kernels compiled for GPUs that are not there: what the machine code holds.
 
-A part of what ships is compiled here; `python -m dilated_attention.kernels.compile_ahead --output results/aot`
+A part of what ships is compiled here; `python -m dilated_attention_bench.compile_ahead --output results/aot`
 compiles and reports the whole, and what it wrote is read here.
 """
 
@@ -24,7 +24,9 @@ from triton.runtime.jit import JITFunction
 
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
-from dilated_attention.kernels.compile_ahead import (
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import plan_dilated
+from dilated_attention_bench.compile_ahead import (
     KERNELS,
     TARGETS,
     Report,
@@ -36,8 +38,6 @@ from dilated_attention.kernels.compile_ahead import (
     variants,
     write,
 )
-from dilated_attention.layout import BlockLayout
-from dilated_attention.plan import plan_dilated
 
 REPORTS = Path(__file__).parents[1] / "results/aot"
 EVERY_KERNEL = [
@@ -74,7 +74,7 @@ def test_machine_code(variant: Variant):
 def test_reports_cover_what_ships(target):
     """results/aot has every variant as it is shaped now, and none should not ship."""
     found = {Variant(r.target, r.kernel, r.head_dim, r.dtype, r.call): r for r in read(REPORTS / f"{target}.jsonl")}
-    assert found.keys() == set(variants([target])), "run python -m dilated_attention.kernels.compile_ahead --output ..."
+    assert found.keys() == set(variants([target])), "run python -m dilated_attention_bench.compile_ahead --output ..."
     for variant, report in found.items():
         assert shape_of(variant) == (report.own, report.loop, report.warps, report.stages), variant
         assert report.faults == [], variant

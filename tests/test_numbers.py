@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention.bench import tables
 from dilated_attention.cli import main
+from dilated_attention_bench import tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"

@@ -44,3 +44,49 @@ def test_modules_are_named_after_concepts():
 @pytest.mark.parametrize("name", ["utils.py", "bench/helpers.py", "common/__init__.py", "ring_v2.py", "_utils.py"])
 def test_an_empty_name_is_found(name):
     assert empty_words(Path(name))
+
+
+def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_python):
+    """In an interpreter where rich and matplotlib cannot be imported."""
+    fresh_python(
+        """
+        import contextlib, io, sys
+
+        sys.modules["rich"] = sys.modules["matplotlib"] = None
+        import torch
+        from dilated_attention import BlockLayout, Dilated, dilated_attention
+        from dilated_attention.cli import main
+
+        q = torch.randn(1, 16, 2, 8)
+        assert dilated_attention(q, q, q, [8, 16], [1, 2]).shape == q.shape
+        remedy = "is not installed: pip install 'dilated-attention[cli]'"
+        for draw in (lambda: BlockLayout.local(64, 16, 16).plot(), lambda: Dilated((8,), (1,)).plot(16)):
+            try:
+                draw()
+            except ImportError as error:
+                assert str(error) == f"matplotlib {remedy}"
+            else:
+                raise AssertionError("drawn")
+        for words in (["plot", "local"], ["bench", "foundation"], ["demo"], ["train"], ["generate"]):
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                assert main(words) == 2
+            assert told.getvalue() == f"dilated-attention: error: rich {remedy}\\n", told.getvalue()
+        assert main(["info"]) == 0
+        """
+    )
+
+
+def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_python):
+    printed = fresh_python(
+        """
+        import sys
+        from dilated_attention.cli import main
+
+        try:
+            main(["--help"])
+        except SystemExit as ended:
+            assert ended.code == 0
+        assert not [name for name in sys.modules if name.partition(".")[0] in ("dilated_attention_bench", "matplotlib")]
+        """
+    )
+    assert all(f"\n    {name} " in printed for name in ("bench", "profile", "plot", "simulate"))

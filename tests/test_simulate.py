@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention.bench import ranks
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.results import read
-from dilated_attention.bench.simulate import Network, World, rehearse, world_sizes
-from dilated_attention.bench.suites import parallel
 from dilated_attention.cli import main
+from dilated_attention_bench import rank_processes
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.results import read
+from dilated_attention_bench.simulate import Network, World, rehearse, world_sizes
+from dilated_attention_bench.suites import context_parallel
 
 SMALL = World(seq_len=1 << 13, ranks=64, heads=4, head_dim=8, first_segment=64)
 BILLION = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")
@@ -113,17 +113,17 @@ CASE = Case(method="dilated", seq_len=512, segment_lengths=(64, 512), dilation_r
 
 
 def test_what_several_processes_measure() -> None:
-    single = ranks.measure("single", CASE, 1, rounds=2)
+    single = rank_processes.measure("single", CASE, 1, rounds=2)
     assert single["transfers"] == 0
     assert len(single["mesh"]) == len(single["no mesh"]) == 2
-    rows = list(parallel._scaling(CASE, 2, 2))
+    rows = list(context_parallel._scaling(CASE, 2, 2))
     assert [row.bar for row in rows] == [1.15, None]
     assert all(row.value is not None and row.value > 0 for row in rows)
 
 
 def test_overlap_is_measured_or_refused_with_the_reason() -> None:
-    rows = list(parallel._overlap(CASE, 2))
-    if ranks.limit_refusal() is None:
+    rows = list(context_parallel._overlap(CASE, 2))
+    if rank_processes.limit_refusal() is None:
         assert [row.unit for row in rows] == ["x", "x"]
         assert set(rows[0].times) == {"hidden", "waited for", "left out", "exchange"}
     else:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dilated_attention.bench import check, command, simulate
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step
 from dilated_attention.cli import command_line, main
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import demo, session, writing
+from dilated_attention_bench import check, command, simulate
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step
 from test_checkpoints import Golden
 
 HUGE = "1000000000000000000"
@@ -51,6 +51,8 @@ PATTERNS = {
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     (found,) = (action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction))
+    for parser in found.choices.values():
+        parser.complete()
     return dict(found.choices)
 
 
@@ -65,6 +67,10 @@ def options() -> list[tuple[str, str]]:
         for action in parser._actions
         if not isinstance(action, argparse._HelpAction)
     ]
+
+
+def test_every_command_has_options():
+    assert {name for name, _ in options()} == commands().keys() - {"info"}
 
 
 def wrong(name: str, action: argparse.Action, tmp_path: Path) -> Iterator[object]:

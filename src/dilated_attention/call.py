@@ -21,8 +21,7 @@ from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel.comm import link_of
-from dilated_attention.parallel.sharding import Mesh, context_group
+from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
 
@@ -72,7 +71,7 @@ class Call:
         layouts: the block layout inside segments, one for each number of tokens that they have; none without blocks.
         lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh `shards` has the packed ones.
         first_head: global index of the first query head.
-        seed: of dropout; None without.
+        seed: of dropout, drawn when the call runs; None without.
         shards: over a mesh of several ranks; None on one device.
     """
 
@@ -112,52 +111,46 @@ class Call:
     ) -> Call:
         """What `attention` with these arguments asks.
 
-        Raises ValueError, naming the argument, its value and what would be right; over a mesh on every rank.
+        Raises ValueError, naming the argument, its value and what would be right.
         """
         group = None if mesh is None else context_group(mesh)
         ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
-        try:
-            checks.tensors(q, k, v)
-            seq_len = _sequence_length(q, seq_len, group, transport)
-            lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-            checks.mask(q, key_padding_mask)
-            checks.options(is_causal, scale, dropout_p)
-            branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
-            needs = {
-                "key_padding_mask": key_padding_mask is not None,
-                "dropout_p": dropout_p > 0,
-                "a block layout": not isinstance(pattern, Dilated),
-            }
+        checks.tensors(q, k, v)
+        seq_len = _sequence_length(q, seq_len, group, transport)
+        lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+        checks.mask(q, key_padding_mask)
+        checks.options(is_causal, scale, dropout_p)
+        branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
+        needs = {
+            "key_padding_mask": key_padding_mask is not None,
+            "dropout_p": dropout_p > 0,
+            "a block layout": not isinstance(pattern, Dilated),
+        }
+        if ranks is not None:
+            for name in ("key_padding_mask", "dropout_p"):
+                if needs[name]:
+                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
+        asked = tuple([name for name, needed in needs.items() if needed])
+        facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
+        call = cls(
+            branches,
+            table.choose(backend, facts),
+            is_causal=is_causal,
+            scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            dropout_p=float(dropout_p),
+            first_head=head_offset * (q.shape[2] // k.shape[2]),
+        )
+        if not isinstance(pattern, Dilated):
+            layouts = call._layouts(pattern, q, k, seq_len)
             if ranks is not None:
-                for name in ("key_padding_mask", "dropout_p"):
-                    if needs[name]:
-                        raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
-            asked = tuple([name for name, needed in needs.items() if needed])
-            facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
-            call = cls(
-                branches,
-                table.choose(backend, facts),
-                is_causal=is_causal,
-                scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-                lengths=lengths,
-                cu_seqlens=cu_seqlens,
-                key_padding_mask=key_padding_mask,
-                dropout_p=float(dropout_p),
-                first_head=head_offset * (q.shape[2] // k.shape[2]),
-                seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device) if dropout_p else None,
-            )
-            if not isinstance(pattern, Dilated):
-                layouts = call._layouts(pattern, q, k, seq_len)
-                if ranks is not None:
-                    layouts = tuple([layout.for_heads(q.shape[2]).to(q.device) for layout in layouts])
-                call = replace(call, layouts=layouts)
-            if ranks is not None:
-                call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))
-            return call
-        except ValueError as error:
-            if ranks is not None:  # the others may wait for this one
-                link_of(ranks).refuse(str(error), q.device if isinstance(q, Tensor) else torch.device("cpu"))
-            raise
+                layouts = tuple([layout.for_heads(q.shape[2]).to(q.device) for layout in layouts])
+            call = replace(call, layouts=layouts)
+        if ranks is not None:
+            call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))
+        return call
 
     @property
     def backend(self) -> table.Backend:

@@ -10,30 +10,50 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from dilated_attention.bench import command as bench
 from dilated_attention.environment import environment, own_version, report, require_device
-from dilated_attention.errors import ContextParallelError
+from dilated_attention.errors import ContextParallelError, MissingPackageError, require
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
-from dilated_attention.training import session
-from dilated_attention.training.loop import Recipe
+from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
+MEASURING = {
+    "bench": "measure speed and memory against dense attention",
+    "profile": "show where the time and the memory of a call go",
+    "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
+    "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
+}
+"""The commands of the benchmark, which is loaded when one of them is called."""
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *arguments: Any, load: Callable[[_Parser], None] | None = None, **options: Any) -> None:
+        """load: adds the parser's options when it is first asked to parse."""
+        super().__init__(*arguments, **options)
+        self._load = load
+
+    def complete(self) -> None:
+        """Have the options that are loaded on demand."""
+        if self._load is not None:
+            self._load(self)
+            self._load = None
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        self.complete()
+        return super().parse_known_args(*arguments, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
@@ -44,11 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
     """
-    options = command_line().parse_args(arguments)
     try:
+        options = command_line().parse_args(arguments)
+        if options.run is not _info:
+            require("rich", "matplotlib")
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             code: int = options.run(options)
+    except MissingPackageError as error:
+        print(f"dilated-attention: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -68,7 +93,8 @@ def command_line() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_convert(commands)
     _add_info(commands)
-    bench.add_parsers(commands)
+    for name, text in MEASURING.items():
+        commands.add_parser(name, help=text, load=partial(_load_measuring, name))
     return parser
 
 
@@ -81,6 +107,11 @@ def _in_a_line(error: ValueError | OSError) -> str:
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a line for the user of a command, who did not write the line of code that it is about."""
     print(f"dilated-attention: warning: {message}", file=sys.stderr)
+
+
+def _load_measuring(name: str, parser: _Parser) -> None:
+    require("rich", "matplotlib")
+    import_module("dilated_attention_bench.command").add_options(name, parser)
 
 
 def _add_demo(commands: Any) -> None:
@@ -107,6 +138,8 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from dilated_attention.training.demo import demo
 
     names = ("context", "steps", "layers", "dim", "heads", "seed", "device")
@@ -179,7 +212,7 @@ def _plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, tex
 
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
     """An option that --resume takes from the run where it is not given."""
-    help_text = f"{text} (default: {session.OPTIONS[name.replace('-', '_')]})"
+    help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
     parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
 
 
@@ -192,6 +225,8 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
 
 
 def _train(options: argparse.Namespace) -> int:
+    from dilated_attention.training import session
+
     watch: Watch | None = None
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     with session.noted_signals() if several else nullcontext() as received:
@@ -217,6 +252,10 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
     """Train; of several processes each runs this."""
+    from rich.console import Console
+
+    from dilated_attention.training import session
+
     given = vars(options)
     model: dict[str, Any] = {
         name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
@@ -272,6 +311,8 @@ def _connect(options: argparse.Namespace, kept: Mapping[str, int], watch: Watch 
 
 def _onwards(out: Path) -> str:
     """What to do after a rank was lost."""
+    from dilated_attention.training import session
+
     if session.saved(out):
         return f"--resume continues {out}"
     return f"nothing is saved in {out} yet: start again, without --resume"
@@ -316,6 +357,8 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from dilated_attention.training import writing
 
     try:
@@ -371,6 +414,9 @@ def _add_convert(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
     from dilated_attention.conversion import convert
 
     given = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import official
+from dilated_attention import released
 from dilated_attention.models import (
     GigaPathSlideEncoder,
     LongNet,
@@ -55,7 +55,7 @@ def convert(
 ) -> tuple[Pretrained, list[Parity]]:
     """Write a checkpoint as a folder of `from_pretrained`, and compare on random input, in single precision:
 
-    - the model in compat mode with the released algorithm (`bench.official`) on the source's own weights;
+    - the model in compat mode with the released algorithm (`released`) on the source's own weights;
     - the corrected model with the same;
     - the model read back from the folder with the one written.
 
@@ -108,9 +108,9 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
     """How to call a model on the random input, and the released algorithm on the same."""
     config = getattr(model.config, "encoder", model.config)
 
-    def options(x: Any, is_causal: bool = False) -> official.Attention:
+    def options(x: Any, is_causal: bool = False) -> released.Attention:
         pattern = x.pattern
-        return official.Attention(
+        return released.Attention(
             x.num_heads, pattern.segment_lengths, pattern.dilation_rates, is_causal, x.positions == "xpos"
         )
 
@@ -126,16 +126,16 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
         side, size = model.config.slide_ngrids, model.config.tile_size
         places = torch.randint(side, (1, tokens, 2), generator=generator)
         sines = grid_sines(places, side, config.embed_dim)
-        return lambda m: m(x, places * size, global_pool=False), lambda: official.gigapath(
+        return lambda m: m(x, places * size, global_pool=False), lambda: released.gigapath(
             held, x, sines, options(config)
         )
     if isinstance(model, LongViT):
         x = normal(config.embed_dim)
         prefix = next(name for name in held if "encoder.layers.0." in name).partition("layers.0.")[0]
-        return lambda m: m.encoder(x), lambda: official.stack(held, prefix, x, options(config))
+        return lambda m: m.encoder(x), lambda: released.stack(held, prefix, x, options(config))
     if isinstance(model, LongNetAttention):
         x = normal(config.embed_dim)
-        return lambda m: m(x), lambda: official.attention(held, "", x, options(config))
+        return lambda m: m(x), lambda: released.attention(held, "", x, options(config))
     prefix = next(name for name in held if "layers.0." in name).partition("layers.0.")[0]
     if isinstance(model, LongNet):
         decoder = model.config.decoder
@@ -145,19 +145,19 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
 
         def both() -> Tensor:
             x = source if config.vocab_size is None else held["encoder.embed_tokens.weight"][source]
-            states = official.stack(held, "encoder.", x, options(config))
+            states = released.stack(held, "encoder.", x, options(config))
             y = held[f"{half}embed_tokens.weight"][target]
-            return _logits(held, half, official.stack(held, half, y, options(decoder, True), states))
+            return _logits(held, half, released.stack(held, half, y, options(decoder, True), states))
 
         return lambda m: m(source, target), both
     if config.vocab_size is None:
         x = normal(config.embed_dim)
-        return lambda m: m(x), lambda: official.stack(held, prefix, x, options(config))
+        return lambda m: m(x), lambda: released.stack(held, prefix, x, options(config))
     ids, is_causal = words(config.vocab_size), isinstance(model, LongNetLM)
 
     def language() -> Tensor:
         x = held[f"{prefix}embed_tokens.weight"][ids]
-        states = official.stack(held, prefix, x, options(config, is_causal))
+        states = released.stack(held, prefix, x, options(config, is_causal))
         return _logits(held, prefix, states) if is_causal else states
 
     return lambda m: m(ids), language

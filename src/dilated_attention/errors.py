@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 
 class UnsupportedError(ValueError):
     """A correct request that this version, device or backend cannot serve. The message says what would."""
@@ -13,3 +15,18 @@ class BackendError(UnsupportedError):
 
 class ContextParallelError(RuntimeError):
     """An exchange between ranks failed. The group is not used again; the message names rank, place and plan."""
+
+
+class MissingPackageError(ImportError):
+    """A package of the extra `cli` is not installed, which commands and pictures need; the message says the remedy."""
+
+
+def require(*packages: str) -> None:
+    """MissingPackageError unless the packages can be imported."""
+    for name in packages:
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            raise MissingPackageError(
+                f"{name} is not installed: pip install 'dilated-attention[cli]'", name=name
+            ) from None

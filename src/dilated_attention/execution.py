@@ -57,7 +57,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": split_scale(call.scale)[1]}
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])
-        return list(run(q, k, v, plan, **options, key_bias=bias, layouts=layouts(call, q, plan), dropout=dropped))
+        return list(run(q, k, v, plan, **options, key_bias=bias, layouts=layouts_of(call, q, plan), dropout=dropped))
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
         plan = _packed_plan(call, k, slices)
@@ -74,7 +74,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         plan = call.plan(at[1].stop - at[1].start)
         out[at], lse[at] = run(
             q[at], k[at], v[at], plan, **options, key_bias=None if bias is None else bias[at],
-            layouts=layouts(call, q, plan, at[0]), dropout=None if dropped is None else dropped.sample(*at),
+            layouts=layouts_of(call, q, plan, at[0]), dropout=None if dropped is None else dropped.sample(*at),
         )  # fmt: skip
     return [out, lse]
 
@@ -89,7 +89,7 @@ def backward(
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
         plan = call.plan(q.shape[1])
-        return run(*tensors, plan, **options, key_bias=bias, layouts=layouts(call, q, plan), dropout=dropped)
+        return run(*tensors, plan, **options, key_bias=bias, layouts=layouts_of(call, q, plan), dropout=dropped)
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
         plan = _packed_plan(call, k, slices)
@@ -103,13 +103,13 @@ def backward(
         plan = call.plan(at[1].stop - at[1].start)
         dq[at], dk[at], dv[at] = run(
             *(None if x is None else x[at] for x in tensors), plan, **options,
-            key_bias=None if bias is None else bias[at], layouts=layouts(call, q, plan, at[0]),
+            key_bias=None if bias is None else bias[at], layouts=layouts_of(call, q, plan, at[0]),
             dropout=None if dropped is None else dropped.sample(*at),
         )  # fmt: skip
     return dq, dk, dv
 
 
-def layouts(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) -> dict[int, BlockLayout] | None:
+def layouts_of(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, on q's device, causal if the call is.
 
     A ragged sample, shorter than the layout, has the layout of its first tokens.

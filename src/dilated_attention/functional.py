@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from dilated_attention import operators
 from dilated_attention.call import Call, Options, Pattern, as_autocast
 from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel.attention import refuse
 from dilated_attention.patterns import Dilated, Offsets
 
 if TYPE_CHECKING:
@@ -87,11 +90,17 @@ def attention(
         ContextParallelError: a rank was lost, or sent what it should not have; the group is not used again.
     """
     q, k, v = as_autocast(q, k, v)
-    call = Call.of(
-        q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
-        cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
-        head_offset=head_offset, transport=transport, layer=layer,
-    )  # fmt: skip
+    try:
+        call = Call.of(
+            q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+            cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
+            head_offset=head_offset, transport=transport, layer=layer,
+        )  # fmt: skip
+    except ValueError as error:
+        refuse(mesh, error, q)
+        raise
+    if dropout_p:
+        call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     out, lse = operators.attend(q, k, v, call)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from dilated_attention.errors import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -176,6 +178,7 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], most: int, ax: Axes | None) -> Axes:
     """White for 0 and black for `most`. Without `ax`, on a figure of pyplot, which a notebook shows."""
+    require("matplotlib")
     from matplotlib.ticker import MaxNLocator
 
     if ax is None:

@@ -120,18 +120,18 @@ def calls(layout: BlockLayout) -> tuple[Calls, ...]:
     return tuple(
         Calls(len(g.rows), g.row_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
         for batch in range(layout.batch_size)
-        for g in _plan(layout, batch).groups
+        for g in block_plan(layout, batch).groups
     )
 
 
-def _plan(layout: BlockLayout, batch: int) -> _BlockPlan:
+def block_plan(layout: BlockLayout, batch: int) -> _BlockPlan:
     batch = batch if layout.batch_size > 1 else 0
     key = ("blocks", layout.key, batch)
     return plan_cache.get(key, lambda: _compile(layout, batch))
 
 
 def _covered(layout: BlockLayout) -> bool:
-    return all(_plan(layout, batch).covered for batch in range(layout.batch_size))
+    return all(block_plan(layout, batch).covered for batch in range(layout.batch_size))
 
 
 def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
@@ -365,12 +365,12 @@ def _cut(queries: int) -> int:
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
-class _Problem:
+class Problem:
     """One sequence: q, k, v `(seq, heads, head_dim)`, with a layout that all heads share or one list a head."""
 
     def __init__(self, layout: BlockLayout, batch: int, scale: float, key_bias: Tensor | None) -> None:
         self.layout, self.scale, self.key_bias = layout, scale, key_bias
-        self.groups = _plan(layout, batch).groups
+        self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
         """The groups, cut into calls whose temporaries stay bounded, and the heads of each.
@@ -440,18 +440,18 @@ class _Problem:
 
 def _problems(
     layout: BlockLayout, scale: float, key_bias: Tensor | None, tensors: tuple[Tensor, ...]
-) -> Iterator[tuple[_Problem, tuple[Tensor, ...]]]:
+) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
     """The sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
     for i in range(tensors[0].shape[0]):
         bias = None if key_bias is None else key_bias[i]
-        yield _Problem(layout, i, scale, bias), tuple(x[i].transpose(0, 1) for x in tensors)
+        yield Problem(layout, i, scale, bias), tuple(x[i].transpose(0, 1) for x in tensors)
 
 
 def _words(pairs: Pairs | None, k: Tensor) -> Sequence[Tensor]:
     return () if pairs is None else (pairs.queries, pairs.keys.expand(k.shape[:3]))
 
 
-def _pairs(pairs: Pairs | None, problem: _Problem, group: _Group, words: Sequence[Tensor]) -> Pairs | None:
+def _pairs(pairs: Pairs | None, problem: Problem, group: _Group, words: Sequence[Tensor]) -> Pairs | None:
     """The dropout of a group, from the words of one sequence, (seq, heads, ...)."""
     if pairs is None:
         return None

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.mesh import mesh_size
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import CrossAttention, SelfAttention, TransformerBlock
-from dilated_attention.parallel.sharding import cp_mean, mesh_size, sequence_range, shard_sequence
+from dilated_attention.parallel.sharding import cp_mean, sequence_range, shard_sequence
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
 

@@ -15,7 +15,7 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel.sharding import mesh_size
+from dilated_attention.mesh import mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
 from dilated_attention.weights import attention_weights
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.functional import dilated_attention
+from dilated_attention.mesh import mesh_size
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.parallel.sharding import mesh_size
 from dilated_attention.patterns import Dilated
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.

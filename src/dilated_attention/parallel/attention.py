@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
+from dilated_attention.mesh import context_group
 from dilated_attention.parallel import traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
@@ -288,6 +289,15 @@ def account(
     chosen = traffic.choose(call.shards.transport, rank.sharding, rank.shape)
     moved = traffic.count(chosen.transport, rank.sharding, number, rank.shape)
     return chosen, moved, rank_groups(rank.sharding, number)
+
+
+def refuse(mesh: Any, error: ValueError, q: Any) -> None:
+    """Raise on every rank what makes this rank's call impossible, as far as the others wait for it."""
+    if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+        return
+    group = context_group(mesh)
+    if dist.get_world_size(group) > 1:
+        link_of(group).refuse(str(error), q.device if isinstance(q, Tensor) else torch.device("cpu"))
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:

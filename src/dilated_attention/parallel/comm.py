@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -213,8 +212,8 @@ class Link:
         self._write_seals(send, sent, seal)
         buffer = self._blank(received, send)
         with self.guard(what):
-            works = self._exchange(buffer, send, received, sent)
-        return self._started(works, buffer, sent, received, seal, what)
+            works = self.exchange(buffer, send, received, sent)
+        return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
         """Start handing one message of rows, of the same size on every rank, to every rank."""
@@ -223,8 +222,8 @@ class Link:
         received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         buffer = self._blank(received, send)
         with self.guard(what):
-            works = self._gather(buffer, send, sent)
-        return self._started(works, buffer, received, received, seal, what)
+            works = self.gather(buffer, send, sent)
+        return self.started(works, buffer, received, received, seal, what)
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
@@ -240,17 +239,18 @@ class Link:
             seal = self.fingerprint, 2 * self._messages_from[peer] + 1
             operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
         with self.guard(what):
-            works = self._post(operations) if operations else []
-        return self._started(works, buffer, sent, received, seal, what)
+            works = self.post(operations) if operations else []
+        return self.started(works, buffer, sent, received, seal, what)
 
-    def _exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+    def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+        """Start moving the bytes. A link that rehearses does this, `gather` and `post` in another way."""
         splits = received.splits(self.size), sent.splits(self.size)
         return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
 
-    def _gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
+    def gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
         return [dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)]
 
-    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+    def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         works: list[dist.Work] = dist.batch_isend_irecv(operations)
         return works
 
@@ -353,7 +353,7 @@ class Link:
         self._write_seals(buffer, received, (0, 0))
         return buffer
 
-    def _started(
+    def started(
         self,
         works: list[dist.Work],
         buffer: Tensor,
@@ -391,52 +391,16 @@ def _difference(texts: Sequence[str]) -> str:
     )
 
 
-class RehearsalLink(Link):
-    """The end of a group that has no other ends: transfers are counted and take no time, normals arrive.
-
-    Attributes:
-        filled: seconds of CPU time spent drawing them, which no real rank spends.
-    """
-
-    filled: float = 0.0
-
-    def _exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
-        return []
-
-    def _gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
-        return []
-
-    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        return []
-
-    def received(self, transfer: Transfer) -> None:
-        begin = time.process_time()
-        if transfer.buffer.is_floating_point():
-            transfer.buffer.normal_()
-        self.filled += time.process_time() - begin
-
-
-class PatientLink(Link):
-    """A link that waits for every transfer where it starts: what hiding communication is measured against."""
-
-    def _started(self, works: list[dist.Work], *arguments: Any) -> Transfer:
-        with self.guard("while waiting"):
-            for work in works:
-                work.wait()
-        return super()._started(works, *arguments)
-
-
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
 
 
 def link_of(group: ProcessGroup) -> Link:
     """This rank's end of a group; one for each group as long as the group lives."""
     if group not in _links:
-        fake = dist.get_backend(group) == "fake"  # PyTorch's group of one process that plays any rank of any world
-        _links[group] = RehearsalLink(group) if fake else Link(group)
+        _links[group] = Link(group)
     return _links[group]
 
 
 def use_link(link: Link) -> None:
-    """Make a link that of its group."""
+    """Make a link that of its group: one that a rehearsal or a measurement has made."""
     _links[link.group] = link

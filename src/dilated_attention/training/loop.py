@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
 BETAS = (0.9, 0.95)
+OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

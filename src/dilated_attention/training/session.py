@@ -27,7 +27,7 @@ from dilated_attention.patterns import Dilated, describe_unserved
 from dilated_attention.pictures import save_loss_curves, save_pattern
 from dilated_attention.storage import write_text
 from dilated_attention.training import checkpoint
-from dilated_attention.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention.training.loop import OPTIONS, Recipe, Training, read_checkpoint
 from dilated_attention.training.text import Text, read_text, readable
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ PROMPT_BYTES = 128
 REPORT = ("figures.jsonl", "steps.jsonl", "sample.txt", "loss.png", "pattern.png")  # and the folder model
 BY_HEART = 4.0  # epochs; repeating text up to about as often is nearly as good as new text (arXiv:2305.16264)
 TIMED_STEPS = 5
-OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
 PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
 
 

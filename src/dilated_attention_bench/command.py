@@ -5,38 +5,40 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.bench import check, patterns, plots, simulate
-from dilated_attention.bench.cases import Case, Method
-from dilated_attention.bench.measure import MATMUL, Spread, lack_of_memory, refusal
-from dilated_attention.bench.profile import Profile, once, profile, rows, save_bars, training_step
-from dilated_attention.bench.results import Recorder, Row, failed, read
-from dilated_attention.bench.suites import (
+from dilated_attention.environment import require_device, unavailable
+from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
+from dilated_attention_bench import charts, check, pattern_options, simulate
+from dilated_attention_bench.cases import Case, Method
+from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
+from dilated_attention_bench.profile import Profile, once, profile, rows, save_bars, training_step
+from dilated_attention_bench.results import Recorder, Row, failed, read
+from dilated_attention_bench.suites import (
     Step,
-    attention,
-    blocks,
+    block_sparse,
+    context_parallel,
     dilation,
     foundation,
     gpu,
-    huggingface,
+    methods,
+    minilm,
     model,
-    parallel,
     real,
     strategies,
 )
-from dilated_attention.bench.tables import describe, number, write
-from dilated_attention.environment import require_device, unavailable
-from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
+from dilated_attention_bench.tables import describe, number, write
 
+Item = TypeVar("Item")
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
     "block-sparse": "block-sparse",
@@ -46,27 +48,27 @@ _METHODS: dict[str, Method] = {
 }
 SUITES = {
     "foundation": foundation,
-    "attention": attention,
-    "blocks": blocks,
+    "attention": methods,
+    "blocks": block_sparse,
     "dilation": dilation,
     "strategies": strategies,
     "real": real,
-    "huggingface": huggingface,
+    "huggingface": minilm,
     "model": model,
     "gpu": gpu,
-    "parallel": parallel,
+    "parallel": context_parallel,
 }
 
 
-def add_parsers(commands: Any) -> None:
-    """Add `bench` to the subparsers of the command line."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure speed and memory against dense attention",
-        description="Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl.",
-        epilog="Suites: "
-        + " ".join(f"{name}: {(suite.__doc__ or '').partition(': ')[2].strip()}" for name, suite in SUITES.items()),
-    )
+def add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """What a command takes, and the function that runs it."""
+    {"bench": _add_bench, "profile": _add_profile, "plot": _add_plot, "simulate": _add_simulate}[command](parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl."
+    about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
+    parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
     parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
     parser.add_argument(
@@ -79,9 +81,6 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
-    _add_profile(commands)
-    _add_plot(commands)
-    _add_simulate(commands)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -132,28 +131,17 @@ def _sizes(options: argparse.Namespace, *names: str) -> str:
 
 def _check(path: Path, update: bool) -> int:
     baseline = {} if update else check.read_baseline(path)
-    shown = Table(title="check", title_justify="left")
-    shown.add_column("figure")
-    for heading in ("value", "baseline", "at most", ""):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    verdicts = []
-    with _progress() as progress:
-        task = progress.add_task("", total=len(check.GUARDS))
-        for guard in check.GUARDS:
-            progress.update(task, description=guard.name)
-            verdicts.append(check.check(guard, baseline))
-            progress.advance(task)
+    shown = _table("check", "figure", "value", "baseline", "at most", "")
+    verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
     for verdict in verdicts:
         value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
         known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
-        shown.add_row(
-            verdict.guard.name, value, *known, "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
-        )
-    console = Console()
-    console.print(shown)
+        judged = "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
+        shown.add_row(verdict.guard.name, value, *known, judged)
+    Console().print(shown)
     if update:
         check.write_baseline(path, {verdict.guard.name: verdict.value for verdict in verdicts})
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        _tell(path)
         return 0
     worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
     if worse:
@@ -161,19 +149,36 @@ def _check(path: Path, update: bool) -> int:
     return 1 if worse else 0
 
 
-def _progress() -> Progress:
+def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Item, None, None]:
+    """The items one after another, under a progress bar."""
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*bar, console=Console(stderr=True), transient=True)
+    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=label(item))
+            yield item
+            progress.advance(task)
 
 
-def _add_profile(commands: Any) -> None:
-    parser = commands.add_parser(
-        "profile",
-        help="show where the time and the memory of a call go",
-        description="Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a "
-        "picture under <out>/<device>/.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _table(title: str, first: str, *others: str) -> Table:
+    shown = Table(title=title, title_justify="left")
+    shown.add_column(first)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _tell(*paths: Path, word: str = "written:") -> None:
+    for path in paths:
+        Console().print(f"{word} {path}", highlight=False, soft_wrap=True)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a picture under "
+        "<out>/<device>/."
     )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
     for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
@@ -191,55 +196,39 @@ def _add_profile(commands: Any) -> None:
     parser.set_defaults(run=_profile)
 
 
-def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plot",
-        help="draw a pattern; or the pictures and tables of the documents, from the files of results",
-        description="plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl "
-        "hold, as <out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
-        "<!-- end of results -->.",
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl hold, as "
+        "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
+        "<!-- end of results -->."
     )
-    parser.add_argument(
-        "what",
-        nargs="?",
-        default="results",
-        metavar="PATTERN|RESULTS",
-        help=f"a pattern ({', '.join(patterns.NAMES)}), or a folder of results (results)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
-    )
+    what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
+    parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
+    out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
+    parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
-    parser.add_argument(
-        "--documents",
-        type=Path,
-        nargs="*",
-        default=[Path("README.md"), Path("docs")],
-        help="Markdown files, or folders",
-    )
-    patterns.add_options(parser)
+    documents = [Path("README.md"), Path("docs")]
+    parser.add_argument("--documents", type=Path, nargs="*", default=documents, help="Markdown files, or folders")
+    pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
 
 
-def _add_simulate(commands: Any) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help="run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
-        description="Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, "
-        "on PyTorch's fake process group. Bytes and messages are counted, compute and memory measured on this device, "
-        "time of communication and the other schemes modelled. Writes rows and a picture to <out>.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, on PyTorch's "
+        "fake process group. Bytes and messages are counted, compute and memory measured on this device, time of "
+        "communication and the other schemes modelled. Writes rows and a picture to <out>."
     )
-    parser.add_argument("--tokens", type=int, default=1 << 30, help="of the largest world", metavar="N")
-    parser.add_argument("--ranks", type=int, default=8192, help="of the largest world", metavar="N")
-    parser.add_argument(
-        "--least", type=int, default=8, help="ranks of the smallest world; they grow fourfold", metavar="N"
-    )
-    parser.add_argument("--heads", type=int, default=12, metavar="N")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="N")
-    parser.add_argument(
-        "--segment", type=int, default=2048, help="of the first branch; rates and segments double", metavar="N"
-    )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    for name, default, text in (
+        ("tokens", 1 << 30, "of the largest world"),
+        ("ranks", 8192, "of the largest world"),
+        ("least", 8, "ranks of the smallest world; they grow fourfold"),
+        ("heads", 12, "attention heads"),
+        ("head-dim", 64, "width of a head"),
+        ("segment", 2048, "of the first branch; rates and segments double"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
     parser.add_argument("--not-causal", action="store_true", help="queries see later keys too")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
@@ -277,44 +266,36 @@ def _simulate(options: argparse.Namespace) -> int:
     recorder = Recorder(_writable(options.out), "simulate", torch.device("cpu"))
     model = simulate.Network(options.latency, options.bandwidth)
     found = []
-    with _progress() as progress:
-        task = progress.add_task("", total=len(worlds))
-        for world in worlds:
-            progress.update(task, description=f"rank {world.ranks - 1:,} of {world.ranks:,}")
-            found += simulate.rehearse([world])
-            for row in simulate.rows(found[-1], model):
-                recorder.add(row)
-            progress.advance(task)
-    console = Console()
+    for world in _along(worlds, lambda world: f"rank {world.ranks - 1:,} of {world.ranks:,}"):
+        found += simulate.rehearse([world])
+        for row in simulate.rows(found[-1], model):
+            recorder.add(row)
     for shown in _simulated(found, model):
-        console.print(shown)
+        Console().print(shown)
     if recorder.failure is not None:
         return 1
-    console.print(f"written: {recorder.path}", highlight=False, soft_wrap=True)
-    figure = plots.weak_scaling(read(recorder.path))
+    _tell(recorder.path)
+    figure = charts.weak_scaling(read(recorder.path))
     if figure is not None:
         picture = recorder.path.with_suffix(".png")
         figure.savefig(picture, dpi=150)
-        console.print(f"written: {picture}", highlight=False, soft_wrap=True)
+        _tell(picture)
     return 0
 
 
 def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iterator[Table]:
     world = found[0].world
     each = f"the last rank, {world.shard:,} tokens, {world.heads} heads of {world.head_dim}, {world.dtype}, one call"
-    shown = Table(title=f"{each}: measured and counted", title_justify="left")
     headings = ("tokens", "ranks", "forward", "backward", "peak memory", "transport", "sent", "received", "messages")
-    for heading in headings:
-        shown.add_column(heading, justify="right")
+    shown = _table(f"{each}: measured and counted", *headings)
     for x in found:
         peak = "not told" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
         moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages}"
         seconds = f"{number(x.forward[0])} s", f"{number(x.backward[0])} s"
         shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak, x.transport, *moved)
     yield shown
-    shown = Table(title=f"a forward's communication, modelled: {model}, nothing hidden", title_justify="left")
-    for heading in ("tokens", "ranks", "this library", *world.others()):
-        shown.add_column(heading, justify="right")
+    title = f"a forward's communication, modelled: {model}, nothing hidden"
+    shown = _table(title, "tokens", "ranks", "this library", *world.others())
     for x in found:
         schemes = [(x.received, x.messages), *x.world.others().values()]
         times = [f"{number(1e3 * model.seconds(*moved))} ms" for moved in schemes]
@@ -323,16 +304,18 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 
 def _plot(options: argparse.Namespace) -> int:
-    if options.what in patterns.NAMES:
+    if options.what in pattern_options.NAMES:
         path = options.out or Path("runs/pattern.png")
-        print(patterns.picture(options.what, vars(options), path))
+        print(pattern_options.picture(options.what, vars(options), path))
         print(f"written: {path}")
         return 0
     results, out = Path(options.what), options.out or Path("docs/pictures")
     if not results.is_dir():
-        raise ValueError(f"{options.what!r} is neither a pattern ({', '.join(patterns.NAMES)}) nor a folder of results")
-    written = list(plots.draw(results, out))
-    written += plots.draw_patterns(out) if options.patterns else []
+        raise ValueError(
+            f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
+        )
+    written = list(charts.draw(results, out))
+    written += charts.draw_patterns(out) if options.patterns else []
     for place in options.documents:
         files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
         written += [file for file in files if write(file, results)]
@@ -368,18 +351,13 @@ def _profile(options: argparse.Namespace) -> int:
         recorder.add(row)
     title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
     save_bars(picture, title, found.stages)
-    console = Console()
-    console.print(profile_table(title, found, prepared, case.out_bytes))
-    for path in (recorder.path, trace, picture):
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    Console().print(profile_table(title, found, prepared, case.out_bytes))
+    _tell(recorder.path, trace, picture)
     return 0
 
 
 def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], out_bytes: int) -> Table:
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("stage")
-    for heading in ("own time", "share", "runs"):
-        shown.add_column(heading, justify="right")
+    shown = _table(title, "stage", "own time", "share", "runs")
     for stage in found.stages:
         share = stage.milliseconds / found.milliseconds
         shown.add_row(stage.name, f"{number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
@@ -398,28 +376,20 @@ def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], ou
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
     """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
-    with _progress() as progress:
-        task = progress.add_task("", total=len(steps))
-        for step in steps:
-            progress.update(task, description=step.label)
+    with closing(_along(steps, lambda step: step.label)) as under_way:
+        for step in under_way:
             recorder.forget(failed(step.label))
-            refused = refusal(step.needs, device)
-            if refused:
-                case = step.needs[0][0]
-                found = iter([Row(name=step.label, parameters=case.parameters, value=None, unit="", refused=refused)])
+            if refused := refusal(step.needs, device):
+                found = iter([Row(step.label, step.needs[0][0].parameters, None, "", refused=refused)])
             else:
                 found = step.measure()
             for row in found:
                 recorder.add(row)
                 rows.append(row)
-            progress.advance(task)
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("figure")
-    for heading in ("value", "10 to 90 %", "GFLOP/s", "bar"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown = _table(title, "figure", "value", "10 to 90 %", "GFLOP/s", "bar")
     case = ""
     for row in rows:
         if describe(row.parameters) != case:

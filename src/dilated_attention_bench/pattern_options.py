@@ -27,18 +27,8 @@ BUILDERS: dict[str, Callable[..., BlockLayout]] = {
 NAMES = ("dilated", *BUILDERS)
 MOST_TOKENS, MOST_HEADS = 1 << 20, 1 << 10  # what a picture can show is drawn in seconds
 # What the builders' own arguments are called on the command line.
-OPTIONS = {
-    "window": "window",
-    "tokens": "global_tokens",
-    "global_tokens": "global_tokens",
-    "stride": "stride",
-    "rates": "block_rates",
-    "reach": "reach",
-    "levels": "levels",
-    "density": "density",
-    "random_blocks": "random_blocks",
-    "seed": "seed",
-}
+OPTIONS = {name: name for name in ("window", "stride", "reach", "levels", "density", "random_blocks", "seed")}
+OPTIONS |= {"tokens": "global_tokens", "global_tokens": "global_tokens", "rates": "block_rates"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

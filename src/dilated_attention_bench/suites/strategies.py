@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step, rates, seconds
 from dilated_attention.merge import merge_into
-from dilated_attention.plan import Plan, StridedGroup, plan_dilated
+from dilated_attention.plan import Plan, StridedGroup
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import LONGNET, Step, rates, seconds
 
 OURS = "dilated_attention"
 RESOLUTION = 0.02
@@ -127,12 +127,6 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
     return out[None]
 
 
-def plan_of(case: Case) -> Plan:
-    pattern = case.pattern
-    table = pattern.offset_table(case.heads)
-    return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, case.seq_len)
-
-
 def steps(device: torch.device, quick: bool) -> list[Step]:
     lengths = (2048, 8192) if quick else (2048, 8192, 32768)
     return [_step(replace(LONGNET, seq_len=seq_len), device, 5.0 if quick else 30.0) for seq_len in lengths]
@@ -140,7 +134,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 def _step(case: Case, device: torch.device, budget: float) -> Step:
     def run() -> Iterator[Row]:
-        plan = plan_of(case)
+        plan = case.plan
         with torch.no_grad():
             q, k, v = case.inputs(device)[0]
             ours = case.prepare()
@@ -149,36 +143,20 @@ def _step(case: Case, device: torch.device, budget: float) -> Step:
                 calls[name] = partial(attend, strategy, q, k, v, plan)
             expected = calls[OURS]().double()
             difference = max(float((call().double() - expected).norm() / expected.norm()) for call in calls.values())
-            yield Row(
-                name="largest relative difference between two strategies' results",
-                parameters=case.parameters,
-                value=difference,
-                unit="",
-                bar=3e-6,
-            )
-            rounds = measure.interleave(
-                {name: contender(call) for name, call in calls.items()}, seconds=budget, device=device, most=100
-            )
+            name = "largest relative difference between two strategies' results"
+            yield Row(name, case.parameters, difference, "", bar=3e-6)
+            contenders = {name: contender(call) for name, call in calls.items()}
+            rounds = measure.interleave(contenders, seconds=budget, device=device, most=100)
         for name in calls:
-            spread = rounds.spread(name).scaled(1e3)
-            yield Row(
-                name=name,
-                parameters=case.parameters,
-                value=spread.median,
-                unit="ms",
-                spread=spread,
-                over={} if name == OURS else {OURS: rounds.ratio(name, OURS)},
-                rates=rates(rounds, "forward", {name: case.flops}),
-            )
+            over = {} if name == OURS else {OURS: rounds.ratio(name, OURS)}
+            useful = rates(rounds, "forward", {name: case.flops})
+            yield Row.of(name, case.parameters, rounds.spread(name).scaled(1e3), "ms", over=over, rates=useful)
         best = min(STRATEGIES, key=lambda name: rounds.spread(name).median)
-        ratio = rounds.ratio(OURS, best)
-        yield Row(
-            name=f"time of {OURS} over the best other strategy",
-            parameters=case.parameters,
-            value=ratio.median,
-            unit="x",
+        yield Row.of(
+            f"time of {OURS} over the best other strategy",
+            case.parameters,
+            rounds.ratio(OURS, best),
             bar=1.0 + RESOLUTION,
-            spread=ratio,
             times=seconds(rounds),
         )
 

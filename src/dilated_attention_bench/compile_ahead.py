@@ -1,6 +1,6 @@
 """Compile every configuration that ships, for each architecture, on a machine without a GPU, and read the machine code.
 
-    python -m dilated_attention.kernels.compile_ahead --target sm_90 gfx942 --output results/aot
+    python -m dilated_attention_bench.compile_ahead --target sm_90 gfx942 --output results/aot
 
 writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions; and
 OUTPUT/README.md, a table of all such files there. Triton keeps what it compiled: to resume, run it again.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,12 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Variant):
     """What the machine code of a variant holds; bytes, and instructions counted once each.
 
     `serialized`: the assembler lets every `wgmma` end before the next begins, which it tells in a warning only.
     """
 
-    target: str
-    kernel: Kernel
-    head_dim: int
-    dtype: str
-    call: str
     own: int
     loop: int
     warps: int
@@ -160,27 +155,17 @@ def build(variant: Variant) -> Report:
             continue
         if name == "EDGE" and side == "keys":
             value = int(bool(constants["CAUSAL"]))
-        for given in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
-            if given in _POINTERS:
-                del constants[given]
+        for argument in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
+            if argument in _POINTERS:
+                del constants[argument]
             else:
-                constants[given] = value
-    function = KERNELS[variant.kernel]
-    signature, alignment = {}, {}
-    for i, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in _POINTERS:
-            signature[name] = _POINTERS[name].format(dtype=variant.dtype.replace("tf32", "fp32"))
-            alignment[i,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = _SCALARS.get(name, "i32")
-    source = ASTSource(
-        function,
-        signature,
-        {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants},
-        alignment,
-    )
+                constants[argument] = value
+    function, dtype = KERNELS[variant.kernel], variant.dtype.replace("tf32", "fp32")
+    types = {name: kind.format(dtype=dtype) for name, kind in (_POINTERS | _SCALARS).items()}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+    given = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
+    aligned = [(i,) for i, name in enumerate(function.arg_names) if name in _POINTERS.keys() - constants.keys()]
+    source = ASTSource(function, signature, given, {at: [["tt.divisibility", 16]] for at in aligned})
     compiled = triton.compile(source, target=TARGETS[variant.target], options=shape.options(variant.target))
     return Report(
         **asdict(variant),
@@ -218,19 +203,9 @@ def _disassemble(path: str, option: str) -> str:
 def _hip_code(compiled: Any) -> dict[str, Any]:
     code = compiled.asm["amdgcn"]
     found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code))
-    return {
-        "registers": int(found["vgpr_count"]),
-        "spilled": int(found["private_segment_fixed_size"]),
-        "wgmma": 0,
-        "mma": len(re.findall(r"\bv_mfma", code)),
-        "serialized": False,
-    }
-
-
-COLUMNS = {
-    "target": 8, "kernel": 9, "head_dim": 9, "dtype": 6, "call": 14, "own": 4, "loop": 5, "warps": 6, "stages": 7,
-    "registers": 10, "spilled": 8, "shared": 8, "wgmma": 6, "mma": 5,
-}  # fmt: skip
+    registers, stack = int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
+    matrix = len(re.findall(r"\bv_mfma", code))
+    return {"registers": registers, "spilled": stack, "wgmma": 0, "mma": matrix, "serialized": False}
 
 
 def read(path: Path) -> list[Report]:
@@ -260,11 +235,10 @@ def table(reports: Sequence[Report]) -> str:
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     versions = ", ".join(sorted({report.triton for report in reports}))
     limits = "; ".join(f"{target} {limit:,}" for target, limit in SHARED_LIMIT.items())
-    return (
-        f"""# Kernels compiled ahead of time
+    return f"""# Kernels compiled ahead of time
 
 {len(reports):,} kernels of Triton {versions}, compiled without a GPU and not run: nothing here is a time. Written by
-`python -m dilated_attention.kernels.compile_ahead --output results/aot`, which keeps the file of every target in full.
+`python -m dilated_attention_bench.compile_ahead --output results/aot`, which keeps the file of every target in full.
 
 A line has the most registers and the most bytes spilled of a thread, the most bytes of shared memory of a program and
 the fewest matrix instructions (`wgmma` in bf16 on sm_90, else `mma.sync`, `tcgen05.mma` or `v_mfma`) of its variants:
@@ -277,10 +251,7 @@ a decoder, and use `mma.sync` on sm_90, too; the tiles of 32 and 64 rows that ca
 A kernel ships if it has matrix instructions (not asked of fp32), of which none waits for the end of another before it
 begins, spills nothing (in fp32: at most {MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
 {limits}.
-"""
-        + "\n".join(lines)
-        + "\n"
-    )
+""" + "".join(f"{line}\n" for line in lines)
 
 
 def main() -> int:
@@ -293,11 +264,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     reports = []
-    print("".join(name.ljust(width) for name, width in COLUMNS.items()))
+    print("".join(field.name.ljust(14) for field in fields(Report)))
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(build, variants(arguments.target, arguments.head_dim, arguments.dtype)):
-            cells = (str(getattr(report, name)).ljust(width) for name, width in COLUMNS.items())
-            print("".join(cells) + "; ".join(report.faults), flush=True)
+            print("".join(str(value).ljust(14) for value in astuple(report)) + "; ".join(report.faults), flush=True)
             reports.append(report)
     if arguments.output:
         write(arguments.output, reports)

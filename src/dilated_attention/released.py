@@ -4,7 +4,7 @@ No model uses it. It does what the released modules do, step by step, on their o
 sequence is padded with zeros to whole segments and these to whole dilated rows, the rows of every head are gathered
 into a copy, attended, scattered into a dense zero tensor, and the dense results of all branches are mixed by the
 softmax of their logsumexps. Only the flash-attention call, which has no CPU and no float32, is replaced, by PyTorch's
-fused operator. tests/test_official.py holds it against recorded outputs of the released code itself.
+fused operator. tests/test_released.py holds it against recorded outputs of the released code itself.
 """
 
 from __future__ import annotations

@@ -17,22 +17,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.backends import flash, native, triton
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, Contender, contender
-from dilated_attention.bench.measure import Rounds, Spread
-from dilated_attention.bench.profile import profile
-from dilated_attention.bench.results import Row, failed
-from dilated_attention.bench.suites import Step, peak, rates
 from dilated_attention.functional import attention, dilated_attention
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, Contender, contender
+from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.profile import profile
+from dilated_attention_bench.results import Row, failed
+from dilated_attention_bench.suites import Step, peak, rates
 
 PAPER = Case(
     method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",
@@ -133,7 +132,7 @@ def _step(label: str, run: Callable[[], Iterator[Row]], parameters: Mapping[str,
         try:
             yield from run()
         except _failures() as error:
-            yield Row(name=failed(label), parameters=parameters, value=None, unit="", refused=_why(error))
+            yield Row(failed(label), parameters, None, "", refused=_why(error))
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -263,11 +262,8 @@ def _largest_error(
 ) -> Row:
     errors = {key: relative_error(actual[key], expected[key]) for key in expected}
     worst, dtype = max(errors, key=errors.__getitem__), actual["out"].dtype
-    return Row(
-        name=f"{name}: largest relative error",
-        parameters={**parameters, "dtype": str(dtype)[len("torch.") :]},
-        value=errors[worst], unit=f"({worst})", bar=BARS[dtype],
-    )  # fmt: skip
+    parameters = {**parameters, "dtype": str(dtype)[len("torch.") :]}
+    return Row(f"{name}: largest relative error", parameters, errors[worst], f"({worst})", bar=BARS[dtype])
 
 
 def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
@@ -328,7 +324,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def captured(case: Case, device: torch.device) -> Iterator[Row]:
     """The forward compiled, and replayed as a CUDA graph on other inputs: the same numbers as without."""
-    call, parameters = case.prepare(), case.parameters
+    call = case.prepare()
     with torch.no_grad():
         inputs, others = case.inputs(device)[0], case.inputs(device)[0]
         static = tuple(x.clone() for x in inputs)
@@ -340,9 +336,7 @@ def captured(case: Case, device: torch.device) -> Iterator[Row]:
         found = {"a CUDA graph": out, "torch.compile": torch.compile(call, fullgraph=True)(*others)}
     for name, x in found.items():
         difference = (x.float() - expected.float()).abs().max().item()
-        yield Row(
-            name=f"{name}: largest difference from eager", parameters=parameters, value=difference, unit="", bar=0.0
-        )
+        yield Row(f"{name}: largest difference from eager", case.parameters, difference, "", bar=0.0)
 
 
 def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
@@ -367,43 +361,32 @@ def _far_rows(device: torch.device) -> Iterator[Row]:
 
 def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
     """The `last` tokens, which form whole segments, computed among the others and alone: the same numbers."""
-    inputs, dout = case.inputs(device)[0], case.inputs(device)[0][0]
-    call = case.prepare()
+    inputs = [*case.inputs(device)[0], case.inputs(device)[0][0]]
+    elements = f"{case.seq_len * case.heads * case.head_dim / 2**31:.2f} x 2^31 elements"
+    few = [x[:, -last:].clone() for x in inputs]
+    found = [x[:, -last:].clone() for x in _trained(case, *inputs)]
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, _trained(case, *few), strict=True):
+        difference = (x.float() - y.float()).abs().max().item()
+        yield Row(f"{name}: last rows of {elements}: largest difference", case.parameters, difference, "", bar=0.0)
 
-    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-        out = call(q, k, v)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
-    few = [x[:, -last:].clone() for x in (*inputs, dout)]
-    found = [x[:, -last:].clone() for x in results(*inputs, dout)]
-    for name, x, y in zip(("out", "dq", "dk", "dv"), found, results(*few), strict=True):
-        elements = case.seq_len * case.heads * case.head_dim / 2**31
-        yield Row(
-            name=f"{name}: last rows of {elements:.2f} x 2^31 elements: largest difference",
-            parameters=case.parameters, value=(x.float() - y.float()).abs().max().item(), unit="", bar=0.0,
-        )  # fmt: skip
+def _trained(case: Case, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """out, dq, dk and dv of the case's call on q, k, v and dout."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    out = case.prepare()(q, k, v)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])
 
 
 def _million(device: torch.device) -> Iterator[Row]:
     case = replace(PAPER, seq_len=1 << 20, head_dim=64)
-    q, k, v = (x.requires_grad_() for x in case.inputs(device)[0])
-    dout = torch.randn_like(q)
-    found = []
-    for backend in ("triton", "native"):
-        out = replace(case, backend=backend).prepare()(q, k, v)
-        found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
-    for name, x, y in zip(("out", "dq", "dk", "dv"), *found, strict=True):
-        error = max(
-            relative_error(a.double(), b.double()) for a, b in zip(x.split(65536, 1), y.split(65536, 1), strict=True)
-        )
-        yield Row(
-            name=f"{name}: relative difference from native",
-            parameters=case.parameters,
-            value=error,
-            unit="",
-            bar=1e-2,
-        )
+    inputs = case.inputs(device)[0]
+    found = [
+        _trained(replace(case, backend=name), *inputs, torch.ones_like(inputs[0])) for name in ("triton", "native")
+    ]
+    for name, *pair in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        parts = zip(*(x.split(65536, 1) for x in pair), strict=True)
+        error = max(relative_error(x.double(), y.double()) for x, y in parts)
+        yield Row(f"{name}: relative difference from native", case.parameters, error, "", bar=1e-2)
 
 
 # ---- speed
@@ -411,18 +394,12 @@ def _million(device: torch.device) -> Iterator[Row]:
 
 def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
     """One dense call of PyTorch's with a given kernel, on `(batch, heads, seq, head_dim)`."""
-    shape = case.batch, case.heads, case.seq_len, case.head_dim
-    q, k, v, dout = (torch.randn(shape, device=device, dtype=getattr(torch, case.dtype)) for _ in range(4))
-    if backward:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
+    plain = rows_in_place.contender(device, backward=backward)
 
     def work() -> Iterator[str]:
-        with sdpa_kernel(kernel), torch.set_grad_enabled(backward):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
-            yield "forward"
-            if backward:
-                torch.autograd.grad(out, (q, k, v), dout)
-                yield "forward+backward"
+        with sdpa_kernel(kernel):
+            yield from plain()
 
     return work
 
@@ -473,53 +450,44 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
         flops = even.flops if name.startswith("dense ") else case.flops
         for phase, factor in (("forward", 1.0), ("backward", 2.5))[name == ONE_KERNEL :]:
             limit = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
-            row = Row(
-                name=f"{phase}: {name}, matrix rate over the rate of useful work", parameters=case.parameters,
-                value=None, unit="x", bar=None if limit is None else 1 / limit, refused=refused.get(name),
-            )  # fmt: skip
-            if name in contenders:
-                spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
-                entry[name, phase] = spread.median / flops
-                ratio = spread.scaled(matrix * 1e9 / (factor * flops))
-                useful = {name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix}
-                row = replace(row, value=ratio.median, spread=ratio, times={name: spread}, rates=useful)
-            yield row
+            title, bar = (
+                f"{phase}: {name}, matrix rate over the rate of useful work",
+                None if limit is None else 1 / limit,
+            )
+            if name in refused:
+                yield Row(title, case.parameters, None, "x", bar=bar, refused=refused[name])
+                continue
+            spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
+            entry[name, phase] = spread.median / flops
+            ratio = spread.scaled(matrix * 1e9 / (factor * flops))
+            useful = {name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix}
+            yield Row.of(title, case.parameters, ratio, bar=bar, times={name: spread}, rates=useful)
     for phase, bar in (("forward", 1.15), ("backward", None)):
-        row = Row(
-            name=f"{phase}: time per score entry over the best dense kernel's", parameters=case.parameters, value=None,
-            unit="x", bar=bar,
-        )  # fmt: skip
+        title = f"{phase}: time per score entry over the best dense kernel's"
         if "triton" in contenders and rivals:
             best = min(rivals, key=lambda name: entry[name, phase])
-            yield replace(row, value=entry["triton", phase] / entry[best, phase], unit=f"x {best}")
+            yield Row(title, case.parameters, entry["triton", phase] / entry[best, phase], f"x {best}", bar=bar)
         else:
-            yield replace(row, refused=_reasons(refused))
+            yield Row(title, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
 
 
 def gluon(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """The forward of bench/hopper.py: how far from triton's numbers, then its time over triton's in the same rounds."""
-    from dilated_attention.bench import hopper
+    """The forward of hopper.py: how far from triton's numbers, then its time over triton's in the same rounds."""
+    from dilated_attention_bench import hopper
 
     q, k, v = case.inputs(device)[0]
-    pattern, scale = case.pattern, case.head_dim**-0.5
-    table = pattern.offset_table(case.heads)
-    plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, case.seq_len)
+    plan, scale = case.plan, case.head_dim**-0.5
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         "gluon": hopper.prepare(q, k, v, plan, scale),
         "triton": partial(triton.forward, q, k, v, plan, is_causal=False, scale=scale),
     }
     for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
-        yield Row(
-            name=f"{name}: relative difference of the candidate in Gluon from triton", parameters=case.parameters,
-            value=relative_error(x.double(), y.double()), unit="", bar=1e-2,
-        )  # fmt: skip
+        title = f"{name}: relative difference of the candidate in Gluon from triton"
+        yield Row(title, case.parameters, relative_error(x.double(), y.double()), "", bar=1e-2)
     contenders = {name: contender(call) for name, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
-    ratio = rounds.ratio("gluon", "triton")
-    yield Row(
-        name="forward: the candidate in Gluon over triton", parameters=case.parameters, value=ratio.median, unit="x",
-        spread=ratio, rates=rates(rounds, "forward", dict.fromkeys(calls, case.flops)),
-    )  # fmt: skip
+    ratio, useful = rounds.ratio("gluon", "triton"), rates(rounds, "forward", dict.fromkeys(calls, case.flops))
+    yield Row.of("forward: the candidate in Gluon over triton", case.parameters, ratio, rates=useful)
 
 
 def _reasons(refused: Mapping[str, str]) -> str:
@@ -609,30 +577,21 @@ def against(
         most: rounds.
     """
     contenders, refused = serving({**ours, **rivals})
-    rounds = measure.interleave(
-        contenders, seconds=budget, device=device, most=most, dtype=getattr(torch, case.dtype)
-    )  # fmt: skip
-    for name in (*contenders, *refused):
-        row = Row(
-            name=f"forward: {name}, beside {title}", parameters=case.parameters, value=None, unit="ms",
-            refused=refused.get(name),
-        )  # fmt: skip
-        if name in contenders:
-            spread = rounds.spread(name).scaled(1e3)
-            row = replace(row, value=spread.median, spread=spread, rates=rates(rounds, "forward", {name: work[name]}))
-        yield row
+    dtype = getattr(torch, case.dtype)
+    rounds = measure.interleave(contenders, seconds=budget, device=device, most=most, dtype=dtype)
+    for name in contenders:
+        spread, useful = rounds.spread(name).scaled(1e3), rates(rounds, "forward", {name: work[name]})
+        yield Row.of(f"forward: {name}, beside {title}", case.parameters, spread, "ms", rates=useful)
+    for name, why in refused.items():
+        yield Row(f"forward: {name}, beside {title}", case.parameters, None, "ms", refused=why)
     able = [name for name in rivals if name in contenders]
     for name in ours:
-        row = Row(
-            name=f"forward: {name}, time over {title}", parameters=case.parameters, value=None, unit="x",
-            bar=bars.get(name),
-        )  # fmt: skip
+        row, bar = f"forward: {name}, time over {title}", bars.get(name)
         if name in contenders and able:
             best = min(able, key=lambda rival: rounds.spread(rival).median)
-            ratio = rounds.ratio(name, best)
-            yield replace(row, value=ratio.median, unit=f"x {best}", spread=ratio)
+            yield Row.of(row, case.parameters, rounds.ratio(name, best), f"x {best}", bar=bar)
         else:
-            yield replace(row, refused=_reasons(refused))
+            yield Row(row, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
 
 
 def threshold(
@@ -645,26 +604,23 @@ def threshold(
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)
-        contenders = {
-            name: replace(case, backend=name).contender(device, backward=True) for name in ("triton", "native")
-        }
+        pair = [replace(case, backend=name) for name in ("triton", "native")]
+        contenders = {x.backend: x.contender(device, backward=True) for x in pair}
         rounds = measure.interleave(contenders, seconds=budget, device=device, most=200)
         ratios = {phase: rounds.ratio("triton", "native", phase) for phase in ("forward", "forward+backward")}
         faster.append((case.flops // 4, all(ratio.median <= 1 for ratio in ratios.values())))
         for phase, ratio in ratios.items():
-            yield Row(
-                name=f"{phase}: triton over native", parameters=case.parameters, value=ratio.median, unit="x",
-                spread=ratio, times={name: rounds.spread(name, phase) for name in contenders},
-            )  # fmt: skip
+            times = {name: rounds.spread(name, phase) for name in contenders}
+            yield Row.of(f"{phase}: triton over native", case.parameters, ratio, times=times)
     slow = [i for i, (_, better) in enumerate(faster) if not better]
     first = slow[-1] + 1 if slow else 0
-    enough = first < len(faster)
-    yield Row(
-        name=f"AUTO_FROM[{triton.architecture(device)!r}] of backends/triton.py, now "
-        f"{triton.AUTO_FROM.get(triton.architecture(device))}",
-        parameters=case.parameters, value=float(faster[first][0]) if enough else None, unit="score entries x head_dim",
-        refused=None if enough else "triton is not faster than native at any length measured",
-    )  # fmt: skip
+    here = triton.architecture(device)
+    name = f"AUTO_FROM[{here!r}] of backends/triton.py, now {triton.AUTO_FROM.get(here)}"
+    unit, why = "score entries x head_dim", "triton is not faster than native at any length measured"
+    if first < len(faster):
+        yield Row(name, case.parameters, float(faster[first][0]), unit)
+    else:
+        yield Row(name, case.parameters, None, unit, refused=why)
 
 
 @contextmanager
@@ -703,11 +659,11 @@ def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float)
         try:
             list(contender(shape)())
         except _failures() as error:
-            yield Row(name=row, parameters=case.parameters, value=None, unit="x", refused=_why(error))
+            yield Row(row, case.parameters, None, "x", refused=_why(error))
             continue
         contenders = {"other": contender(shape), "shipped": contender(shipped)}
         ratio = measure.interleave(contenders, seconds=budget, device=device, most=30).ratio("other", "shipped", phase)
-        yield Row(name=row, parameters=case.parameters, value=ratio.median, unit="x", spread=ratio)
+        yield Row.of(row, case.parameters, ratio)
 
 
 def _launches(case: Case, device: torch.device) -> Iterator[Row]:
@@ -715,11 +671,6 @@ def _launches(case: Case, device: torch.device) -> Iterator[Row]:
         work = case.contender(device, backward=backward)
         found = profile(lambda work=work: list(work()), device)  # type: ignore[misc]
         phase = "forward+backward" if backward else "forward"
-        yield Row(
-            name=f"{phase}: kernels launched", parameters=case.parameters, value=float(found.launches), unit="calls"
-        )
+        yield Row(f"{phase}: kernels launched", case.parameters, float(found.launches), "calls")
         if found.idle_milliseconds is not None:
-            yield Row(
-                name=f"{phase}: GPU idle between kernels", parameters=case.parameters, value=found.idle_milliseconds,
-                unit="ms",
-            )  # fmt: skip
+            yield Row(f"{phase}: GPU idle between kernels", case.parameters, found.idle_milliseconds, "ms")

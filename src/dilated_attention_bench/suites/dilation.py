@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case, contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import LONGNET, Step
-from dilated_attention.bench.suites.strategies import STRATEGIES, Strategy, attend, plan_of
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import LONGNET, Step
+from dilated_attention_bench.suites.strategies import STRATEGIES, Strategy, attend
 
 RATE = 4
 BASELINE = "index_select"
@@ -27,7 +27,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 def _step(case: Case, device: torch.device, budget: float) -> Step:
     def run() -> Iterator[Row]:
-        plan = plan_of(case)
+        plan = case.plan
         with torch.no_grad():
             q, k, v = case.inputs(device)[0]
 
@@ -43,14 +43,7 @@ def _step(case: Case, device: torch.device, budget: float) -> Step:
             }
         for kind, rounds in kinds.items():
             for name in STRATEGIES:
-                spread = rounds.spread(name).scaled(1e3)
-                yield Row(
-                    name=f"{name}, {kind}",
-                    parameters=case.parameters,
-                    value=spread.median,
-                    unit="ms",
-                    spread=spread,
-                    over={} if name == BASELINE else {BASELINE: rounds.ratio(name, BASELINE)},
-                )
+                over = {} if name == BASELINE else {BASELINE: rounds.ratio(name, BASELINE)}
+                yield Row.of(f"{name}, {kind}", case.parameters, rounds.spread(name).scaled(1e3), "ms", over=over)
 
     return Step(f"{case.seq_len:,} tokens", run, ((case, False),))

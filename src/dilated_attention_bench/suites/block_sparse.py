@@ -12,21 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention import autograd, routing
+from dilated_attention import routing
 from dilated_attention.backends import blocks
-from dilated_attention.bench import activations, measure
-from dilated_attention.bench.cases import Blocks, Case
-from dilated_attention.bench.measure import Rounds, Spread
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step, rates
+from dilated_attention.cache import plan_cache
+from dilated_attention.call import Call
+from dilated_attention.execution import layouts_of
 from dilated_attention.functional import attention, block_sparse_attention
 from dilated_attention.layout import DENSE_LIMIT, BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention_bench import activations, measure
+from dilated_attention_bench.cases import Blocks, Case, Method
+from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step, peak, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
 DENSITIES = (0.1, 0.25, 0.5)
+HELD: tuple[Method, ...] = ("block-sparse", "gather", "torch.sparse")
+"""Ways to run a layout whose peak memory is measured."""
 MILLION = 1 << 20
 LOST = "routing: mass lost, 1 - captured over the best possible"
 
@@ -35,42 +39,35 @@ Router = Callable[[Tensor, Tensor], BlockLayout]
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
-        found = [
+        return [
             _over_dense(_cases(4096, ("local", "random"), DENSITIES), device, 4.0),
             _over_rivals(replace(SPARSE, blocks="random"), device, 2.0),
             _over_torch_sparse(512, (0.1,), device, 1.0),
-            _peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5),
+            peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5, beside_out=True),
             Step("layouts and their cache", lambda: _tables(4096)),
             _choosing(replace(SPARSE, is_causal=True), device, 2.0, bar=None),
             Step("a trained LongNetLM", lambda: _longnet_quality(1024, 10, judged=False)),
             Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 2, 16)),
         ]
-        return found
-    found = [
+    random = replace(SPARSE, seq_len=8192, blocks="random")
+    held = _cases(32768, KINDS, (0.1,)) + _cases(32768, ("random", "global"), (0.25,))
+    chosen = replace(SPARSE, seq_len=16384)
+    return [
         _over_dense(_cases(4096, KINDS, DENSITIES), device, 30.0),
         _over_dense(_cases(4096, KINDS, DENSITIES, is_causal=True), device, 20.0),
         _over_dense(_cases(16384, KINDS, DENSITIES), device, 150.0),
         _over_dense(_cases(16384, KINDS, DENSITIES[:1], is_causal=True), device, 40.0),
+        *[_over_rivals(case, device, 8.0) for case in _cases(4096, ("random", "local"), DENSITIES)],
+        *[_over_rivals(case, device, 30.0, backward=False) for case in _cases(16384, ("random",), (0.1, 0.5))],
+        _over_torch_sparse(1024, DENSITIES, device, 20.0),
+        *[peak(replace(random, method=name), device, beside_out=True) for name in HELD],
+        *[peak(case, device, bar=1.5, beside_out=True) for case in held],
+        Step("layouts and their cache", lambda: _tables(16384)),
+        *[_choosing(replace(chosen, is_causal=cut), device, 20.0, bar=0.1) for cut in (False, True)],
+        Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)),
+        Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)),
+        Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)),
     ]
-    for kind in ("random", "local"):
-        for density in DENSITIES:
-            found.append(_over_rivals(replace(SPARSE, blocks=kind, density=density), device, 8.0))
-    for density in (0.1, 0.5):
-        case = replace(SPARSE, seq_len=16384, blocks="random", density=density)
-        found.append(_over_rivals(case, device, 30.0, backward=False))
-    found.append(_over_torch_sparse(1024, DENSITIES, device, 20.0))
-    for method in ("block-sparse", "gather", "torch.sparse"):
-        found.append(_peak(replace(SPARSE, seq_len=8192, blocks="random", method=method), device))
-    for density, kinds in ((0.1, KINDS), (0.25, ("random", "global"))):
-        for kind in kinds:
-            found.append(_peak(replace(SPARSE, seq_len=32768, blocks=kind, density=density), device, bar=1.5))
-    found.append(Step("layouts and their cache", lambda: _tables(16384)))
-    for is_causal in (False, True):
-        found.append(_choosing(replace(SPARSE, seq_len=16384, is_causal=is_causal), device, 20.0, bar=0.1))
-    found.append(Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)))
-    found.append(Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)))
-    found.append(Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)))
-    return found
 
 
 def bar(kind: str | None, density: float) -> float:
@@ -92,14 +89,11 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
         rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
         for phase, factor in (("forward", 1.0), ("forward+backward", 3.5)):
             for name, case in cases.items():
-                ratio = rounds.ratio(name, "dense", phase)
-                yield Row(
-                    name=f"{phase}: time over dense",
-                    parameters=case.parameters,
-                    value=ratio.median,
-                    unit="x",
+                yield Row.of(
+                    f"{phase}: time over dense",
+                    case.parameters,
+                    rounds.ratio(name, "dense", phase),
                     bar=bar(case.blocks, case.layout(case.seq_len).density),
-                    spread=ratio,
                     times={key: rounds.spread(key, phase) for key in (name, "dense")},
                     rates=rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops}),
                 )
@@ -123,14 +117,8 @@ def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: b
         with torch.no_grad():
             expected = case.prepare()(q, k, v).double()
             for name, rival in everyone.items():
-                difference = (rival.prepare()(q, k, v).double() - expected).norm() / expected.norm()
-                yield Row(
-                    name=f"forward: relative difference from {name}",
-                    parameters=case.parameters,
-                    value=float(difference),
-                    unit="",
-                    bar=3e-6,
-                )
+                difference = float((rival.prepare()(q, k, v).double() - expected).norm() / expected.norm())
+                yield Row(f"forward: relative difference from {name}", case.parameters, difference, "", bar=3e-6)
         work = {name: x.contender(device, backward=backward) for name, x in trained.items()}
         work["block-sparse"] = case.contender(device, backward=backward)
         if "flex" in everyone:
@@ -158,7 +146,7 @@ def _refused(case: Case, device: torch.device, why_not: str | None) -> Iterator[
             why_not, phases = str(error).strip().splitlines()[0], phases[1:]
     parameters = replace(case, method="block-sparse").parameters
     for phase in phases:
-        yield Row(name=f"{phase}: time over flex", parameters=parameters, value=None, unit="x", refused=why_not)
+        yield Row(f"{phase}: time over flex", parameters, None, "x", refused=why_not)
 
 
 def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.device, budget: float) -> Step:
@@ -176,31 +164,9 @@ def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.d
 
 
 def _ratio(rounds: Rounds, case: Case, name: str, phase: str, bar: float) -> Row:
+    times = {key: rounds.spread(key, phase) for key in ("block-sparse", name)}
     ratio = rounds.ratio("block-sparse", name, phase)
-    return Row(
-        name=f"{phase}: time over {name}",
-        parameters=case.parameters,
-        value=ratio.median,
-        unit="x",
-        bar=bar,
-        spread=ratio,
-        times={key: rounds.spread(key, phase) for key in ("block-sparse", name)},
-    )
-
-
-def _peak(case: Case, device: torch.device, bar: float | None = None) -> Step:
-    def run() -> Iterator[Row]:
-        found = measure.peak_above_inputs(case, device)
-        yield Row(
-            name=f"forward: {case.method}, peak memory above q, k, v and out, over the bytes of out",
-            parameters=case.parameters,
-            value=None if found is None else found / case.out_bytes - 1,
-            unit="x",
-            bar=bar,
-            refused="this system does not tell a process's peak memory" if found is None else None,
-        )
-
-    return Step(f"peak memory of {case.method} at {case.seq_len:,} tokens", run, ((case, False),))
+    return Row.of(f"{phase}: time over {name}", case.parameters, ratio, bar=bar, times=times)
 
 
 def _million() -> BlockLayout:
@@ -211,17 +177,17 @@ def _million() -> BlockLayout:
 def _tables(seq_len: int) -> Iterator[Row]:
     built = {"seq_len": MILLION, "heads": 1, "block_size": 128, "blocks": "local, global and dilated"}
     _million()
-    spread = measure.elapsed(_million, runs=9).scaled(1e3)
-    yield Row(name="layout: time to build", parameters=built, value=spread.median, unit="ms", bar=50.0, spread=spread)
-    yield Row(name="layout: size", parameters=built, value=_million().nbytes / 1e6, unit="MB", bar=20.0)
+    yield Row.of("layout: time to build", built, measure.elapsed(_million, runs=9).scaled(1e3), "ms", bar=50.0)
+    yield Row("layout: size", built, _million().nbytes / 1e6, "MB", bar=20.0)
 
     layout = BlockLayout.random(seq_len, 0.1, 0).causal()
-    plan = plan_dilated((seq_len,), (1,), ((0,),), seq_len)
-    q, sizes = torch.empty(1, seq_len, 1, 1), [seq_len, *layout.block_size, 1]
+    q = torch.empty(1, seq_len, 1, 1)
+    call = Call.of(q, q, q, layout, is_causal=True)
+    plan = call.plan(seq_len)
 
     def find() -> object:
-        (found,) = (autograd._layouts(q, plan, sizes, [layout.indptr, layout.indices], True) or {}).values()
-        return blocks._plan(found, 0)
+        (found,) = (layouts_of(call, q, plan) or {}).values()
+        return blocks.block_plan(found, 0)
 
     def miss() -> object:
         plan_cache.clear()
@@ -230,16 +196,9 @@ def _tables(seq_len: int) -> Iterator[Row]:
     case = replace(SPARSE, seq_len=seq_len, blocks="random", is_causal=True)
     find()
     hits = Spread.of([timeit.timeit(find, number=100) / 100 for _ in range(50)]).scaled(1e6)
-    yield Row(
-        name="layout: time of a hit in the plan cache",
-        parameters=case.parameters,
-        value=hits.median,
-        unit="µs",
-        bar=20.0,
-        spread=hits,
-    )
+    yield Row.of("layout: time of a hit in the plan cache", case.parameters, hits, "µs", bar=20.0)
     misses = measure.elapsed(miss, runs=9).scaled(1e3)
-    yield Row(name="layout: time of a miss", parameters=case.parameters, value=misses.median, unit="ms", spread=misses)
+    yield Row.of("layout: time of a miss", case.parameters, misses, "ms")
 
 
 def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Router]:
@@ -251,11 +210,6 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
         ),
         "LSH": lambda q, k: routing.lsh_blocks(q, k, density, **options),
     }
-
-
-def _chosen(case: Case) -> dict[str, Any]:
-    """Parameters of rows about layouts that a router makes."""
-    return {**case.parameters, "blocks": "chosen"}
 
 
 def _choosing(case: Case, device: torch.device, budget: float, *, bar: float | None) -> Step:
@@ -278,14 +232,11 @@ def _choosing(case: Case, device: torch.device, budget: float, *, bar: float | N
         rounds = measure.interleave(work, seconds=budget, device=device)
         for name in chosen:
             choose, both = (rounds.seconds[name, phase] for phase in ("choose", "choose and attend"))
-            share = Spread.of([x / (y - x) for x, y in zip(choose, both, strict=True)])
-            yield Row(
-                name=f"routing: time of choosing the blocks over the attention that follows, {name}",
-                parameters=_chosen(case),
-                value=share.median,
-                unit="x",
+            yield Row.of(
+                f"routing: time of choosing the blocks over the attention that follows, {name}",
+                {**case.parameters, "blocks": "chosen"},
+                Spread.of([x / (y - x) for x, y in zip(choose, both, strict=True)]),
                 bar=bar,
-                spread=share,
                 times={phase: rounds.spread(name, phase) for phase in ("choose", "choose and attend")},
             )
 
@@ -303,7 +254,7 @@ def _minilm_quality(seq_len: int, batch: int, block_size: int) -> Iterator[Row]:
     if reason is not None:
         parameters = {"seq_len": seq_len, "heads": 12, "activations": "MiniLM"}
         for name in routers(0.1, block_size, False):
-            yield Row(name=f"{LOST}, {name}", parameters=parameters, value=None, unit="", refused=reason)
+            yield Row(f"{LOST}, {name}", parameters, None, "", refused=reason)
         return
     yield from _quality("MiniLM", activations.minilm(seq_len, batch), block_size, False)
 
@@ -315,7 +266,7 @@ def _quality(
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
     case = replace(case, block_size=block_size, is_causal=is_causal)
-    parameters = {**_chosen(case), "activations": model, "layers": len(found)}
+    parameters = {**case.parameters, "blocks": "chosen", "activations": model, "layers": len(found)}
     everything = Dilated((q.shape[1],), (1,))
     mass = [block_mass(q, k, block_size, is_causal) for q, k, _ in found]
     dense = [attention(q, k, v, everything, is_causal=is_causal) for q, k, v in found]
@@ -328,21 +279,10 @@ def _quality(
             lost.append(1 - captured(share, layout))
             out = attention(q, k, v, layout, is_causal=is_causal)
             errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
-        yield Row(
-            name=f"{LOST}, {name}",
-            parameters=parameters,
-            value=math.fsum(lost) / len(lost),
-            unit="",
-            bar={"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None,
-            spread=Spread.of(lost),
-        )
-        yield Row(
-            name=f"routing: relative error of the output, {name}",
-            parameters=parameters,
-            value=math.fsum(errors) / len(errors),
-            unit="",
-            spread=Spread.of(errors),
-        )
+        most = {"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None
+        for figure, values, bar in ((LOST, lost, most), ("routing: relative error of the output", errors, None)):
+            mean = math.fsum(values) / len(values)
+            yield Row(f"{figure}, {name}", parameters, mean, "", bar=bar, spread=Spread.of(values))
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:

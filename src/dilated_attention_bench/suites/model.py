@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import measure, official
-from dilated_attention.bench.cases import contender
-from dilated_attention.bench.results import Row
-from dilated_attention.bench.suites import Step, seconds
+from dilated_attention import released
 from dilated_attention.models import GigaPathSlideEncoder, KeyValueCache, LongNetConfig, LongNetLM, load_gigapath
 from dilated_attention.models.gigapath import PATTERN
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.loop import Recipe, Training
 from dilated_attention.training.text import read_text
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step, seconds
 
 HEADS, WIDTH, IN_CHANS, GRID = 16, 768, 1536, 1000
 OURS, RIVAL = "ours, compat", "released algorithm"
@@ -93,9 +93,9 @@ def _ours(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
 
 def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     weights = {name: tensor.to(device) for name, tensor in slide_weights(layers).items()}
-    options = official.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
+    options = released.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
     sines = grid_sines(coords // 256, GRID, WIDTH)  # the released code keeps a table of them
-    return torch.no_grad()(lambda: official.gigapath(weights, x, sines, options))
+    return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
 
 
 def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
@@ -113,50 +113,35 @@ def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
     calls = encoders(layers, tiles, device)
     ours, rival = (calls[name]() for name in (OURS, RIVAL))
-    tolerance = 2e-5 + 1e-4 * rival.abs()
-    yield Row(
-        name="largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry",
-        parameters=_parameters(tiles, layers),
-        value=float(((ours - rival).abs() / tolerance).max()),
-        unit="x",
-        bar=1.0,
-    )
-    rounds = measure.interleave(
-        {name: contender(call) for name, call in calls.items()}, seconds=budget, device=device, least=3, most=20
-    )
-    ratio = rounds.ratio(OURS, RIVAL)
-    yield Row(
-        name="slide encoder: time over the released algorithm's",
-        parameters=_parameters(tiles, layers),
-        value=ratio.median,
-        unit="x",
-        bar=1 / 1.3,
-        spread=ratio,
-        times=seconds(rounds),
-    )
+    parameters = _parameters(tiles, layers)
+    largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
+    name = "largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry"
+    yield Row(name, parameters, largest, "x", bar=1.0)
+    yield _compared(calls, "slide encoder: time over the released algorithm's", parameters, 1 / 1.3, device, budget)
+
+
+def _compared(
+    calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
+) -> Row:
+    """The time of the first of two calls over that of the second."""
+    contenders = {key: contender(call) for key, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
+    one, other = calls
+    return Row.of(name, parameters, rounds.ratio(one, other), bar=bar, times=seconds(rounds))
 
 
 def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row]:
     request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
+    parameters = _parameters(tiles, layers)
     found: list[int] = []
-    for name in (OURS, RIVAL):
-        peak = measure.in_new_process(__name__, {**request, "name": name})
+    for way in (OURS, RIVAL):
+        peak = measure.in_new_process(__name__, {**request, "name": way})
         found += [] if peak is None else [peak]
-        yield Row(
-            name=f"slide encoder: peak memory above weights and input: {name}",
-            parameters=_parameters(tiles, layers),
-            value=peak,
-            unit="bytes",
-            refused="this system does not tell a process's peak memory" if peak is None else None,
-        )
+        name = f"slide encoder: peak memory above weights and input: {way}"
+        yield Row(name, parameters, peak, "bytes", refused=measure.UNTOLD if peak is None else None)
     if len(found) == 2:
-        yield Row(
-            name="slide encoder: peak memory over the released algorithm's",
-            parameters=_parameters(tiles, layers),
-            value=found[0] / found[1],
-            unit="x",
-            bar=0.5,
-        )
+        name = "slide encoder: peak memory over the released algorithm's"
+        yield Row(name, parameters, found[0] / found[1], "x", bar=0.5)
 
 
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
@@ -183,30 +168,10 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
         return torch.cat([model(*pair) for pair in slides])
 
     parameters = {**_parameters(max(tiles), layers), "tiles": list(tiles)}
-    yield Row(
-        name="ragged slides: largest difference to one by one",
-        parameters=parameters,
-        value=float((together() - one_by_one()).abs().max()),
-        unit="",
-        bar=1e-5,
-    )
-    rounds = measure.interleave(
-        {"together": contender(together), "one by one": contender(one_by_one)},
-        seconds=budget,
-        device=device,
-        least=3,
-        most=20,
-    )
-    ratio = rounds.ratio("together", "one by one")
-    yield Row(
-        name="ragged slides: time over one by one",
-        parameters=parameters,
-        value=ratio.median,
-        unit="x",
-        bar=1.05,
-        spread=ratio,
-        times=seconds(rounds),
-    )
+    largest = float((together() - one_by_one()).abs().max())
+    yield Row("ragged slides: largest difference to one by one", parameters, largest, "", bar=1e-5)
+    calls = {"together": together, "one by one": one_by_one}
+    yield _compared(calls, "ragged slides: time over one by one", parameters, 1.05, device, budget)
 
 
 def cache_at(config: LongNetConfig, position: int, room: int, device: torch.device) -> KeyValueCache:
@@ -251,37 +216,15 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
         }
 
     for name, _, position in runs:
-        spread = rounds.spread(f"{name} at {position}").scaled(1e3 / WRITTEN)
-        yield Row(
-            name=f"decoding, {name}: time a token",
-            parameters=parameters(name, position),
-            value=spread.median,
-            unit="ms",
-            spread=spread,
-        )
-        yield Row(
-            name=f"decoding, {name}: bytes of the cache",
-            parameters=parameters(name, position),
-            value=float(caches[f"{name} at {position}"].nbytes),
-            unit="bytes",
-        )
+        case, key = parameters(name, position), f"{name} at {position}"
+        yield Row.of(f"decoding, {name}: time a token", case, rounds.spread(key).scaled(1e3 / WRITTEN), "ms")
+        yield Row(f"decoding, {name}: bytes of the cache", case, float(caches[key].nbytes), "bytes")
+    case, key = parameters("dilated", POSITIONS[-1]), f"dilated at {POSITIONS[-1]}"
     bound = KeyValueCache(LANGUAGE, 1, device=device).nbytes
-    yield Row(
-        name="decoding: bytes of the cache over the bound, 2 layers x sum of w / r x width x 4",
-        parameters=parameters("dilated", POSITIONS[-1]),
-        value=caches[f"dilated at {POSITIONS[-1]}"].nbytes / bound,
-        unit="x",
-        bar=1.0,
-    )
-    ratio = rounds.ratio(f"dilated at {POSITIONS[-1]}", f"dilated at {POSITIONS[1]}")
-    yield Row(
-        name=f"decoding: time a token over that at {POSITIONS[1]:,} tokens",
-        parameters=parameters("dilated", POSITIONS[-1]),
-        value=ratio.median,
-        unit="x",
-        bar=1.10,
-        spread=ratio,
-    )
+    name = "decoding: bytes of the cache over the bound, 2 layers x sum of w / r x width x 4"
+    yield Row(name, case, caches[key].nbytes / bound, "x", bar=1.0)
+    ratio = rounds.ratio(key, f"dilated at {POSITIONS[1]}")
+    yield Row.of(f"decoding: time a token over that at {POSITIONS[1]:,} tokens", case, ratio, bar=1.10)
 
 
 def _training(device: torch.device, count: int) -> Iterator[Row]:
@@ -301,30 +244,12 @@ def _training(device: torch.device, count: int) -> Iterator[Row]:
     rates = {name: [CONTEXT / spent for spent in training.seconds[1:]] for name, training in models.items()}
     bits = {name: training.held_out_bits_per_byte(16) for name, training in models.items()}
     for name in models:
-        yield Row(
-            name=f"training, {name}: speed",
-            parameters=parameters,
-            value=statistics.median(rates[name]),
-            unit="tokens/s",
-            spread=measure.Spread.of(rates[name]),
-        )
-        yield Row(
-            name=f"training, {name}: held-out text", parameters=parameters, value=bits[name], unit="bits per byte"
-        )
-    ratio = measure.Spread.of([a / b for a, b in zip(rates["dilated"], rates["dense"], strict=True)])
-    yield Row(
-        name="training: speed of dilated over dense attention",
-        parameters=parameters,
-        value=ratio.median,
-        unit="x",
-        spread=ratio,
-    )
-    yield Row(
-        name="training: bits per byte of dilated over dense attention",
-        parameters=parameters,
-        value=bits["dilated"] / bits["dense"],
-        unit="x",
-    )
+        yield Row.of(f"training, {name}: speed", parameters, measure.Spread.of(rates[name]), "tokens/s")
+        yield Row(f"training, {name}: held-out text", parameters, bits[name], "bits per byte")
+    ratio = measure.Spread.of_ratios(rates["dilated"], rates["dense"])
+    yield Row.of("training: speed of dilated over dense attention", parameters, ratio)
+    share = bits["dilated"] / bits["dense"]
+    yield Row("training: bits per byte of dilated over dense attention", parameters, share, "x")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.bench import measure
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.measure import MATMUL, Rounds, Spread
-from dilated_attention.bench.results import Row
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.measure import MATMUL, UNTOLD, Rounds, Spread
+from dilated_attention_bench.results import Row
 
 LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
 """The configuration that the figures of the foundation are stated for."""
@@ -55,19 +55,14 @@ def compare(
     Args:
         most_flops: a case with more than that many floating-point operations a call is refused.
     """
-    work = {name: case.flops * (3.5 if backward and case.method != "flex" else 1.0) for name, case in cases.items()}
+    backward_of = {name: backward and case.method != "flex" for name, case in cases.items()}
+    work = {name: case.flops * (3.5 if backward_of[name] else 1.0) for name, case in cases.items()}
     run = {name: case for name, case in cases.items() if work[name] <= most_flops}
-    backward_of = {name: backward and case.method != "flex" for name, case in run.items()}
 
     def steps() -> Iterator[Row]:
         for name in cases.keys() - run.keys():
-            yield Row(
-                name=f"forward: {name}",
-                parameters=cases[name].parameters,
-                value=None,
-                unit="ms",
-                refused=f"{work[name] / 1e12:.3g} TFLOP a call; at most {most_flops / 1e12:.3g} are run",
-            )
+            why = f"{work[name] / 1e12:.3g} TFLOP a call; at most {most_flops / 1e12:.3g} are run"
+            yield Row(f"forward: {name}", cases[name].parameters, None, "ms", refused=why)
         if not run:
             return
         contenders = {name: case.contender(device, backward=backward_of[name]) for name, case in run.items()}
@@ -75,34 +70,31 @@ def compare(
         for name, phase in rounds.seconds:
             if name == MATMUL:
                 continue
-            spread = rounds.spread(name, phase).scaled(1e3)
             compared = name != baseline and (baseline, phase) in rounds.seconds
-            yield Row(
-                name=f"{phase}: {name}",
-                parameters=cases[name].parameters,
-                value=spread.median,
-                unit="ms",
-                spread=spread,
+            useful = {name: cases[name].flops * (1.0 if phase == "forward" else 3.5)}
+            yield Row.of(
+                f"{phase}: {name}",
+                cases[name].parameters,
+                rounds.spread(name, phase).scaled(1e3),
+                "ms",
                 over={baseline: rounds.ratio(name, baseline, phase)} if compared else {},
-                rates=rates(rounds, phase, {name: cases[name].flops * (1.0 if phase == "forward" else 3.5)}),
+                rates=rates(rounds, phase, useful),
             )
 
     return Step(label, steps, tuple((case, backward_of[name]) for name, case in run.items()))
 
 
-def peak(case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None) -> Step:
-    """Peak memory of one case above its inputs, over the size of its output."""
+def peak(
+    case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None, beside_out: bool = False
+) -> Step:
+    """Peak memory of one case above its inputs, or with `beside_out` above inputs and output, over the output's."""
     phase = "forward+backward" if backward else "forward"
+    inputs = "q, k, v and out" if beside_out else "q, k, v"
 
     def steps() -> Iterator[Row]:
         found = measure.peak_above_inputs(case, device, backward=backward)
-        yield Row(
-            name=f"{phase}: {case.method}, peak memory above q, k, v, over the bytes of out",
-            parameters=case.parameters,
-            value=None if found is None else found / case.out_bytes,
-            unit="x",
-            bar=bar,
-            refused="this system does not tell a process's peak memory" if found is None else None,
-        )
+        value = None if found is None else found / case.out_bytes - beside_out
+        name = f"{phase}: {case.method}, peak memory above {inputs}, over the bytes of out"
+        yield Row(name, case.parameters, value, "x", bar=bar, refused=UNTOLD if found is None else None)
 
-    return Step(f"peak memory at {case.seq_len:,} tokens", steps, ((case, backward),))
+    return Step(f"peak memory of {case.method} at {case.seq_len:,} tokens", steps, ((case, backward),))

@@ -16,17 +16,14 @@ from pathlib import Path
 
 import torch
 
-from dilated_attention.bench.cases import Case, Contender, contender
-from dilated_attention.bench.measure import fused_calls
-from dilated_attention.bench.profile import profile
 from dilated_attention.environment import environment
-from dilated_attention.patterns import Dilated
-from dilated_attention.plan import plan_cache, plan_dilated
 from dilated_attention.storage import write_text
+from dilated_attention_bench.cases import DOUBLING, Case, Contender, Method, contender, planning
+from dilated_attention_bench.measure import fused_calls
+from dilated_attention_bench.profile import Profile, profile
 
 CPU = torch.device("cpu")
 DILATED = Case(method="dilated", seq_len=4096, heads=2, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
-CALLS = replace(DILATED, method="dense calls")
 ONE = replace(DILATED, seq_len=1024, segment_lengths=(1024,), dilation_rates=(1,))
 BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 
@@ -62,91 +59,60 @@ class Verdict:
         return self.limit is not None and self.value <= self.limit
 
 
-def fastest_ratio(
-    one: Contender, other: Contender, phase: str, limit: float, *, patience: float | None = None
-) -> float:
+def fastest_ratio(one: Contender, other: Contender, phase: str, limit: float, patience: float | None = None) -> float:
     """The least time of `one` over the least of `other`, from at least 5 rounds that run both, and half a second."""
     patience = PATIENCE if patience is None else patience
     best = {one: float("inf"), other: float("inf")}
-    begin, rounds = time.perf_counter(), 0
-
-    def wanted() -> bool:
-        spent = time.perf_counter() - begin
-        return rounds < 5 or spent < 0.5 or (best[one] > limit * best[other] and spent < patience)
-
-    while wanted():
+    begin, rounds, spent = time.perf_counter(), 0, 0.0
+    while rounds < 5 or spent < 0.5 or (best[one] > limit * best[other] and spent < patience):
         for work in (one, other) if rounds % 2 else (other, one):
             start = time.perf_counter()
             for name in work():
                 if name == phase:
                     best[work] = min(best[work], time.perf_counter() - start)
-        rounds += 1
+        rounds, spent = rounds + 1, time.perf_counter() - begin
     return best[one] / best[other]
 
 
-def _over(case: Case, other: Case, phase: str = "forward") -> Callable[[float], float]:
-    backward = phase != "forward"
-    return lambda limit: fastest_ratio(
-        case.contender(CPU, backward=backward), other.contender(CPU, backward=backward), phase, limit
-    )
+def _over(case: Case, method: Method, phase: str = "forward") -> Callable[[float], float]:
+    def measure(limit: float) -> float:
+        one, other = (x.contender(CPU, backward=phase != "forward") for x in (case, replace(case, method=method)))
+        return fastest_ratio(one, other, phase, limit)
+
+    return measure
 
 
 def _plan(limit: float) -> float:
-    branches = 20
-    pattern = Dilated(tuple(2048 << i for i in range(branches)), tuple(1 << i for i in range(branches)))
-    table = pattern.offset_table(12)
+    make, _ = planning(DOUBLING, 12, 1 << 30)
+    words = contender(lambda: [str(i) for i in range(10_000)])
+    return fastest_ratio(contender(make), words, "forward", limit, patience=2.0)
 
-    def make() -> None:
-        plan_cache.clear()
-        plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, 1 << 30)
 
-    return fastest_ratio(
-        contender(make), contender(lambda: [str(i) for i in range(10_000)]), "forward", limit, patience=2.0
-    )
+def _profile(case: Case, backward: bool = False) -> Profile:
+    work = case.contender(CPU, backward=backward)
+    return profile(lambda: list(work()), CPU, runs=1)
 
 
 def _peak(case: Case, backward: bool) -> Callable[[float], float]:
-    def measure(_: float) -> float:
-        work = case.contender(CPU, backward=backward)
-        return profile(lambda: list(work()), CPU, runs=1).peak_bytes / case.out_bytes
-
-    return measure
+    return lambda _: _profile(case, backward).peak_bytes / case.out_bytes
 
 
 def _copies(case: Case) -> Callable[[float], float]:
-    def measure(_: float) -> float:
-        work = case.contender(CPU)
-        return float(profile(lambda: list(work()), CPU, runs=1).copies)
-
-    return measure
+    return lambda _: float(_profile(case).copies)
 
 
 def _calls(case: Case) -> Callable[[float], float]:
-    def measure(_: float) -> float:
-        work = case.contender(CPU)
-        return float(fused_calls(lambda: list(work())))
-
-    return measure
+    work = case.contender
+    return lambda _: float(fused_calls(lambda: list(work(CPU)())))
 
 
+BOTH = "forward+backward"
 GUARDS = (
-    Guard(
-        "dilated over dense calls, forward", "x", TIME_MARGIN, _over(DILATED, replace(DILATED, method="dense calls"))
-    ),
-    Guard(
-        "dilated over dense calls, forward+backward",
-        "x",
-        TIME_MARGIN,
-        _over(DILATED, replace(DILATED, method="dense calls"), "forward+backward"),
-    ),
-    Guard("one segment over dense attention, forward", "x", TIME_MARGIN, _over(ONE, replace(ONE, method="dense"))),
-    Guard("blocks over dense attention, forward", "x", TIME_MARGIN, _over(BLOCKS, replace(BLOCKS, method="dense"))),
-    Guard(
-        "blocks over dense attention, forward+backward",
-        "x",
-        TIME_MARGIN,
-        _over(BLOCKS, replace(BLOCKS, method="dense"), "forward+backward"),
-    ),
+    Guard("dilated over dense calls, forward", "x", TIME_MARGIN, _over(DILATED, "dense calls")),
+    Guard("dilated over dense calls, forward+backward", "x", TIME_MARGIN, _over(DILATED, "dense calls", BOTH)),
+    Guard("one segment over dense attention, forward", "x", TIME_MARGIN, _over(ONE, "dense")),
+    Guard("blocks over dense attention, forward", "x", TIME_MARGIN, _over(BLOCKS, "dense")),
+    Guard("blocks over dense attention, forward+backward", "x", TIME_MARGIN, _over(BLOCKS, "dense", BOTH)),
     Guard("plan of 2^30 tokens over 10,000 integers to text", "x", TIME_MARGIN, _plan),
     Guard("dilated, peak of allocations, forward", "out", COUNT_MARGIN, _peak(DILATED, False)),
     Guard("dilated, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(DILATED, True)),

@@ -19,13 +19,12 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, record_function
 
-from dilated_attention import autograd
 from dilated_attention.backends import blocks, fused, native
-from dilated_attention.bench.cases import SPARSE, Case, Contender
-from dilated_attention.bench.measure import Spread, elapsed, synchronize
-from dilated_attention.bench.results import Row
+from dilated_attention.cache import PlanCache
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.plan import plan_cache, plan_dilated
+from dilated_attention_bench.cases import SPARSE, Case, Contender, planning
+from dilated_attention_bench.measure import Spread, elapsed, synchronize
+from dilated_attention_bench.results import Row
 
 _MARK = "stage: "
 STAGES: dict[tuple[ModuleType | type, str], str] = {
@@ -34,14 +33,12 @@ STAGES: dict[tuple[ModuleType | type, str], str] = {
     (native, "merge_into"): "merging",
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",
-    (autograd, "_plan"): "finding the plan",
-    (blocks, "_plan"): "finding the plan",
-    (autograd, "_key_bias"): "masks",
-    (blocks._Problem, "bias"): "masks",
-    (blocks._Problem, "keys"): "gathering blocks",
-    (blocks._Problem, "queries"): "gathering blocks",
-    (blocks._Problem, "store"): "scattering blocks",
-    (blocks._Problem, "add_to_keys"): "scattering blocks",
+    (PlanCache, "get"): "finding the plan",
+    (blocks.Problem, "bias"): "masks",
+    (blocks.Problem, "keys"): "gathering blocks",
+    (blocks.Problem, "queries"): "gathering blocks",
+    (blocks.Problem, "store"): "scattering blocks",
+    (blocks.Problem, "add_to_keys"): "scattering blocks",
 }
 _OPERATORS = {
     **dict.fromkeys(("empty", "empty_strided", "empty_like", "new_empty", "resize_"), "allocation"),
@@ -207,16 +204,8 @@ def _idle(events: list[Any]) -> float:
 
 def once(case: Case) -> dict[str, Spread]:
     """Seconds of what a call needs once a shape: making the plan, the layout; and of finding the plan again."""
-    table, pattern = case.pattern.offset_table(case.heads), case.pattern
-
-    def plan() -> None:
-        plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, case.seq_len)
-
-    def made() -> None:
-        plan_cache.clear()
-        plan()
-
-    found = {"making the plan": elapsed(made, runs=20), "finding the plan": elapsed(plan, runs=100)}
+    make, find = planning(case.pattern, case.heads, case.seq_len)
+    found = {"making the plan": elapsed(make, runs=20), "finding the plan": elapsed(find, runs=100)}
     if case.method in SPARSE:
         found["building the layout"] = elapsed(lambda: case.layout(case.seq_len), runs=5)
     return found
@@ -241,15 +230,9 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
     """What to record of a profile."""
     parameters = {**case.parameters, "backward": backward}
     for stage in found.stages:
-        yield Row(name=f"own time of {stage.name}", parameters=parameters, value=stage.milliseconds, unit="ms")
+        yield Row(f"own time of {stage.name}", parameters, stage.milliseconds, "ms")
     for name, spread in prepared.items():
-        yield Row(
-            name=f"once a shape: {name}",
-            parameters=parameters,
-            value=1e3 * spread.median,
-            unit="ms",
-            spread=spread.scaled(1e3),
-        )
+        yield Row.of(f"once a shape: {name}", parameters, spread.scaled(1e3), "ms")
     for name, value, unit in (
         ("peak of allocations over the bytes of out", found.peak_bytes / case.out_bytes, "x"),
         ("allocations", float(found.allocations), "calls"),
@@ -259,7 +242,7 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
         ("GPU idle between kernels", found.idle_milliseconds, "ms"),
     ):
         if value is not None:
-            yield Row(name=name, parameters=parameters, value=value, unit=unit)
+            yield Row(name, parameters, value, unit)
 
 
 def save_bars(path: Path, title: str, stages: tuple[Stage, ...]) -> None:

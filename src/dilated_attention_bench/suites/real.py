@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.suites import Step, compare, peak
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.suites import Step, compare, peak
 
 RATES = (1, 2, 4, 8, 16)
 GIGAPATH = Case(
@@ -45,23 +45,15 @@ USES = {
 def steps(device: torch.device, quick: bool) -> list[Step]:
     found = []
     for label, case in USES.items():
-        cases = {"dilated": case, "dense calls": replace(case, method="dense calls")}
-        cases["dense"] = replace(case, method="dense")
-        small = case.flops * 3.5 < 2e12
         if quick and case.flops > 4e11:
             continue
-        found.append(
-            compare(
-                label,
-                cases,
-                "dense calls",
-                device,
-                seconds=5.0 if quick else 25.0,
-                backward=small and not quick,
-                most_flops=1e12 if quick else 8e12,
-            )
-        )
-        found.append(peak(case, device))
-        if not quick and small:
-            found.append(peak(case, device, backward=True))
+        cases = {
+            "dilated": case,
+            "dense calls": replace(case, method="dense calls"),
+            "dense": replace(case, method="dense"),
+        }
+        backward = not quick and case.flops * 3.5 < 2e12
+        budget, most = (5.0, 1e12) if quick else (25.0, 8e12)
+        found.append(compare(label, cases, "dense calls", device, seconds=budget, backward=backward, most_flops=most))
+        found += [peak(case, device, backward=phase) for phase in (False, True)[: 1 + backward]]
     return found

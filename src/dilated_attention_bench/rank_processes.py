@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention.bench.cases import Case
 from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel import shard_sequence
-from dilated_attention.parallel.comm import Link, PatientLink, RehearsalLink, Traffic, link_of, use_link
+from dilated_attention.parallel.comm import Link, Traffic, link_of, use_link
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.measure import in_new_process
+from dilated_attention_bench.rehearsal_links import PatientLink, RehearsalLink
 
 Samples = dict[str, list[float]]
 
@@ -28,20 +29,15 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
     Args:
         limit: a command in front of theirs, that gives them a slower network.
     """
-    request = {"mode": mode, "case": case.parameters, "rounds": rounds}
-    paths = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.run(
-        [*limit, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-         f"--master-port={_free_port()}", "-m", "dilated_attention.bench.ranks", json.dumps(request)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    if process.returncode:
-        raise RuntimeError(
-            f"measuring {mode} on {ranks} ranks ended with {process.returncode}: {process.stderr[-2000:]}"
-        )
-    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
+    answer: dict[str, Any] = in_new_process(
+        __name__,
+        {"mode": mode, "case": case.parameters, "rounds": rounds},
+        limit=limit,
+        launcher=("torch.distributed.run", *place, "-m"),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
     return answer
 
 
@@ -54,9 +50,8 @@ def _free_port() -> int:
 
 def limited(megabits: int) -> list[str]:
     """A command that runs another one in a network namespace of its own, whose link moves so much a second."""
-    script = (
-        f'ip link set lo up && tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s && exec "$@"'
-    )
+    slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
+    script = f'ip link set lo up && {slower} && exec "$@"'
     return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
 
 
@@ -91,10 +86,8 @@ def _training_step(case: Case, tensors: Sequence[torch.Tensor], mesh: Any) -> Ca
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def step() -> None:
-        out = dilated_attention(
-            q, k, v, case.segment_lengths, case.dilation_rates, is_causal=case.is_causal, mesh=mesh,
-            seq_len=None if mesh is None else case.seq_len,
-        )  # fmt: skip
+        whole: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "seq_len": case.seq_len}
+        out = dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, is_causal=case.is_causal, **whole)
         assert isinstance(out, torch.Tensor)
         torch.autograd.grad(out, leaves, gradient)
 
@@ -147,16 +140,8 @@ def _overlap(case: Case, rounds: int) -> dict[str, Any]:
     def forward(name: str) -> None:
         use_link(links[name])
         with torch.no_grad():
-            dilated_attention(
-                q,
-                k,
-                v,
-                case.segment_lengths,
-                case.dilation_rates,
-                mesh=mesh,
-                seq_len=case.seq_len,
-                transport="exchange",
-            )
+            whole: dict[str, Any] = {"mesh": mesh, "seq_len": case.seq_len}
+            dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, transport="exchange", **whole)
 
     for name in links:
         forward(name)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from dilated_attention.backends import fused
-from dilated_attention.bench.cases import Case, Contender, contender
 from dilated_attention.environment import peak_memory
+from dilated_attention_bench.cases import Case, Contender, contender
 
 MATMUL = "matrix product"
+UNTOLD = "this system does not tell a process's peak memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Spread:
         minimum, p10, median, p90 = map(float, np.quantile(values, (0, 0.1, 0.5, 0.9)))
         return cls(minimum, p10, median, p90, len(values))
 
+    @classmethod
+    def of_ratios(cls, values: Sequence[float], others: Sequence[float], factor: float = 1.0) -> Spread:
+        """Of `factor` times each value over the other of the same round."""
+        return cls.of([factor * value / other for value, other in zip(values, others, strict=True)])
+
     def scaled(self, factor: float) -> Spread:
         return Spread(factor * self.minimum, factor * self.p10, factor * self.median, factor * self.p90, self.runs)
 
@@ -60,8 +66,7 @@ class Rounds:
 
     def ratio(self, name: str, other: str, phase: str = "forward", factor: float = 1.0) -> Spread:
         """`factor` times name over other, round by round."""
-        pairs = zip(self.seconds[name, phase], self.seconds[other, phase], strict=True)
-        return Spread.of([factor * a / b for a, b in pairs])
+        return Spread.of_ratios(self.seconds[name, phase], self.seconds[other, phase], factor)
 
     @property
     def matmul_gflops(self) -> float:
@@ -148,33 +153,36 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
     where the system does not tell.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
-    return in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
+    peak: int | None = in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
+    return peak
 
 
-def in_new_process(module: str, request: Mapping[str, object]) -> int | None:
-    """What `python -m module REQUEST` prints: a whole number, or null."""
+def in_new_process(
+    module: str, request: Mapping[str, object], *, limit: Sequence[str] = (), launcher: Sequence[str] = (), **more: str
+) -> Any:
+    """What `python -m module REQUEST` prints, JSON on its last line.
+
+    Args:
+        limit: a command in front of Python. launcher: a module that runs modules, with its options.
+        more: variables of the environment.
+    """
     process = subprocess.run(
-        [sys.executable, "-m", module, json.dumps(request)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        [*limit, sys.executable, "-m", *launcher, module, json.dumps(request)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more,
         capture_output=True,
         text=True,
     )
     if process.returncode:
         raise RuntimeError(f"{module} {request} ended with {process.returncode}: {process.stderr[-2000:]}")
-    answer: int | None = json.loads(process.stdout)
-    return answer
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def _measure_peak(request: dict[str, object]) -> int | None:
-    device = torch.device(str(request["device"]))
-    torch.set_num_threads(int(str(request["threads"])))
-    backward = bool(request["backward"])
-    case = Case(**request["case"])  # type: ignore[arg-type]
-    for _ in Case(**{**case.parameters, "seq_len": max(64, 4 * case.block_size)}).contender(
-        device, backward=backward
-    )():
-        pass  # loads the operators and starts the threads
-    work = case.contender(device, backward=backward)
+def _measure_peak(request: dict[str, Any]) -> int | None:
+    torch.set_num_threads(request["threads"])
+    device, case = torch.device(request["device"]), Case(**request["case"])
+    short = replace(case, seq_len=max(64, 4 * case.block_size))
+    first, work = (x.contender(device, backward=request["backward"]) for x in (short, case))
+    list(first())  # loads the operators and starts the threads
     return peak_above_now(lambda: list(work()), device)
 
 

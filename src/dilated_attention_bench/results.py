@@ -12,18 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from dilated_attention.bench.measure import Spread
 from dilated_attention.environment import device_name, environment
 from dilated_attention.storage import write_text
+from dilated_attention_bench.measure import Spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One figure.
 
@@ -42,12 +42,18 @@ class Row:
     parameters: Mapping[str, Any]
     value: float | None
     unit: str
+    _: KW_ONLY
     bar: float | None = None
     spread: Spread | None = None
     over: Mapping[str, Spread] = field(default_factory=dict)
     times: Mapping[str, Spread] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     refused: str | None = None
+
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, Any], spread: Spread, unit: str = "x", **others: Any) -> Row:
+        """A row of the median of a spread."""
+        return cls(name, parameters, spread.median, unit, spread=spread, **others)
 
     @property
     def met(self) -> bool | None:
@@ -79,10 +85,9 @@ def commit() -> str | None:
 class Recorder:
     """Writes the rows of one suite; where the folder cannot be written, to standard output instead."""
 
-    def __init__(self, folder: Path, suite: str, device: torch.device, stream: TextIO | None = None) -> None:
+    def __init__(self, folder: Path, suite: str, device: torch.device) -> None:
         self.path = folder / device_folder(device) / f"{suite}.jsonl"
         self._suite = suite
-        self._stream = stream or sys.stdout
         self._rows = {_key(row): row for row in read(self.path)} if self.path.exists() else {}
         self._facts = {"environment": environment(device), "commit": commit()}
         self.failure: str | None = None
@@ -104,7 +109,7 @@ class Recorder:
             except OSError as error:
                 self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"
                 print(self.failure, file=sys.stderr)
-        print(json.dumps(record), file=self._stream, flush=True)
+        print(json.dumps(record), flush=True)
 
     def forget(self, name: str) -> None:
         """Leave out the rows of that name from the next time that a row is written."""

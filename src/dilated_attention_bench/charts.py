@@ -10,15 +10,19 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dilated_attention.bench.cases import Case
-from dilated_attention.bench.profile import Stage, save_bars
-from dilated_attention.bench.results import read
-from dilated_attention.bench.simulate import World
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.pictures import plot_counts
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.profile import Stage, save_bars
+from dilated_attention_bench.results import read
+from dilated_attention_bench.simulate import World
 
 Record = dict[str, Any]
+Points = dict[str, dict[float, float]]
+"""(x, y) of each method."""
+
+KIBI = "tokens / 1,024"
 STYLES = {  # method: line, marker, grey
     "dense": ("-", "o", "black"),
     "dilated": ("-", "s", "0.5"),
@@ -38,27 +42,19 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
     if not files:
         raise ValueError(f"{results}: no files of results, <device>/<suite>.jsonl; `bench` writes them")
     for path in files:
-        is_profile = path.stem.startswith("profile-")
-        if not is_profile and path.stem not in PICTURES:
-            continue  # not all files have rows that `read` knows: results/aot
-        rows = read(path)
         folder = out / path.parent.name
-        if is_profile:
-            stages = tuple(
-                Stage(row["name"].removeprefix("own time of "), row["value"], 0)
-                for row in rows
-                if row["name"].startswith("own time of ")
-            )
+        if path.stem.startswith("profile-"):
+            own = [(row["name"].partition("own time of ")[2], row["value"]) for row in read(path)]
+            stages = tuple(Stage(name, value, 0) for name, value in own if name)
             save_bars(folder / f"{path.stem}.png", path.stem.replace("-", ", ", 1), stages)
             yield folder / f"{path.stem}.png"
-        for name, picture in PICTURES.get(path.stem, {}).items():
-            figure = picture(rows)
-            if figure is None:
-                continue
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
-            figure.savefig(folder / f"{name}.png", dpi=150)
-            yield folder / f"{name}.png"
+        for name, picture in PICTURES.get(path.stem, {}).items():  # results/aot has rows that `read` does not know
+            rows = read(path)
+            if (figure := picture(rows)) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+                figure.savefig(folder / f"{name}.png", dpi=150)
+                yield folder / f"{name}.png"
 
 
 def draw_patterns(out: Path) -> Iterator[Path]:
@@ -78,84 +74,69 @@ def _axes(figure: Figure, columns: int) -> list[Axes]:
     return found
 
 
-def _lengths(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:,g}")
-    axes.set_xlabel("tokens / 1,024")
+def _figure(*panels: tuple[Points, str, dict[str, Any]]) -> Figure | None:
+    """Panels side by side, each of points, label of x and settings of the axes; None where there is nothing to draw."""
+    if not any(values for points, *_ in panels for values in points.values()):
+        return None
+    figure = Figure(figsize=(1 + 4 * len(panels), 4), layout="constrained")
+    for axes, (points, xlabel, settings) in zip(_axes(figure, len(panels)), panels, strict=True):
+        for (name, values), (line, marker, color) in zip(points.items(), STYLES.values(), strict=False):
+            if values:
+                x = sorted(values)
+                axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=name)
+        axes.set(xlabel=xlabel, **settings)
+        if xlabel == KIBI:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:,g}")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure
 
 
-def _lines(axes: Axes, points: dict[str, dict[float, float]]) -> bool:
-    for method, values in points.items():
-        if values:
-            line, marker, color = STYLES[method]
-            x = sorted(values)
-            axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=method)
-    return any(points.values())
+def _by_length(rows: list[Record], name: str, value: Callable[[Record], float]) -> Points:
+    """Points (tokens, value) of each method, sparse ones at the density of a window of 1,024 tokens.
 
-
-def _by_length(rows: list[Record], value: Callable[[Record, str], float | None]) -> dict[str, dict[float, float]]:
-    """Points (tokens, value) of each method, sparse ones at the density of a window of 1,024 tokens."""
-    points: dict[str, dict[float, float]] = {method: {} for method in STYLES}
+    name: what a row's begins with, `METHOD` for its method.
+    """
+    points: Points = {method: {} for method in STYLES}
     for row in rows:
-        parameters = row["parameters"]
-        method, seq_len = parameters["method"], parameters["seq_len"]
-        window = parameters.get("density") in (None, min(1.0, 1024 / seq_len))
-        found = value(row, method) if window and row["value"] is not None else None
-        if found is not None:
-            points[method][seq_len] = found
+        method, seq_len = row["parameters"]["method"], row["parameters"]["seq_len"]
+        window = row["parameters"].get("density") in (None, min(1.0, 1024 / seq_len))
+        if window and row["value"] is not None and row["name"].startswith(name.replace("METHOD", method)):
+            points[method][seq_len] = value(row)
     return points
 
 
 def _time(rows: list[Record]) -> Figure | None:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    drawn = False
-    for axes, phase in zip(_axes(figure, 2), PHASES, strict=True):
+    def seconds(phase: str) -> Points:
+        of_phase = [row for row in rows if row["name"].partition(": ")[0] == phase and "peak" not in row["name"]]
+        return _by_length(of_phase, f"{phase}: METHOD", lambda row: row["value"] / 1e3)
 
-        def seconds(row: Record, method: str, phase: str = phase) -> float | None:
-            return row["value"] / 1e3 if row["name"] == f"{phase}: {method}" else None
-
-        drawn |= _lines(axes, _by_length(rows, seconds))
-        _lengths(axes)
-        axes.set(yscale="log", ylabel="seconds", title=phase)
-    if drawn:
-        figure.axes[0].legend(frameon=False, fontsize=8)
-    return figure if drawn else None
+    return _figure(*[(seconds(phase), KIBI, {"ylabel": "seconds", "title": phase}) for phase in PHASES])
 
 
 def _memory(rows: list[Record]) -> Figure | None:
-    def mebibytes(row: Record, method: str) -> float | None:
-        if not row["name"].startswith("forward: ") or "peak memory" not in row["name"]:
-            return None
-        return row["value"] * Case(**row["parameters"]).out_bytes / 2**20
+    def mebibytes(row: Record) -> float:
+        return float(row["value"] * Case(**row["parameters"]).out_bytes / 2**20)
 
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = _axes(figure, 1)[0]
-    if not _lines(axes, _by_length(rows, mebibytes)):
-        return None
-    _lengths(axes)
-    axes.set(yscale="log", ylabel="MiB above q, k and v", title="peak memory, forward")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
+    points = _by_length(rows, "forward: METHOD, peak memory", mebibytes)
+    return _figure((points, KIBI, {"ylabel": "MiB above q, k and v", "title": "peak memory, forward"}))
 
 
 def _density(rows: list[Record]) -> Figure | None:
-    points: dict[str, dict[float, float]] = {}
+    points: Points = {}
     for row in rows:
         density = row["parameters"].get("density")
         if row["parameters"]["seq_len"] == 4096 and density and "dense" in row.get("over", {}):
             name = row["name"].removeprefix("forward: ")
             points.setdefault(name, {})[density] = row["over"]["dense"]["median"]
-    if not points:
-        return None
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = _axes(figure, 1)[0]
-    for (name, values), (line, marker, color) in zip(points.items(), STYLES.values(), strict=False):
-        x = sorted(values)
-        axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=name)
-    axes.axline((0, 0), slope=1, color="0.7", linewidth=0.8, label="density")
-    axes.axhline(1, color="0.7", linestyle=":", linewidth=0.8)
-    axes.set(xlabel="active blocks", ylabel="time over dense attention", title="4,096 tokens, forward")
-    axes.legend(frameon=False, fontsize=8)
+    settings = {"ylabel": "time over dense attention", "title": "4,096 tokens, forward"}
+    figure = _figure((points, "active blocks", settings))
+    if figure is not None:
+        (axes,) = figure.axes
+        axes.axline((0, 0), slope=1, color="0.7", linewidth=0.8, label="density")
+        axes.axhline(1, color="0.7", linestyle=":", linewidth=0.8)
+        axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -191,23 +172,19 @@ def _strategies(rows: list[Record]) -> Figure | None:
 
 
 def _decoding(rows: list[Record]) -> Figure | None:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    drawn = False
-    wanted = (("time a token", "ms", "decoding", 1.0), ("bytes of the cache", "MiB", "KV cache", 2.0**20))
-    for axes, (what, unit, title, size) in zip(_axes(figure, 2), wanted, strict=True):
-        points: dict[str, dict[float, float]] = {}
-        for row in rows:
-            method = row["parameters"].get("method")
-            if row["name"] == f"decoding, {method}: {what}" and row["value"] is not None:
-                points.setdefault(method, {})[row["parameters"]["seq_len"]] = row["value"] / size
-        drawn |= _lines(axes, points)
+    def of(what: str, unit: float) -> Points:
+        wanted = [row for row in rows if row["name"].endswith(what)]
+        return _by_length(wanted, "decoding, METHOD", lambda row: row["value"] / unit)
+
+    figure = _figure(
+        (of("time a token", 1.0), "tokens before", {"ylabel": "ms a token", "title": "decoding"}),
+        (of("bytes of the cache", 2.0**20), "tokens before", {"ylabel": "MiB", "title": "KV cache"}),
+    )
+    for axes in figure.axes if figure is not None else ():
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axes.set(xlabel="tokens before", ylabel=f"{unit} a token" if unit == "ms" else unit, title=title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-    if drawn:
-        figure.axes[0].legend(frameon=False, fontsize=8)
-    return figure if drawn else None
+    return figure
 
 
 def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
@@ -293,19 +270,17 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         return {**parameters, "tokens": shard, "environment": row["environment"]}
 
     newest = max(rows, key=lambda row: row["date"])
-    worlds: dict[int, dict[str, float]] = {}
-    for row in rows:
-        if kind(row) == kind(newest) and row["value"] is not None:
-            worlds.setdefault(row["parameters"]["seq_len"], {})[row["name"]] = row["value"]
-    alike = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in rows if kind(row) == kind(newest)}
+    alike = [row for row in rows if kind(row) == kind(newest) and row["value"] is not None]
+    worlds = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in alike}
+    figures = {(row["parameters"]["seq_len"], row["name"]): row["value"] for row in alike}
     tokens = sorted(worlds)
     if len(tokens) < 2:
         return None
-    modelled = [name for name in worlds[tokens[-1]] if name.startswith("modelled, ")]
-    network = modelled[-1].removeprefix("modelled, ").partition(": ")[0]
+    *_, modelled = (name for length, name in figures if length == tokens[-1] and name.startswith("modelled, "))
+    network = modelled.removeprefix("modelled, ").partition(": ")[0]
 
     def values(name: str) -> list[float]:
-        return [worlds[length][name] for length in tokens]
+        return [figures[length, name] for length in tokens]
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     traffic, seconds = _axes(figure, 2)
@@ -321,7 +296,7 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         traffic.plot(tokens, values(f"modelled: received in a forward, {scheme}"), style, color=grey, label=label)
         work = compute
         if scheme == "dense ring":
-            more = [alike[length].flops(dense=True) / alike[length].flops() for length in tokens]
+            more = [worlds[length].flops(dense=True) / worlds[length].flops() for length in tokens]
             work = [a * b for a, b in zip(compute, more, strict=True)]
         waits = values(f"modelled, {network}: communication, {scheme}")
         seconds.plot(tokens, [a + b for a, b in zip(work, waits, strict=True)], style, color=grey, label=label)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.bench.rivals import RIVALS
+from dilated_attention.cache import plan_cache
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import plan_dilated
+from dilated_attention.plan import Plan, plan_dilated
+from dilated_attention_bench.rivals import RIVALS
 
 Contender = Callable[[], Iterator[str]]
 """Work to be timed: each name that it yields is a phase, which ends there."""
@@ -37,6 +38,29 @@ def contender(call: Callable[[], object]) -> Contender:
         yield "forward"
 
     return work
+
+
+def doubling(first: int, branches: int) -> Dilated:
+    """Segments and rates that double from `first` and 1."""
+    return Dilated(tuple(first << i for i in range(branches)), tuple(1 << i for i in range(branches)))
+
+
+DOUBLING = doubling(2048, 20)
+"""Over 2^30 tokens: what the time to make a plan is stated for."""
+
+
+def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two calls to time: making a plan, and finding it in the cache."""
+    table = pattern.offset_table(heads)
+
+    def find() -> object:
+        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, seq_len)
+
+    def make() -> object:
+        plan_cache.clear()
+        return find()
+
+    return make, find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +123,21 @@ class Case:
             return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
         return Dilated((self.seq_len,), (1,))
 
+    @property
+    def plan(self) -> Plan:
+        pattern = self.pattern
+        table = pattern.offset_table(self.heads)
+        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len)
+
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None
-        block_size, is_causal = self.block_size, self.is_causal
-        if self.blocks == "local":
-            return BlockLayout.local(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
-        if self.blocks == "global":
-            return BlockLayout.global_(seq_len, density=self.density, block_size=block_size, is_causal=is_causal)
+        options: dict[str, Any] = {"block_size": self.block_size, "is_causal": self.is_causal}
+        if self.blocks == "random":
+            return BlockLayout.random(seq_len, self.density, 0, **options)
         if self.blocks == "dilated":
-            return BlockLayout.dilated(seq_len, (2,), density=self.density, block_size=block_size, is_causal=is_causal)
-        return BlockLayout.random(seq_len, self.density, 0, block_size, is_causal=is_causal)
+            return BlockLayout.dilated(seq_len, (2,), density=self.density, **options)
+        builder = BlockLayout.local if self.blocks == "local" else BlockLayout.global_
+        return builder(seq_len, density=self.density, **options)
 
     @property
     def out_bytes(self) -> int:
@@ -120,11 +149,8 @@ class Case:
         """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
         if self.method not in SPARSE:
             return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
-        table = self.pattern.offset_table(self.heads)
-        plan = plan_dilated(self.pattern.segment_lengths, self.pattern.dilation_rates, table, self.seq_len)
-        return self.batch * sum(
-            group.heads * group.queries.segments * self._layout_flops(group.queries.count) for group in plan.groups
-        )
+        groups = self.plan.groups
+        return self.batch * sum(x.heads * x.queries.segments * self._layout_flops(x.queries.count) for x in groups)
 
     def _layout_flops(self, seq_len: int) -> int:
         """Of one head, in whole blocks; of a block that the diagonal cuts, half."""
@@ -184,16 +210,8 @@ class Case:
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.method == "dilated":
-            return dilated_attention(
-                q,
-                k,
-                v,
-                self.segment_lengths,
-                self.dilation_rates,
-                offsets=self.offsets,
-                is_causal=self.is_causal,
-                backend=self.backend,
-            )  # type: ignore[return-value]
+            options: dict[str, Any] = {"offsets": self.offsets, "is_causal": self.is_causal, "backend": self.backend}
+            return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)  # type: ignore[return-value]
         if self.method == "dense":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2)

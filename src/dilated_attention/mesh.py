@@ -1,0 +1,35 @@
+"""The mesh over which a sequence is sharded, and the process group that it is."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.distributed_c10d import GroupMember
+
+Mesh = DeviceMesh | ProcessGroup
+"""A 1-D device mesh, or a process group."""
+
+
+def context_group(mesh: Mesh) -> ProcessGroup:
+    """The process group of a 1-D mesh; ValueError where it is not one that this rank belongs to."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh must have one axis, the context axis; got {mesh.ndim} axes of sizes {tuple(mesh.shape)}. "
+                'Slice it: mesh["context"]'
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}; this rank, {dist.get_rank()}, is not among them")
+        return mesh.get_group()
+    if mesh is GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, ProcessGroup) and dist.get_rank(mesh) < 0):
+        raise ValueError(f"mesh is a process group that this rank, {dist.get_rank()}, is not in")
+    if not isinstance(mesh, ProcessGroup):
+        raise ValueError(
+            f"mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got {type(mesh).__name__}"
+        )
+    return mesh
+
+
+def mesh_size(mesh: Mesh) -> int:
+    """How many ranks share a sequence."""
+    return dist.get_world_size(context_group(mesh))
