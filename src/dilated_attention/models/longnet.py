@@ -328,6 +328,19 @@ def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> li
     return values
 
 
+def require_like(weight: Tensor, **inputs: Any) -> None:
+    """ValueError unless the inputs are tensors of the weight's dtype; under autocast any floating dtype will do."""
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
+        autocast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+        if x.dtype != weight.dtype and not autocast:
+            raise ValueError(
+                f"{name} must have the model's dtype, {weight.dtype}; got {x.dtype}: pass {name}.to({weight.dtype}), "
+                "or turn the model with model.to(dtype)"
+            )
+
+
 def warn_of_layout(x: Tensor) -> None:
     """Warn where a batch-first model is given what looks like (seq, batch, ...)."""
     if x.shape[1] == 1 and x.shape[0] >= MANY:
