@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_a_mask_that_no_layer_reads_is_no_window():
         transformers.Gemma3TextConfig(**options | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4})
     )
     with pytest.raises(UnsupportedError, match="window"):
-        dilate(windows, **WHOLE)(tokens)
+        dilate(windows, **WHOLE)
 
 
 def test_gradients_through_a_cache():
@@ -237,14 +238,66 @@ def test_gradients_through_a_cache():
     assert relative_error(*gradients) <= TOLERANCE[torch.float32]
 
 
-def test_configuration_is_saved_and_read(tmp_path):
-    model = dilate(model_of("Qwen3").eval(), **NESTED, offsets=[[0, 0], [0, 1], [3, 1]])
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dilated_attention")
+@pytest.mark.parametrize("name", ["Qwen3", "Bert", "ViT"])
+def test_saved_and_loaded_twice(name, tmp_path):
+    """What is loaded is dilated, and so is what is saved of it."""
+    offsets = [[0, 0], [0, 1], [3, 1]] if name == "Qwen3" else "head_block"
+    model = dilate(model_of(name).eval(), **NESTED, offsets=offsets)
+    expected, kind = logits_of(model, name, None), type(model)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        model.save_pretrained(folder)
+        model = kind.from_pretrained(folder)
+        assert model.config._attn_implementation == "dilated_attention"
+        assert model.config.dilated_attention["segment_lengths"] == NESTED["segment_lengths"]
+        assert torch.equal(logits_of(model, name, None), expected)
+    copied = kind(copy.deepcopy(model.config))
+    assert copied.config._attn_implementation == "dilated_attention"
+
+
+def test_auto_classes_load_what_was_saved_without_a_request(tmp_path):
+    """A file with a pattern alone, as versions before wrote it, and one with the request beside it."""
+    model = dilate(model_of("Llama").eval(), **NESTED)
     tokens = torch.randint(3, 60, (2, SEQ))
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-    eager = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    assert fields["attn_implementation"] == "dilated_attention"
+    for attn in (fields.pop("attn_implementation"), None):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(again(tokens).logits, model(tokens).logits), attn
+        path.write_text(json.dumps(fields))
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    made.load_state_dict(model.state_dict())
+    assert torch.equal(made(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_another_implementation_by_name_is_taken_with_a_warning(auto, tmp_path):
+    model = dilate(model_of("Llama").eval(), **NESTED)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    model.save_pretrained(tmp_path / "dilated")
+    kind = transformers.AutoModelForCausalLM if auto else type(model)
+    with pytest.warns(UserWarning, match=r"LlamaConfig.dilated_attention holds a pattern, but .*'eager' does not use"):
+        eager = kind.from_pretrained(tmp_path / "dilated", attn_implementation="eager")
     assert not torch.allclose(eager(tokens).logits, model(tokens).logits, atol=1e-2)
+    del eager.config.dilated_attention
+    eager.save_pretrained(tmp_path / "dense")
+    dense = kind.from_pretrained(tmp_path / "dense")
+    assert not hasattr(dense.config, "dilated_attention")
+    same(dense(tokens).logits, eager(tokens).logits)
+
+
+def test_a_part_with_its_own_configuration(tmp_path):
+    """Each configuration of a model of models carries its own pattern."""
+    text = {**WIDTH, **MLP, "max_position_embeddings": 32, "eos_token_id": 59}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**WIDTH, **MLP, "image_size": 16, "patch_size": 4}
+    )
+    model = transformers.CLIPModel(config)
+    dilate(model.eval(), **NESTED).save_pretrained(tmp_path)
+    again = transformers.CLIPModel.from_pretrained(tmp_path)
+    inputs = {"input_ids": torch.randint(60, (2, SEQ)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    assert torch.equal(again(**inputs).logits_per_image, model(**inputs).logits_per_image)
 
 
 def test_bfloat16_and_autocast():
@@ -286,9 +339,9 @@ def test_dropout_while_training():
 
 REFUSED = {
     "output_attentions": (("Llama", {}), {"output_attentions": True}, "probabilities are never formed"),
-    "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window: a window and segments"),
+    "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window=8: a window and segments"),
     "sliding layers": (
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}), {}, "sliding_window",
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}), {}, "sliding_attention",
     ),
     "mask over pairs": (("Llama", {}), {"attention_mask": torch.zeros(2, 1, 8, 8)}, r"shape \(2, 1, 8, 8\)"),
     "mask of another length": (("Llama", {}), {"attention_mask": torch.ones(2, 7)}, r"attention_mask must be .*2, 8"),
@@ -303,9 +356,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
     (name, changes), arguments, message = REFUSED[case]
-    model = dilate(model_of(name, **changes).train(), **WHOLE)
+    model = model_of(name, **changes).train()
     with pytest.raises(UnsupportedError if "mask of another" not in case else ValueError, match=message):
-        model(torch.randint(3, 60, (2, 8)), **arguments)
+        dilate(model, **WHOLE)(torch.randint(3, 60, (2, 8)), **arguments)
 
 
 def test_dropout_acts_in_training_alone():
@@ -325,11 +378,6 @@ def test_dropout_acts_in_training_alone():
 
 
 def test_refused_models():
-    gemma = transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**WIDTH, **MLP, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2)
-    )
-    with pytest.raises(UnsupportedError, match="softcap: scores are not capped"):
-        dilate(gemma, **WHOLE)(torch.randint(3, 60, (2, 8)))
     decoder = model_of("Bert", is_decoder=True, add_cross_attention=True)
     with pytest.raises(UnsupportedError, match=r"BertConfig.add_cross_attention: cross-attention"):
         dilate(decoder, **WHOLE)(torch.randint(3, 60, (2, 8)))
@@ -337,12 +385,73 @@ def test_refused_models():
     with pytest.raises(UnsupportedError, match="MPNetModel does not call transformers' attention interface"):
         dilate(mpnet, **WHOLE)
     assert not hasattr(mpnet.config, "dilated_attention")
+    for module in (torch.nn.Module(), torch.nn.Sequential(model_of("Bert"))):
+        with pytest.raises(ValueError, match=f"PreTrainedModel; got {type(module).__name__}"):
+            dilate(module, **WHOLE)
     model = dilate(model_of("Llama"), **WHOLE)
     with pytest.raises(UnsupportedError, match='cache_implementation="dynamic"'):
         model.generate(
             torch.ones(1, 8, dtype=torch.int64), attention_mask=torch.ones(1, 8), max_new_tokens=2,
             cache_implementation="static",
         )  # fmt: skip
+
+
+GROUPED = {**WIDTH, **MLP, "num_key_value_heads": 2}
+FULL = {"layer_types": ["full_attention"] * 2}
+REFUSED_BY_DILATE = {
+    "Mistral": ("MistralForCausalLM", GROUPED, "sliding_window=4096", {"sliding_window": None}),
+    "Qwen2": (
+        "Qwen2ForCausalLM",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "sliding_attention", FULL,
+    ),
+    "Gemma3": ("Gemma3ForCausalLM", {**GROUPED, "head_dim": 8}, "sliding_attention", FULL),
+    "ModernBert": (
+        "ModernBertForMaskedLM", {**WIDTH, **MLP, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+        "sliding_attention", FULL,
+    ),
+    "Llama4": (
+        "Llama4ForCausalLM",
+        {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2},
+        "chunked_attention", FULL,
+    ),
+    "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, r"attn_logit_softcapping=50\.0", None),
+    "GptOss": ("GptOssForCausalLM", {**GROUPED, "head_dim": 8, "num_local_experts": 2}, "attention sinks", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_DILATE)
+def test_families_that_dilate_refuses(name):
+    """Nothing is changed; and where the error has advice, the model that follows it is dilated."""
+    class_name, options, message, advice = REFUSED_BY_DILATE[name]
+    kind = getattr(transformers, class_name)
+    model = kind._from_config(kind.config_class(**options), attn_implementation="eager")
+    with pytest.raises(UnsupportedError, match=message) as raised:
+        dilate(model, **WHOLE)
+    assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, "dilated_attention")
+    if advice is None:
+        assert "choose a model without" in str(raised.value)
+        return
+    (setting,) = advice
+    assert f"config.{setting} = " in str(raised.value)
+    eager = kind._from_config(kind.config_class(**options | advice), attn_implementation="eager").eval()
+    tokens = torch.randint(3, 60, (2, SEQ))
+    same(dilate(copy.deepcopy(eager), **WHOLE)(tokens).logits, eager(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Electra", "DistilBert"])
+def test_more_tokens_than_learned_positions(name):
+    positions = "n_positions" if name == "GPT2" else "max_position_embeddings"
+    model = dilate(model_of(name, **{positions: 16}).eval(), **NESTED)
+    model(torch.randint(3, 60, (2, 16)))
+    with pytest.raises(ValueError, match=r"17 tokens, but \w+ has 16 learned positions: shorten the text"):
+        model(torch.randint(3, 60, (2, 17)))
+    if name == "GPT2":
+        cache = model(torch.randint(3, 60, (2, 15))).past_key_values
+        cache = model(torch.randint(3, 60, (2, 1)), past_key_values=cache).past_key_values
+        with pytest.raises(ValueError, match="17 tokens, but GPT2Model has 16"):
+            model(torch.randint(3, 60, (2, 1)), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +469,8 @@ def test_refused_models():
 def test_bad_configuration(options, message):
     register()
     model = model_of("Llama")
-    model.config.dilated_attention = options
     model.set_attn_implementation("dilated_attention")
+    model.config.dilated_attention = options
     with pytest.raises(ValueError, match=message):
         model(torch.randint(3, 60, (2, 8)))
 
@@ -399,15 +508,31 @@ def test_compiled_in_one_graph(fresh_python):
     """)
 
 
-def test_importing_registers_nothing(fresh_python):
-    fresh_python("""
-        import dilated_attention.integrations.huggingface as ours
-        from transformers import AttentionInterface, AttentionMaskInterface
-        assert "dilated_attention" not in AttentionInterface()
-        assert "dilated_attention" not in AttentionMaskInterface()
-        ours.register()
-        assert "dilated_attention" in AttentionInterface()
-        assert "dilated_attention" in AttentionMaskInterface()
+def test_a_reader_who_has_not_imported_the_package(fresh_python, tmp_path):
+    """transformers alone refuses the model by name, and never makes it dense; after the import it loads."""
+    model = dilate(model_of("Llama").eval(), **NESTED)
+    tokens = torch.randint(3, 60, (2, SEQ))
+    model.save_pretrained(tmp_path / "model")
+    torch.save((tokens, model(tokens).logits), tmp_path / "expected")
+    fresh_python(f"""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+        folder = {str(tmp_path)!r}
+        for load in (
+            lambda: LlamaForCausalLM.from_pretrained(folder + "/model"),
+            lambda: AutoModelForCausalLM.from_pretrained(folder + "/model"),
+            lambda: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder + "/model")),
+        ):
+            try:
+                load()
+            except ValueError as error:
+                assert "dilated_attention" in str(error) and "not supported" in str(error), error
+            else:
+                raise AssertionError("loaded")
+
+        import dilated_attention.integrations.huggingface
+        tokens, expected = torch.load(folder + "/expected")
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder + "/model")(tokens).logits, expected)
     """)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, longnet
+from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, packing
 from dilated_attention.nn import Rotary, TransformerBlock, rotate
 from dilated_attention.nn.transformer import _ROWS
 from dilated_attention.patterns import Dilated
@@ -120,7 +120,7 @@ def test_packs_without_gradients_change_nothing(config, monkeypatch):
     lengths = [7, 20, 3, 0, 30, 1]
     x = torch.randn(6, 30, 32, dtype=torch.float64)
     together = model(x, lengths=lengths, all_layers=True)
-    monkeypatch.setattr(longnet, "_PACK", 25)
+    monkeypatch.setattr(packing, "PACK", 25)
     sizes = []
     handle = model.blocks[0].register_forward_hook(lambda block, inputs, out: sizes.append(out.shape[1]))
     assert all(torch.equal(a, b) for a, b in zip(model(x, lengths=lengths, all_layers=True), together, strict=True))

@@ -104,6 +104,40 @@ def test_wrong_slides():
     assert model(x, coords, lengths=[90, 90, 0, 90]).isfinite().all()  # its cls token alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    """Of a model in float32: refused, with what to do, unless autocast is on. A model in half precision takes it."""
+    model = GigaPathSlideEncoder(SMALL).eval()
+    x, coords = slides(20, 2)
+    message = f"x must have the model's dtype, torch.float32; got {dtype}: pass x.to\\(torch.float32\\)"
+    with pytest.raises(ValueError, match=message):
+        model(x.to(dtype), coords)
+    with pytest.raises(ValueError, match=f"coords must be a tensor of integers, .* got {dtype}"):
+        model(x, coords.to(dtype))
+    vit = LongViT(LongViTConfig(image_size=64, encoder=ENCODER))
+    with pytest.raises(ValueError, match=f"images must have the model's dtype, torch.float32; got {dtype}"):
+        vit(torch.randn(1, 3, 64, 64, dtype=dtype))
+    expected = model(x, coords)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (model(x.to(dtype), coords) - expected).abs().max() < 0.1 * expected.abs().max()
+    half = model.to(dtype)(x.to(dtype), coords)
+    assert half.dtype == dtype
+    assert (half - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_numpy_and_integers():
+    model = GigaPathSlideEncoder(SMALL)
+    x, coords = slides(20, 2)
+    with pytest.raises(ValueError, match=r"x must be a torch.Tensor; got ndarray: pass torch.as_tensor\(x\)"):
+        model(x.numpy(), coords)
+    with pytest.raises(ValueError, match=r"x must have the model's dtype, torch.float32; got torch.int64"):
+        model(x.long(), coords)
+    with pytest.raises(ValueError, match=r"coords must be a tensor of integers, .* got ndarray"):
+        model.tokens(x, coords.numpy())
+    with pytest.raises(ValueError, match=r"images must be a torch.Tensor; got ndarray"):
+        LongViT(LongViTConfig(image_size=64, encoder=ENCODER))(torch.randn(1, 3, 64, 64).numpy())
+
+
 def test_tiles_first_is_warned_of():
     x, coords = slides(300, 1)
     with pytest.warns(UserWarning, match=r"\(300, 1, 12\) is read as \(batch, seq, ...\)"):

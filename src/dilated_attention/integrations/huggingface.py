@@ -2,8 +2,11 @@
 
     dilate(model, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
 
-or, the same in steps: `register()`, then `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}`
-and `attn_implementation="dilated_attention"`. Nothing is registered or changed on import.
+or, for a model that is yet to be made: `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}`.
+
+A saved configuration holds its pattern and `attn_implementation="dilated_attention"`. Importing this module makes both
+known to transformers, so that the model loads dilated; where it is not imported, transformers raises a `ValueError`
+that names the unknown implementation.
 
 The segment grid counts the tokens that `attention_mask` keeps: wherever a sample's padding lies, its tokens get what
 they get alone. Padding rows get 0.
@@ -15,13 +18,14 @@ bidirectional cannot be said so, and is refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention.decoding import cached_attention
@@ -39,8 +43,14 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 """What models hand to every attention function and what does not bear on attention."""
 
+_NO_WINDOWS = (
+    "a window and segments contradict each other; make the model from a configuration without windows: with "
+    'config.layer_types = ["full_attention"] * config.num_hidden_layers where it lists layers, else with '
+    "config.sliding_window = None"
+)
+
 _REMEDIES = {
-    "sliding_window": "a window and segments contradict each other; set config.sliding_window = None",
+    "sliding_window": _NO_WINDOWS,
     "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights, or eager",
     "softcap": "scores are not capped",
     "s_aux": "attention sinks are not supported",
@@ -70,10 +80,46 @@ class Visibility:
     samples: tuple[tuple[slice | Tensor, slice | Tensor], ...] | None = None
 
 
+class _Pattern:
+    """`config.dilated_attention` of every transformers configuration: the options of the pattern, a dict.
+
+    Setting it, which reading a file does too, asks for dilated attention unless another implementation was asked for
+    by name. The request is written beside the options, where transformers reads it; it drops it there, so that without
+    this attribute a model that was loaded and saved again would be dense.
+    """
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        if config is None:
+            return self
+        try:
+            return config.__dict__[NAME]
+        except KeyError:
+            raise AttributeError(f"{type(config).__name__} has no {NAME}") from None
+
+    def __set__(self, config: Any, options: Any) -> None:
+        asked = getattr(config, "_attn_implementation", None)
+        if asked is None:
+            config._attn_implementation = NAME
+        elif asked != NAME:
+            warnings.warn(
+                f"{type(config).__name__}.{NAME} holds a pattern, but attn_implementation={asked!r} does not use it: "
+                f'leave attn_implementation out, or call model.set_attn_implementation("{NAME}")',
+                stacklevel=2,
+            )
+        config.__dict__[NAME] = options
+        config.__dict__["attn_implementation"] = NAME
+
+    def __delete__(self, config: Any) -> None:
+        del config.__dict__[NAME]
+        config.__dict__.pop("attn_implementation", None)
+
+
 def register() -> None:
-    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function."""
+    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function, and let
+    configurations that hold a pattern ask for it. Importing this module does so."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, visibility)
+    setattr(PreTrainedConfig, NAME, _Pattern())
 
 
 def dilate(
@@ -94,18 +140,19 @@ def dilate(
         backend: as in `dilated_attention`.
 
     Raises:
-        ValueError: for a pattern that is none, and, before anything is changed, for a model that does not call
-            transformers' attention interface.
+        ValueError: before anything is changed, for a pattern that is none, and for a model that does not call
+            transformers' attention interface, caps its scores, or has windows or sinks.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. Of a module that holds one, "
+            "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
+        )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
-        if not part._supports_attention_backend:
-            raise UnsupportedError(
-                f"{type(part).__name__} does not call transformers' attention interface, and would go on with its own "
-                "attention; choose a model whose class has _supports_attention_backend"
-            )
-    register()
+        _require_plain_attention(part)
+    model.set_attn_implementation(NAME)
     for part in parts:
         part.config.dilated_attention = {
             "segment_lengths": list(pattern.segment_lengths),
@@ -114,8 +161,58 @@ def dilate(
             "head_groups": head_groups,
             "backend": backend,
         }
-    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        if _position_table(module) is not None and _require_positions not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_require_positions, with_kwargs=True)
     return model
+
+
+def _require_plain_attention(part: PreTrainedModel) -> None:
+    name, config = type(part).__name__, part.config
+    if not part._supports_attention_backend or not part._can_set_attn_implementation():
+        raise UnsupportedError(
+            f"{name} does not call transformers' attention interface, and would go on with its own attention; choose a "
+            "model whose class has _supports_attention_backend"
+        )
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise UnsupportedError(
+            f"{name} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does not: weights "
+            "that were trained with a cap need a model's own attention; choose a model without one"
+        )
+    if any(getattr(module, "sinks", None) is not None for module in part.modules()):
+        raise UnsupportedError(f"{name} has attention sinks, which are not supported; choose a model without them")
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kinds:
+        windows = sorted({"sliding_attention", "chunked_attention"} & set(kinds))
+    else:
+        windows = [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
+    if windows:
+        raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_NO_WINDOWS}")
+
+
+def _position_table(module: nn.Module) -> nn.Embedding | None:
+    """The learned positions of a model such as BERT or GPT-2, one for each place. (Tables of other classes, and with a
+    row for padding, count the real tokens, which may be fewer.)"""
+    tables = (getattr(module, name, None) for name in ("position_embeddings", "wpe"))
+    return next((table for table in tables if type(table) is nn.Embedding and table.padding_idx is None), None)
+
+
+def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the forward of a module with a table of positions. It is left alone where it is given its positions."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    table = _position_table(module)
+    if table is None or not isinstance(tokens, Tensor) or kwargs.get("position_ids") is not None:
+        return
+    cache = kwargs.get("past_key_values")
+    past = kwargs.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
+    count = past + tokens.shape[1]
+    if count > table.num_embeddings:
+        raise ValueError(
+            f"{count} tokens, but {type(module).__name__} has {table.num_embeddings} learned positions: shorten the "
+            "text (tokenizer(..., truncation=True)), or lengthen the table, as examples/long_bert.py does"
+        )
 
 
 def pattern_of(config: Any) -> tuple[Dilated, str]:
@@ -162,10 +259,7 @@ def visibility(
                 "only encoders and decoders alone are supported"
             )
     if local_size is not None:
-        return UnsupportedError(
-            f"a window or chunks of {local_size} tokens: they contradict the segments; set config.sliding_window = "
-            'None, and layer_types, if there are any, to "full_attention"'
-        )
+        return UnsupportedError(f"a window or chunks of {local_size} tokens: {_NO_WINDOWS}")
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         raise UnsupportedError(
             "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
@@ -285,3 +379,6 @@ def _visibility_of(
 def _permuted(x: Tensor, order: Tensor) -> Tensor:
     """x `(batch, seq, heads, head_dim)` with its tokens in `order`, `(batch, seq)`."""
     return x.gather(1, order.to(x.device)[:, :, None, None].expand(x.shape))
+
+
+register()

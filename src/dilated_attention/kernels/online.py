@@ -102,7 +102,7 @@ def load_stats(STATS, stats, inside, R: tl.constexpr):
 def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
     """(m, z, acc) of a tile: what an earlier launch left, or the identity; then the phantoms, zero keys."""
     if CHAIN:
-        before = inside & (first == 0)
+        before = inside & (tl.broadcast_to(first, inside.shape) == 0)  # the interpreter has no masks of scalars
         m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E
         z = tl.where(m == -INF, 0.0, 1.0)
         acc = load_rows(OUT, rows, d, before, D, True).to(tl.float32)

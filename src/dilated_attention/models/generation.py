@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -22,9 +21,6 @@ from dilated_attention.backends import fused
 from dilated_attention.merge import merge_into
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.plan import progressions
-
-if TYPE_CHECKING:
-    from dilated_attention.models.longnet import LongNetLM
 
 # Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
 # then grow by at most 3.5^4, and a move comes once in as many tokens.
@@ -270,7 +266,7 @@ def sample(
 
 @torch.no_grad()
 def stream(
-    model: LongNetLM,
+    decode: Callable[[Int[Tensor, " batch"], KeyValueCache], Float[Tensor, "batch vocab"]],
     first: Float[Tensor, "batch vocab"],
     cache: KeyValueCache,
     max_new_tokens: int,
@@ -284,6 +280,7 @@ def stream(
     """New tokens, one of every sample at a time, as soon as they are drawn.
 
     Args:
+        decode: `LongNetLM.decode`, which gives the logits behind a token.
         first, cache: of `LongNetLM.prefill`.
         stop_token: a sample that draws it gets nothing but it from then on; the stream ends once all have.
     """
@@ -296,4 +293,4 @@ def stream(
         yield chosen
         if i + 1 == max_new_tokens or (stop_token is not None and bool(stopped.all())):
             return
-        logits = model.decode(chosen, cache)
+        logits = decode(chosen, cache)

@@ -17,7 +17,8 @@ from dilated_attention.models.configuration import (
     require_integers,
     require_number,
 )
-from dilated_attention.models.longnet import LongNetEncoder, checked_lengths, padded, warn_of_layout, within
+from dilated_attention.models.longnet import LongNetEncoder
+from dilated_attention.models.packing import checked_lengths, padded, require_like, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
@@ -152,6 +153,13 @@ class GigaPathSlideEncoder(Pretrained):
     ) -> tuple[list[Tensor], list[int]]:
         """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
         config = self.config
+        require_like(self.projection.weight, x=x)
+        if not isinstance(coords, Tensor) or coords.dtype in (torch.float16, torch.bfloat16):
+            kind = coords.dtype if isinstance(coords, Tensor) else type(coords).__name__
+            raise ValueError(
+                f"coords must be a tensor of integers, float32 or float64, which hold every pixel; got {kind}: pass "
+                "torch.as_tensor of them as they were read"
+            )
         if x.dim() != 3 or x.shape[2] != config.in_chans:
             raise ValueError(f"x must be (batch, tiles, in_chans={config.in_chans}); got shape {tuple(x.shape)}")
         warn_of_layout(x)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
 from dilated_attention.models.longnet import LongNetEncoder
+from dilated_attention.models.packing import require_like
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.patterns import Dilated
 
@@ -98,6 +99,7 @@ class LongViT(Pretrained):
 
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
         config = self.config
+        require_like(self.patches.weight, images=images)
         if (
             images.dim() != 4
             or images.shape[1] != config.in_chans

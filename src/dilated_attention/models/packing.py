@@ -1,0 +1,83 @@
+"""Ragged batches: samples of different lengths, padded or packed one after another; and what inputs must be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+MANY = 256  # samples of one token each: more likely tokens of one sample
+
+# Packed tokens that run together without gradients, unless a sample alone has more: enough to fill a device. More would
+# take memory, and on CPU time: large new memory costs as much as a sum over it.
+PACK = 8192
+
+
+def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
+    """Runs of samples of at most `PACK` tokens together, or one sample: their counts, and where their tokens lie."""
+    packs: list[tuple[list[int], slice]] = []
+    start = stop = 0
+    pack: list[int] = []
+    for count in counts:
+        if pack and stop + count - start > PACK:
+            packs.append((pack, slice(start, stop)))
+            pack, start = [], stop
+        pack.append(count)
+        stop += count
+    return [*packs, (pack, slice(start, stop))]
+
+
+def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:
+    """True at the tokens of each sample, False at its padding."""
+    return torch.arange(seq, device=device) < torch.tensor(counts, device=device)[:, None]
+
+
+def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " samples_and_one"]:
+    """Where each packed sample starts, and the end of the last."""
+    return torch.tensor([0, *counts], device=device).cumsum(0)
+
+
+def padded(
+    x: Float[Tensor, "1 tokens embed_dim"], kept: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq embed_dim"]:
+    """Packed samples, each at the start of a row of zeros."""
+    full = x.new_zeros(*kept.shape, x.shape[-1])
+    full[kept] = x[0]
+    return full
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
+    """lengths as a list; ValueError unless they are `batch` integers in [0, seq]."""
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if not isinstance(values, list) or len(values) != batch or any(type(value) is not int for value in values):
+        raise ValueError(f"lengths must be {batch} integers, one per sample; got {values!r}")
+    if any(not 0 <= value <= seq for value in values):
+        raise ValueError(f"lengths must lie in [0, {seq}], the padded length; got {values}")
+    return values
+
+
+def require_like(weight: Tensor, **inputs: Any) -> None:
+    """ValueError unless the inputs are tensors of the weight's dtype; under autocast any floating dtype will do."""
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
+        autocast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+        if x.dtype != weight.dtype and not autocast:
+            raise ValueError(
+                f"{name} must have the model's dtype, {weight.dtype}; got {x.dtype}: pass {name}.to({weight.dtype}), "
+                "or turn the model with model.to(dtype)"
+            )
+
+
+def warn_of_layout(x: Tensor) -> None:
+    """Warn where a batch-first model is given what looks like (seq, batch, ...)."""
+    if x.shape[1] == 1 and x.shape[0] >= MANY:
+        warnings.warn(
+            f"input of shape {tuple(x.shape)} is read as (batch, seq, ...): {x.shape[0]} samples of one token each; "
+            "if it is (seq, batch, ...), pass x.transpose(0, 1)",
+            stacklevel=4,
+        )

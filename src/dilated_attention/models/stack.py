@@ -1,0 +1,277 @@
+"""What all LongNets share: an embedding, blocks, a final norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.mesh import mesh_size
+from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.models.generation import KeyValueCache
+from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, warn_of_layout, within
+from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.nn import TransformerBlock
+from dilated_attention.parallel.sharding import sequence_range
+
+
+class LongNetStack(Pretrained):
+    """What all LongNets share: an embedding, pre-norm blocks, a final norm (LongNet, Ding et al. 2023,
+    arXiv:2307.02486; with `config.sub_ln` on MAGNETO, arXiv:2210.06423).
+
+    Attributes:
+        gradient_checkpointing: in training, keep only the input of each block for the backward and compute the rest
+            again there. False at first; any time.
+
+    After `parallel.set_context_parallel(model, mesh)` inputs and results are this rank's shard of a sequence.
+    """
+
+    configuration = LongNetConfig
+    config: LongNetConfig
+
+    def __init__(
+        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        self.gradient_checkpointing = False
+        self.mesh: Any = None
+        self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.embed_dim)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                config.embed_dim,
+                config.num_heads,
+                config.kv_heads,
+                config.mlp_width,
+                config.attention_pattern,
+                backend,
+                bias=config.bias,
+                sub_ln=config.sub_ln,
+                norm_eps=config.norm_eps,
+                dropout=config.dropout,
+                attention_dropout=config.attention_dropout,
+                cross_attention=cross_attention,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps) if config.final_norm else nn.Identity()
+        self.gain = math.sqrt(math.log(2 * config.num_layers)) if gain is None else gain
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers).
+
+        With sub_ln MAGNETO's: Xavier normal, of gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
+        encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and of
+        gain 1 for all else.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                adds = 2 * self.config.num_layers if name.endswith(("output.weight", "mlp.2.weight")) else 1
+                nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if not self.config.sub_ln:
+            return
+        for block in self.blocks:
+            assert isinstance(block, TransformerBlock)
+            attention, cross = block.attention, block.cross_attention
+            parts = attention.input.weight.split([heads * attention.head_dim for heads in attention.heads])
+            for weight, gain in zip(parts, (1.0, 1.0, self.gain), strict=True):
+                nn.init.xavier_normal_(weight, gain)
+            for name in ("attention.output.weight", "mlp.0.weight", "mlp.2.weight"):
+                nn.init.xavier_normal_(block.get_parameter(name), self.gain)
+            if cross is not None:
+                for weight in (cross.input.weight, *cross.source.weight.chunk(2), cross.output.weight):
+                    nn.init.xavier_normal_(weight)
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """What `parallel.set_context_parallel` calls; use that, which reaches the attention of every block too."""
+        self.mesh = mesh
+
+    def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
+        """Tokens through the embedding; vectors as they are, where there is none."""
+        config = self.config
+        if self.embedding is None:
+            if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():
+                raise ValueError(
+                    f"inputs must be (batch, seq, embed_dim={config.embed_dim}) vectors, as vocab_size is None; "
+                    f"got {inputs.dtype} of shape {tuple(inputs.shape)}"
+                )
+            warn_of_layout(inputs)
+            return inputs
+        if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
+            raise ValueError(
+                f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}"
+            )
+        warn_of_layout(inputs)
+        return self.embedding(inputs)
+
+    def hidden(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        *,
+        is_causal: bool,
+        positions: Int[Tensor, "*batch seq"] | None = None,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        seq_len: int | None = None,
+        cache: KeyValueCache | None = None,
+        all_layers: bool = False,
+        first_only: bool = False,
+        **sources: Any,
+    ) -> list[Float[Tensor, "batch seq embed_dim"]]:
+        """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
+        last].
+
+        With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
+        sees another; states are 0 where they are padding.
+
+        Args:
+            first_only: as in `packed`; without lengths.
+            sources: `sources` and `source_mask` of cross-attention.
+        """
+        assert not (first_only and lengths is not None)
+        batch, seq, _ = x.shape
+        if self.mesh is not None:
+            for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources.get("sources"))):
+                if given is not None:
+                    raise UnsupportedError(
+                        f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
+                    )
+            seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
+        counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
+        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
+        options: dict[str, Any] = {
+            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers,
+            "first_only": first_only, **sources,
+        }  # fmt: skip
+        if min(counts, default=seq) == seq:
+            return self._run(x, counts, places, None, **options)
+        kept = within(counts, seq, x.device)
+        if places is not None:
+            places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
+        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), **options)
+        return [padded(state, kept) for state in states]
+
+    def packed(
+        self,
+        x: Float[Tensor, "1 tokens embed_dim"],
+        counts: Sequence[int],
+        *,
+        is_causal: bool,
+        all_layers: bool = False,
+        first_only: bool = False,
+    ) -> list[Float[Tensor, "1 tokens embed_dim"]]:
+        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so.
+
+        first_only: `(1, samples, embed_dim)`, of each sample's first token; the last block computes nothing else. Not
+        with all_layers.
+        """
+        assert not (all_layers and first_only)
+        if self.mesh is not None:
+            raise UnsupportedError(
+                "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None)"
+            )
+        if len(set(counts)) == 1:  # nothing to pack
+            options: dict[str, Any] = {"all_layers": all_layers, "first_only": first_only}
+            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, **options)
+            return [state.reshape(1, -1, x.shape[-1]) for state in states]
+        places = None
+        if self.config.rotary is not None:
+            kept = within(counts, max(counts, default=0), x.device)
+            both = self._positions(x.new_empty(*kept.shape, 0), None, list(counts), None)
+            places = (both[0].expand(kept.shape)[kept], both[1].expand(kept.shape)[kept])
+        cu_seqlens = cumulative(counts, x.device)
+        options = {"all_layers": all_layers, "first_only": first_only}
+        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, **options)
+
+    def _run(
+        self,
+        x: Tensor,
+        counts: list[int],
+        places: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+        *,
+        is_causal: bool,
+        all_layers: bool,
+        first_only: bool = False,
+        seq_len: int | None = None,
+        cache: KeyValueCache | None = None,
+        sources: list[tuple[Tensor, Tensor]] | None = None,
+        source_mask: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
+        runs = packs(counts) if cu_seqlens is not None and cache is None and sources is None else []
+        if len(runs) > 1 and not torch.is_grad_enabled():
+            options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers, "first_only": first_only}
+            found = []
+            for pack, tokens in runs:
+                some = None if places is None else (places[0][tokens], places[1][tokens])
+                found.append(self._run(x[:, tokens], pack, some, cumulative(pack, x.device), **options))
+            return [torch.cat(states, 1) for states in zip(*found, strict=True)]
+        tables = None
+        if places is not None:
+            assert self.config.rotary is not None
+            tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
+        if cache is not None:
+            cache.begin(counts, packed=cu_seqlens is not None)
+        states = [x]
+        for i, block in enumerate(self.blocks):
+            options = {
+                "cu_seqlens": cu_seqlens,
+                "seq_len": seq_len,
+                "memory": None if cache is None else cache.layers[i],
+                "source": None if sources is None else sources[i],
+                "source_mask": source_mask,
+                "first_only": first_only and block is self.blocks[-1],
+            }
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)
+            else:
+                x = block(x, tables, is_causal, **options)
+            states = [*states, x] if all_layers else [x]
+        if cache is not None:
+            cache.end(counts)
+        return [*states, self.norm(x)] if all_layers else [self.norm(x)]
+
+    def _positions(
+        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`.
+
+        seq_len: over a mesh, the length of the whole sequence.
+        """
+        rotary, (batch, seq, _) = self.config.rotary, x.shape
+        assert rotary is not None
+        if self.mesh is not None:
+            assert seq_len is not None
+            if positions is not None:
+                raise UnsupportedError("positions with a mesh is not supported; they count from the sequence's start")
+            rotary.check((seq_len + 1) // 2, x.dtype)
+            start = sequence_range(seq_len, self.mesh)[0]
+            return torch.arange(start, start + seq, device=x.device)[None], torch.full((1, 1), seq_len // 2).to(
+                x.device
+            )
+        if positions is None:
+            rotary.check((seq + 1) // 2, x.dtype)
+            origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+            same = len(set(counts)) == 1
+            return torch.arange(seq, device=x.device)[None], origins[:1] if same else origins
+        if positions.shape not in ((seq,), (batch, seq)):
+            raise ValueError(
+                f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
+            )
+        positions = positions.view(-1, seq)
+        if rotary.scale_base is None or not seq:
+            return positions, positions[:, :1]
+        origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
+        if not torch.compiler.is_compiling():
+            rotary.check(int((positions - origins).abs().max()), x.dtype)
+        return positions, origins
