@@ -1,7 +1,7 @@
 """A call in normal form: checked once, its backend chosen once.
 
 The public functions make a `Call`. `explain` prints it, `operators` carries it through PyTorch's dispatcher, and
-`execution` runs it on one device, `parallel.attention` over a mesh.
+`execution` runs it on one device, `parallel.over_mesh` over a mesh.
 """
 
 from __future__ import annotations

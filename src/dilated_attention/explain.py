@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention.backends import blocks
 from dilated_attention.call import Call, Options, Pattern, as_autocast
-from dilated_attention.parallel import attention as parallel
+from dilated_attention.parallel import over_mesh
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 from dilated_attention.patterns import Dilated, describe_unserved
 from dilated_attention.plan import StridedGroup
@@ -107,7 +107,7 @@ def explain(
         groups = tuple(group for _, plan in samples for group in plan.groups)
         batches = [len(range(q.shape[0])[batch]) for batch, plan in samples for _ in plan.groups]
     else:
-        chosen, exchange, groups = parallel.account(call, q, k)
+        chosen, exchange, groups = over_mesh.account(call, q, k)
         batches, layouts = [q.shape[0]] * len(groups), {}  # as if no layout thinned the groups out
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     pairs, moved = 0, 0

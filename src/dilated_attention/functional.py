@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention import operators
 from dilated_attention.call import Call, Options, Pattern, as_autocast
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel.attention import refuse
+from dilated_attention.parallel.over_mesh import refuse
 from dilated_attention.patterns import Dilated, Offsets
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call, Shards, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel import attention as parallel
+from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import Branches
 
 _CALL = (
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """A padded batch over a mesh: one call a sample, each sharded by the edges of the batch cut at its own length."""
     results = []
-    for i, (own, sample) in enumerate(parallel.samples(call, q.shape[1])):
+    for i, (own, sample) in enumerate(over_mesh.samples(call, q.shape[1])):
         out, lse = attend(q[i : i + 1, :own], k[i : i + 1, :own], v[i : i + 1, :own], sample)
         missing = q.shape[1] - own
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
@@ -135,7 +135,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     call = _unpack(k, *packed)
     factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
-    return (execution if call.shards is None else parallel).forward(call, q, k, v)
+    return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
 
 @torch.library.register_fake("dilated_attention::forward")
@@ -145,7 +145,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     if len(words) == 1:
         return [out, lse]
     call = _unpack(k, [int(x) for x in numbers], *packed[1:])
-    return [out, lse, *parallel.empty_saved(call, q, k)]
+    return [out, lse, *over_mesh.empty_saved(call, q, k)]
 
 
 @torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")
@@ -160,7 +160,7 @@ def _backward(
     if call.shards is None:
         dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)
     else:
-        dq, dk, dv = parallel.backward(call, dout, dlse, q, k, v, [out, lse, *saved])
+        dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, [out, lse, *saved])
     return dq if factor == 1 else dq.mul_(factor), dk, dv
 
 

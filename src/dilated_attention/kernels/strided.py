@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.kernels.blocks import locate_block, read_list, tokens
+from dilated_attention.kernels.block_lists import locate_block, read_list, tokens
 from dilated_attention.kernels.online import (
     LOG2E,
     attend,

@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention.cache import plan_cache
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel import blocks, partition
+from dilated_attention.parallel import block_partition, partition
 from dilated_attention.parallel.comm import seal_rows
 from dilated_attention.parallel.partition import Sharding
 from dilated_attention.patterns import Dilated, Product
@@ -92,7 +92,7 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
         shape.row_bytes,
         2 * shape.batch * shape.head_dim * torch.promote_types(shape.dtype, torch.float32).itemsize,
     )
-    seal, source = seal_rows(row), blocks if sharding.layouts else partition
+    seal, source = seal_rows(row), block_partition if sharding.layouts else partition
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
     if transport == "doubling":

@@ -21,9 +21,10 @@ from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import context_group
-from dilated_attention.parallel import traffic, transports
+from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
+from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import StridedGroup
 
 State = tuple[Tensor, Tensor]
@@ -128,7 +129,7 @@ def _digest(layout: BlockLayout) -> str:
     return digest.hexdigest()[:16]
 
 
-def _drive(parts: Generator[transports.Part, Any, Result], compute: Callable[[transports.Part], Any]) -> Result:
+def _drive(parts: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
     """Run a schedule: compute each part that it yields, and send it the answer."""
     answer = None
     while True:
@@ -148,7 +149,7 @@ class _Compute:
         self.options = {"is_causal": rank.call.is_causal, "scale": rank.scale}
         self.whole = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
-    def forward(self, part: transports.Part, state: State | None) -> State:
+    def forward(self, part: parts.Part, state: State | None) -> State:
         """The running (out, lse) with a part merged into it."""
         arguments = part.keys, part.values, part.plan
         if part.queries is None:
@@ -164,8 +165,8 @@ class _Compute:
         return state
 
     def backward(
-        self, part: transports.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
-    ) -> transports.Gradients:
+        self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
+    ) -> parts.Gradients:
         """A part's (dk, dv), in the type in which gradients add up; its dq is added to `dq`."""
         keys = part.keys, part.values, part.plan
         sums = [torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in (part.keys, part.values)]
@@ -182,12 +183,12 @@ class _Compute:
         dq[self._index(part.queries)] += part_dq[:, part.queries.positions]
         return sums[0], sums[1]
 
-    def _index(self, queries: transports.BlockQueries) -> tuple[Any, ...]:
+    def _index(self, queries: parts.BlockQueries) -> tuple[Any, ...]:
         """Of the part's rows and heads in the shard's tensors."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
-    def _rows(self, queries: transports.BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
+    def _rows(self, queries: parts.BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
         """The shard's rows where the part has them."""
         index, made = self._index(queries), []
         for x in tensors:
@@ -196,7 +197,7 @@ class _Compute:
             made.append(rows)
         return made
 
-    def _block_options(self, queries: transports.BlockQueries) -> dict[str, Any]:
+    def _block_options(self, queries: parts.BlockQueries) -> dict[str, Any]:
         bias = None
         if queries.hidden is not None:
             bias = torch.zeros(queries.hidden.shape, dtype=self.q.dtype, device=self.q.device)
@@ -209,7 +210,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     rank = _Rank(call, q, k)
     link = rank.open(q)
     if rank.transport == "ulysses":
-        heads = transports.Ulysses(link, rank.sharding, q.shape[2])
+        heads = Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
         whole_out, whole_lse = call.backend.forward(
             q, k, v, heads.plan, is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None
@@ -220,7 +221,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     compute = _Compute(rank, q, k)
     state: State | None = None
 
-    def add(part: transports.Part) -> None:
+    def add(part: parts.Part) -> None:
         nonlocal state
         state = compute.forward(part, state)
 
@@ -231,7 +232,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """What `forward` gives for the backward, as fake tensors."""
-    wide = transports.statistic(q.dtype)
+    wide = parts.statistic(q.dtype)
     if call.layouts:  # what is saved depends on the lists
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
         return k.new_empty(sizes[0]), k.new_empty(sizes[1], dtype=wide)
@@ -259,7 +260,7 @@ def backward(
     rank = _Rank(call, q, k)
     link = rank.open(q)
     if rank.transport == "ulysses":
-        heads = transports.Ulysses(link, rank.sharding, q.shape[2])
+        heads = Ulysses(link, rank.sharding, q.shape[2])
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
         shapes = [(*dout.shape[:2], number, q.shape[3]) for number in heads.widths]
@@ -273,7 +274,7 @@ def backward(
         dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     compute = _Compute(rank, q, k)
-    dq = torch.zeros(q.shape, dtype=transports.statistic(q.dtype), device=q.device)
+    dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     rows = saved.view(-1, 2, k.shape[0], k.shape[3]) if len(saved) else saved.view(0, 2, k.shape[0], k.shape[3])
     parts = rank.schedule(link, k.device).backward(k, v, rows)
     dk, dv = _drive(parts, lambda part: compute.backward(part, dout, dlse, out, lse, dq))

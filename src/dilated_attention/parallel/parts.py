@@ -1,0 +1,286 @@
+"""What a rank computes of a call: parts, each a plan over keys and values that were gathered from rows.
+
+Rows lie in buffers, of the shard's own and of received ones; a row is the key and the value of one token of one
+key-value head, `(2, batch, head_dim)`. The tables that say which row goes where are made once for a sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.parallel import block_partition, partition
+from dilated_attention.parallel.block_partition import BlockProblem, Interval
+from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
+from dilated_attention.plan import Plan, plan_dilated
+
+
+@dataclass(frozen=True)
+class BlockQueries:
+    """The queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
+
+    Attributes:
+        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
+        heads: key-value heads.
+        hidden: bool `(rows,)`, True where no query sees a key, or None.
+    """
+
+    layout: BlockLayout
+    tokens: Tensor
+    positions: Tensor
+    heads: tuple[int, ...]
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
+
+    Attributes:
+        queries: where the queries are not all the rows of the shard; then the layout is its own, too.
+    """
+
+    keys: Tensor
+    values: Tensor
+    plan: Plan
+    queries: BlockQueries | None = None
+
+
+Gradients = tuple[Tensor, Tensor]
+ForwardParts = Generator[Part, None, Tensor]
+BackwardParts = Generator[Part, Gradients, Gradients]
+
+
+def statistic(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of one row from several ranks travel and add up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def locate(held: Integers, wanted: Integers) -> Integers:
+    """The positions of some keys in a list of distinct keys, in any order."""
+    order = np.argsort(held)
+    where = order[np.searchsorted(held, wanted, sorter=order)]
+    assert (held[where] == wanted).all()
+    return where
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How a remote plan's key tensor is made of a buffer of rows.
+
+    Attributes:
+        index: the buffer row of each slot; 0 where no group reads the slot.
+        rows: the buffer row of each filled slot; slots: which those are, None for all.
+    """
+
+    plan: Plan
+    heads: int
+    index: Tensor
+    rows: Tensor
+    slots: Tensor | None
+
+    @classmethod
+    def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
+        """From the keys that a buffer holds and the buffer row of each; None where the remote plan is empty."""
+        if not remote.plan.groups:
+            return None
+        rows = positions[locate(held, remote.keys)]
+        index = np.zeros(remote.rows * remote.plan.num_heads, dtype=np.int64)
+        index[remote.slots] = rows
+        full = len(remote.slots) == len(index)
+        table, slots = on_device(index, device), None if full else on_device(remote.slots, device)
+        return cls(remote.plan, remote.plan.num_heads, table, table if full else on_device(rows, device), slots)
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * (len(self.index) + len(self.rows)) + self.plan.nbytes
+
+    def part(self, buffer: Tensor) -> Part:
+        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan)
+
+    def scatter(self, gradients: Gradients, sums: Tensor) -> None:
+        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
+        for i, rows in enumerate(_slot_rows(gradients)):
+            rows = rows if self.slots is None else rows[self.slots]
+            sums[:, i].index_add_(0, self.rows, rows.to(sums.dtype))
+
+
+def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """`(batch, rows, heads, head_dim)` each of slots `(rows * heads, 2, batch, head_dim)`, views."""
+    both = slots.unflatten(0, (-1, heads)).permute(2, 3, 0, 1, 4)
+    return both[0], both[1]
+
+
+def _slot_rows(gradients: Gradients) -> list[Tensor]:
+    """The other way round: `(rows * heads, batch, head_dim)` each."""
+    return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class BlockGather:
+    """How the keys and values of a block-sparse part are made of a buffer of rows: `slots[i]` holds row `rows[i]`."""
+
+    plan: Plan
+    queries: BlockQueries
+    slots: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, problem: BlockProblem, rows: Integers, device: torch.device) -> BlockGather:
+        plan = _square_plan(problem)
+        return cls(plan, _queries(problem, device), on_device(problem.slots, device), on_device(rows, device))
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.rows) + 16 * len(self.queries.tokens) + self.queries.layout.nbytes + self.plan.nbytes
+
+    def part(self, buffer: Tensor) -> Part:
+        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        size = self.queries.layout.seq_len * len(self.queries.heads)
+        filled = buffer.new_zeros(size, *buffer.shape[1:])
+        filled[self.slots] = buffer[self.rows]
+        return Part(*_keys_and_values(filled, len(self.queries.heads)), self.plan, self.queries)
+
+    def scatter(self, gradients: Gradients, sums: Tensor) -> None:
+        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
+        for i, rows in enumerate(_slot_rows(gradients)):
+            sums[:, i].index_add_(0, self.rows, rows[self.slots].to(sums.dtype))
+
+
+def _queries(problem: BlockProblem, device: torch.device) -> BlockQueries:
+    hidden = None if problem.hidden is None else on_device(problem.hidden, device)
+    tokens, positions = on_device(problem.tokens, device), on_device(problem.positions, device)
+    return BlockQueries(problem.layout.to(device), tokens, positions, problem.heads, hidden)
+
+
+def _square_plan(problem: BlockProblem) -> Plan:
+    """One segment of all rows, all heads."""
+    return plan_dilated((problem.layout.seq_len,), (1,), ((0,) * len(problem.heads),), problem.layout.seq_len)
+
+
+@dataclass(frozen=True)
+class Own:
+    """The shard's rows behind some buffer rows: `tokens[i]`, `heads[i]` in buffer row `positions[i]` of `size`."""
+
+    tokens: Tensor
+    heads: Tensor
+    positions: Tensor
+    size: int
+
+    @classmethod
+    def of(
+        cls, sharding: Sharding, rank: int, keys: Integers, positions: Integers, size: int, device: torch.device
+    ) -> Own:
+        tokens, heads = keys // sharding.num_heads - sharding.shard(rank)[0], keys % sharding.num_heads
+        return cls(on_device(tokens, device), on_device(heads, device), on_device(positions, device), size)
+
+    @property
+    def nbytes(self) -> int:
+        return 24 * len(self.tokens)
+
+    def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+        """The buffer of rows `(size, 2, batch, head_dim)`."""
+        out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
+        for i, x in enumerate((k, v)):
+            out[self.positions, i] = x[:, self.tokens, self.heads].transpose(0, 1)
+        return out
+
+    def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add returned gradients, a buffer of rows, to the shard's, contiguous. A row may have gone to several
+        ranks."""
+        index = self.tokens * dk.shape[2] + self.heads
+        for i, gradient in enumerate((dk, dv)):
+            gradient.view(*gradient.shape[:1], -1, gradient.shape[3]).index_add_(
+                1, index, returned[self.positions, i].transpose(0, 1)
+            )
+
+
+@dataclass(frozen=True)
+class Local:
+    """What needs no other rank: the plan of whole segments, and block-sparse problems over the shard's own rows."""
+
+    plan: Plan
+    problems: tuple[tuple[BlockQueries, Own], ...]
+
+    @classmethod
+    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        problems = []
+        if sharding.layouts:
+            for crossing in partition.crossings(sharding, rank):
+                if problem := block_partition.problem(sharding, rank, crossing, [sharding.shard(rank)]):
+                    size = problem.layout.seq_len * len(problem.heads)
+                    own = Own.of(sharding, rank, problem.keys, problem.slots, size, device)
+                    problems.append((_queries(problem, device), own))
+        return cls(partition.local_plan(sharding, rank), tuple(problems))
+
+    @property
+    def nbytes(self) -> int:
+        own = [own.nbytes + 16 * len(queries.tokens) + queries.layout.nbytes for queries, own in self.problems]
+        return self.plan.nbytes + sum(own)
+
+    def _part(self, queries: BlockQueries, own: Own, k: Tensor, v: Tensor) -> Part:
+        filled = own.pack(k, v, k.new_zeros(own.size, 2, k.shape[0], k.shape[3]))
+        length, heads = queries.layout.seq_len, len(queries.heads)
+        plan = plan_dilated((length,), (1,), ((0,) * heads,), length)
+        return Part(*_keys_and_values(filled, heads), plan, queries)
+
+    def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
+        yield Part(k, v, self.plan)
+        for queries, own in self.problems:
+            yield self._part(queries, own, k, v)
+
+    def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
+        """The shard's part of (dk, dv), in the type in which gradients add up, contiguous."""
+        dtype = statistic(k.dtype)
+        dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
+        for queries, own in self.problems:
+            rows = _slot_rows((yield self._part(queries, own, k, v)))
+            own.add(torch.stack(rows, 1).to(dtype), dk, dv)
+        return dk, dv
+
+
+Gathers = tuple[Gather | BlockGather, ...]
+
+
+def gathers_of(
+    sharding: Sharding,
+    rank: int,
+    found: Sequence[Crossing],
+    tokens: Interval,
+    held: Integers,
+    positions: Integers,
+    device: torch.device,
+) -> Gathers:
+    """The parts over other ranks' rows among `tokens`, of a buffer that holds the keys `held` in rows `positions`."""
+    if not sharding.layouts:
+        remote = partition.remote(sharding, rank, _wanted(found, *tokens))
+        gather = Gather.of(remote, held, positions, device)
+        return () if gather is None else (gather,)
+    lower, upper = sharding.shard(rank)
+    others = [(tokens[0], min(tokens[1], lower)), (max(tokens[0], upper), tokens[1])]
+    wanted = [(start, stop) for start, stop in others[: 1 if sharding.is_causal else 2] if start < stop]
+    gathers = []
+    for crossing in found:
+        if problem := block_partition.problem(sharding, rank, crossing, wanted):
+            gathers.append(BlockGather.of(problem, positions[locate(held, problem.keys)], device))
+    return tuple(gathers)
+
+
+def on_device(table: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(table).to(device)
+
+
+def _wanted(found: Sequence[Crossing], start: int, stop: int) -> list[tuple[Crossing, tuple[range, ...]]]:
+    """Each crossing segment with the rows before and after it that lie in the tokens [start, stop)."""
+
+    def clip(part: range) -> range:
+        first = part.start if part.start >= start else start + (part.start - start) % part.step
+        return range(first, min(part.stop, stop), part.step)
+
+    return [(crossing, (clip(crossing.before), clip(crossing.after))) for crossing in found]

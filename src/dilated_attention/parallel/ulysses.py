@@ -1,0 +1,71 @@
+"""Ulysses: heads instead of tokens travel (Jacobs et al. 2023, arXiv:2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention.cache import plan_cache
+from dilated_attention.parallel import partition
+from dilated_attention.parallel.comm import Framing, Link, seal_rows
+from dilated_attention.parallel.partition import Sharding
+
+
+class Ulysses:
+    """Heads instead of tokens: each rank computes all tokens of its share of the heads. Not a schedule over parts.
+
+    A message's row is what one token has of one rank's heads: q, k and v; or out and lse.
+    """
+
+    def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
+        self.link, self.bounds = link, sharding.bounds
+        heads, kv_heads = num_heads // link.size, sharding.num_heads // link.size
+        self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
+        columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
+        offsets = tuple([row[columns] for row in sharding.offsets])
+        whole = replace(sharding, offsets=offsets, bounds=(0, sharding.seq_len), layouts=())
+        self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
+        mine = range(link.rank * heads, (link.rank + 1) * heads)
+        self.layouts = {
+            layout.seq_len: layout.select(heads=mine) if layout.num_heads > 1 else layout for layout in sharding.layouts
+        }
+
+    def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """`(batch, shard, heads, ...)` each to `(batch, seq, heads / size, ...)`."""
+        size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
+        rows = [x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(0, 1) for x in tensors]
+        counts = [stop - start for start, stop in pairwise(self.bounds)]
+        arrived = self._exchange(rows, [shard] * size, counts, what)
+        return [x.transpose(0, 1) for x in arrived]
+
+    def gather_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """`(batch, seq, heads / size, ...)` each to `(batch, shard, heads, ...)`."""
+        size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
+        counts = [stop - start for start, stop in pairwise(self.bounds)]
+        arrived = self._exchange([x.transpose(0, 1) for x in tensors], counts, [shard] * size, what)
+        return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
+
+    def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
+        """Rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
+        packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
+        seal = seal_rows(packed.shape[1])
+        sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
+        message = packed.new_empty(sent.rows, packed.shape[1])
+        message[torch.from_numpy(sent.positions).to(packed.device)] = packed
+        buffer = self.link.all_to_all(message, sent, received, what).wait()
+        buffer = buffer[torch.from_numpy(received.positions).to(packed.device)]
+        widths = [x.shape[1:].numel() * x.element_size() for x in rows]
+        parts = buffer.split(widths, 1)
+        return [
+            y.clone(memory_format=torch.contiguous_format).view(x.dtype).unflatten(1, x.shape[1:])
+            for x, y in zip(rows, parts, strict=True)
+        ]
+
+
+def _packed(x: Tensor) -> Tensor:
+    """A copy whose strides are those of its shape, also in dimensions of size 1, as a view of bytes requires."""
+    return x.clone(memory_format=torch.contiguous_format)
