@@ -129,3 +129,11 @@ def test_blocks_share_a_namespace_and_one_that_fails_is_seen(tmp_path):
         ["make", "demo", "ARGS=-k x"],
         ["dilated-attention", "plot", "--out", "x"],
     ]
+
+
+def test_the_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert len(named) > 15
+    places = [ROOT, ROOT / "src" / "dilated_attention"]
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

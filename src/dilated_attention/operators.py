@@ -9,14 +9,13 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
@@ -25,6 +24,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import Branches
+from dilated_attention.torch_internals import BelowAutograd, in_forward_mode, in_torch_func, observed
 
 _CALL = (
     "SymInt[] numbers, float scale, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
@@ -44,8 +44,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         return execution.attend(call, q, k, v)
     if call.shards is not None and call.lengths is not None:
         return _padded(q, k, v, call)
-    out, lse, *_ = _entry()(q, k, v, *_pack(call))
+    if not (torch.compiler.is_compiling() or in_torch_func() or _differentiated(q, k, v) or observed(q, k, v)):
+        out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
+        return out, lse
+    operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
+    out, lse, *_ = operator(q, k, v, *_pack(call))
     return out, lse
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    """Whether derivatives are asked for; of forward mode too, whose tangents the bare operator would drop silently."""
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or in_forward_mode()
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -132,7 +141,10 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     """out, contiguous as q; lse, `(batch, seq, heads)`; over a mesh also what the backward needs of others' rows."""
-    call = _unpack(k, *packed)
+    return _run(_unpack(k, *packed), q, k, v)
+
+
+def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
@@ -182,7 +194,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return tuple(torch.ops.dilated_attention.forward(q, k, v, *packed))
 
     @staticmethod
@@ -199,7 +211,7 @@ class _Attention(torch.autograd.Function):
         saved, ragged, layouts = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :][:4], rest[ctx.outputs + 2 :]
         if dout is None:
             dout = torch.zeros_like(out)
-        apply = _AttentionBackward.apply if _in_torch_func() else torch.ops.dilated_attention.backward
+        apply = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
         gradients = apply(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
         return (*gradients, *(None,) * (len(ctx.options) + 5))
 
@@ -210,7 +222,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         folded = _fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)
-        return _unfold(info, _entry()(*folded))
+        operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
+        return _unfold(info, operator(*folded))
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -218,7 +231,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return torch.ops.dilated_attention.backward(*arguments)
 
     @staticmethod
@@ -239,29 +252,15 @@ class _AttentionBackward(torch.autograd.Function):
         return _unfold(info, _AttentionBackward.apply(*folded))
 
 
-@torch.library.impl("dilated_attention::forward", "Autograd")
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if differentiated or forward_ad._current_level >= 0:  # the operator below would drop tangents without a word
+    if _differentiated(q, k, v):
         return list(_Attention.apply(q, k, v, *packed))
-    with torch._C._AutoDispatchBelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
+    with BelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
         return torch.ops.dilated_attention.forward(q, k, v, *packed)
 
 
+torch.library.impl("dilated_attention::forward", "Autograd")(_differentiable)
 torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
-
-
-def _entry() -> Callable[..., Sequence[Tensor]]:
-    """`dilated_attention::forward`, where a gradient finds it."""
-    entry: Callable[..., Sequence[Tensor]] = (
-        _Attention.apply if _in_torch_func() else torch.ops.dilated_attention.forward
-    )
-    return entry
-
-
-def _in_torch_func() -> bool:
-    """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:

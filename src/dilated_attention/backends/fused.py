@@ -21,9 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dilated_attention import torch_internals
 from dilated_attention.backends.dropout import Pairs
-
-_aten = torch.ops.aten
 
 Queries = Float[Tensor, "batch heads queries dim"]
 Keys = Float[Tensor, "batch heads keys dim"]
@@ -119,11 +118,11 @@ def _fused_forward(
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+        return torch_internals.flash_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
     if kind == "cuda_flash":
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
+        out, lse = torch_internals.flash(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
-    out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
+    out, lse = torch_internals.efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
     return out, lse[..., : q.shape[2]]  # the operator pads the rows of lse to a multiple of 32
 
 
@@ -142,14 +141,14 @@ def _fused_backward(
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return torch_internals.flash_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     if kind == "cuda_flash":
         # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative
         # lengths.
         state = torch.zeros((), dtype=torch.int64, device=q.device)
-        return _aten._scaled_dot_product_flash_attention_backward(
+        return torch_internals.flash_backward(
             dout,
             q,
             k,
@@ -168,7 +167,7 @@ def _fused_backward(
         )
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     state = torch.zeros((), dtype=torch.int64, device=q.device)
-    return _aten._scaled_dot_product_efficient_attention_backward(
+    return torch_internals.efficient_backward(
         dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
     )[:3]
 

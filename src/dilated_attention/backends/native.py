@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -131,6 +132,9 @@ class _Tile:
         return plan_layout((layout.key, batch, heads), lambda: layout.select(batch=batch, heads=heads))
 
     def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
+        every_head = heads == x.shape[2] and head_step == 1 and self.residues == 1
+        if every_head and rows.count == x.shape[1] and self.batches == x.shape[0]:  # a quicker way to the same view
+            return x.transpose(1, 2)
         batch, token, per_head, *rest = x.stride()
         start = rows.start + self.segment * rows.segment + self.residue
         offset = self.batch * batch + start * token + (head + self.residue * shift) * per_head
@@ -229,6 +233,55 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
+class _Merged(NamedTuple):
+    """What a backward starts from: the gradients of the merged out and lse, and these."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class _Whole(NamedTuple):
+    """The arguments of a call, of which each tile computes a part."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_causal: bool
+    scale: float
+    key_bias: Tensor | None
+    layouts: Layouts | None
+    dropout: Dropout | None
+    operators: ModuleType
+
+    def _options(self, group: StridedGroup, tile: _Tile) -> tuple[float, Tensor | None, Pairs | None]:
+        return self.scale, tile.bias(self.key_bias, group.keys), tile.pairs(self.dropout, group, self.k)
+
+    def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
+        """out and lse of a tile."""
+        keys = tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
+        views, (scale, bias, pairs) = (tile.queries(self.q, group.queries), *keys), self._options(group, tile)
+        if self.layouts is not None:
+            bias = None if bias is None else bias[:, 0, 0]
+            return blocks.forward(*views, tile.layout(self.layouts, group), scale, bias, pairs)
+        out, lse = self.operators.forward(*views, self.is_causal and group.diagonal, scale, bias, pairs)
+        if group.phantoms and not self.is_causal:
+            add_phantoms(out, lse, group.phantoms)
+        return out, lse
+
+    def differentiate(self, merged: _Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of a tile."""
+        dout, dlse, out, lse = (None if x is None else tile.queries(x, group.queries) for x in merged)
+        keys = tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
+        views = dout, dlse, tile.queries(self.q, group.queries), *keys, out, lse
+        scale, bias, pairs = self._options(group, tile)
+        if self.layouts is not None:
+            bias = None if bias is None else bias[:, 0, 0]
+            return blocks.backward(*views, tile.layout(self.layouts, group), scale, bias, pairs)
+        return self.operators.backward(*views, self.is_causal and group.diagonal, scale, bias, pairs)
+
+
 def forward(
     q: Tokens,
     k: KeyTokens,
@@ -255,25 +308,14 @@ def forward(
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     statistic = torch.promote_types(q.dtype, torch.float32)
 
-    def attend(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
-        bias = tile.bias(key_bias, group.keys)
-        views = tile.queries(q, group.queries), tile.keys(k, group.keys), tile.keys(v, group.keys)
-        pairs = tile.pairs(dropout, group, k)
-        if layouts is not None:
-            bias = None if bias is None else bias[:, 0, 0]
-            return blocks.forward(*views, tile.layout(layouts, group), scale, bias, pairs)
-        out, lse = operators.forward(*views, is_causal and group.diagonal, scale, bias, pairs)
-        if group.phantoms and not is_causal:
-            add_phantoms(out, lse, group.phantoms)
-        return out, lse
-
+    whole = _Whole(q, k, v, is_causal, scale, key_bias, layouts, dropout, operators)
     groups = plan.groups if q.numel() else ()
     words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
     inputs = tuple(x for x in (q, k, v, key_bias, *words) if x is not None)
     if state is not None:
         out, lse = state
     elif groups and (tile := _whole(groups[0], q, k, inputs)):
-        part, part_lse = attend(groups[0], tile)
+        part, part_lse = whole.attend(groups[0], tile)
         out = part.transpose(1, 2).reshape(q.shape).contiguous()
         lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
         groups = groups[1:]
@@ -285,7 +327,7 @@ def forward(
     row_bytes = q.shape[-1] * q.element_size()
     limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
     for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit, layouts):
-        part, part_lse = attend(group, tile)
+        part, part_lse = whole.attend(group, tile)
         rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
         if group.first:
             rows.copy_(part)
@@ -325,17 +367,8 @@ def backward(
     if dlse is not None:
         dlse = dlse.masked_fill(empty, 0.0)
 
-    def differentiate(group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        dout_, q_, out_, lse_ = (tile.queries(x, group.queries) for x in (dout, q, out, lse))
-        dlse_ = None if dlse is None else tile.queries(dlse, group.queries)
-        k_, v_ = tile.keys(k, group.keys), tile.keys(v, group.keys)
-        views, bias = (dout_, dlse_, q_, k_, v_, out_, lse_), tile.bias(key_bias, group.keys)
-        pairs = tile.pairs(dropout, group, k)
-        if layouts is not None:
-            bias = None if bias is None else bias[:, 0, 0]
-            return blocks.backward(*views, tile.layout(layouts, group), scale, bias, pairs)
-        return operators.backward(*views, is_causal and group.diagonal, scale, bias, pairs)
-
+    whole = _Whole(q, k, v, is_causal, scale, key_bias, layouts, dropout, operators)
+    merged = _Merged(dout, dlse, out, lse)
     groups = plan.groups if q.numel() else ()
     ratio = q.shape[2] // k.shape[2]
     words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
@@ -357,7 +390,7 @@ def backward(
     row_bytes = q.shape[-1] * q.element_size()
     limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
     for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit, layouts):
-        part_q, part_k, part_v = differentiate(group, tile)
+        part_q, part_k, part_v = whole.differentiate(merged, group, tile)
         if tile.k_step == 0:  # heads share one key-value head
             part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
         targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)

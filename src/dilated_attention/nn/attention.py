@@ -17,6 +17,7 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
+from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
@@ -509,6 +510,6 @@ def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
 def _require(condition: Tensor, message: str) -> None:
     """Raise UnsupportedError unless the one value of `condition` is true; in a compiled graph, when it runs."""
     if torch.compiler.is_compiling():
-        torch._assert_async(condition, message)
+        require_when_run(condition, message)
     elif not condition:
         raise UnsupportedError(message)

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.parallel import presence
 from dilated_attention.parallel.partition import Integers
+from dilated_attention.torch_internals import rendezvous_store, require_when_run
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
@@ -261,7 +262,7 @@ class Link:
         right = (seals == expected).all(1)
         if transfer.buffer.device.type == "cuda":
             # Reading the answer would stall the stream; the device traps instead, and no wrong result leaves it.
-            torch._assert_async(right.all())
+            require_when_run(right.all(), "rows that were received are not those of this call")
             return
         wrong = [peer for peer, good in zip(transfer.framing.peers, right.tolist(), strict=True) if not good]
         if wrong:
@@ -290,9 +291,7 @@ class Link:
 
     def _store(self) -> dist.Store:
         """The rendezvous store's part for this group."""
-        return dist.PrefixStore(
-            f"dilated_attention/{self.group.group_name}", dist.distributed_c10d._get_default_store()
-        )
+        return dist.PrefixStore(f"dilated_attention/{self.group.group_name}", rendezvous_store())
 
     def _report_refusal(self, problem: str) -> None:
         """Leave word of why this rank stays away from its current call."""

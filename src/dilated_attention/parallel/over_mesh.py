@@ -26,6 +26,7 @@ from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import StridedGroup
+from dilated_attention.torch_internals import group_named
 
 State = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
@@ -49,8 +50,7 @@ class _Description:
 
 def _group(call: Call) -> ProcessGroup:
     assert call.shards is not None
-    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(call.shards.group_name)  # type: ignore[arg-type]
-    return group
+    return group_named(call.shards.group_name)
 
 
 def sharding_of(call: Call, size: int) -> Sharding:

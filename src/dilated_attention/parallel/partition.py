@@ -166,7 +166,7 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its
     start.
 
-    With layouts the whole segments alone: crossing ones are `blocks.problem`s.
+    With layouts the whole segments alone: crossing ones are `block_partition.problem`s.
     """
     lower, upper = sharding.shard(rank)
 

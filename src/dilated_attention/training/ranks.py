@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dilated_attention.models import LongNetLM
 from dilated_attention.parallel import set_context_parallel
 from dilated_attention.parallel.presence import Watch
+from dilated_attention.torch_internals import flattened
 from dilated_attention.training.checkpoint import Piece
 
 
@@ -55,7 +56,7 @@ class Ranks:
         )
         shape = (watch.size // context_parallel, context_parallel)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
-        return cls(mesh, mesh["data", "context"]._flatten("data_context"), watch)
+        return cls(mesh, flattened(mesh["data", "context"], "data_context"), watch)
 
     def leave(self) -> None:
         """At the end of a run: threads of gloo that outlive their process group may abort the process."""

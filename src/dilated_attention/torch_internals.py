@@ -1,0 +1,63 @@
+"""The private names of PyTorch that this library uses, each with its reason. `tests/test_torch_internals.py` holds that
+they are there, and that they do what is said here.
+
+A name without an underscore serves none of these purposes in the oldest PyTorch that is supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed import DeviceMesh, ProcessGroup, Store
+
+BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators skip their Autograd kernels: an Autograd kernel calls its own operator."""
+
+flash_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_for_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+"""The operators under `scaled_dot_product_attention`, which itself returns no lse and takes no merged one."""
+
+
+def in_torch_func() -> bool:
+    """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are formed: an operator without a rule for them would drop them silently."""
+    return forward_ad._current_level >= 0
+
+
+def observed(*tensors: Tensor) -> bool:
+    """Whether somebody follows the operators of eager code: a dispatch mode (fake tensors, selective checkpointing,
+    counters of FLOPs), or a subclass of Tensor."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) is not Tensor for x in tensors)
+
+
+def require_when_run(condition: Tensor, message: str) -> None:
+    """Raise where one value of `condition` is false, when a compiled graph runs, or a device gets there."""
+    torch._assert_async(condition, message)
+
+
+def group_named(name: str) -> ProcessGroup:
+    """A process group by its name, which an operator's schema can hold."""
+    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group
+
+
+def rendezvous_store() -> Store:
+    """The store through which the default process group was formed."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one axis over all ranks of a mesh of several."""
+    return mesh._flatten(name)
