@@ -23,7 +23,7 @@ demo: $(VENV)/installed ## train a small LongNet beside the same model with dens
 	$(BIN)/python -m dilated_attention demo $(ARGS)
 
 # One thread a process: the workers already fill the cores.
-test: $(VENV)/installed-$(if $(VERSIONS),test,dev) ## run the tests
+test: $(VENV)/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(VENV)/installed-dev ## format check, lint, types, documents, guard and tests: what CI runs
@@ -59,6 +59,6 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/installed-%: $(VENV)/installed
-	$(INSTALL) --editable '.[$*]'
+$(VENV)/installed-dev: $(VENV)/installed
+	$(INSTALL) --editable '.[dev]'
 	touch $@
