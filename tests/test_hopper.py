@@ -6,8 +6,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-triton = pytest.importorskip("triton", minversion="3.5", reason="on Linux only, and Gluon as Triton 3.5 has it")
+pytest.importorskip("triton", minversion="3.5", reason="on Linux only, and Gluon as Triton 3.5 has it")
 
+import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from packaging.version import Version
 
-triton = pytest.importorskip("triton", reason="Triton runs on Linux only")
+pytest.importorskip("triton", reason="Triton runs on Linux only")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
