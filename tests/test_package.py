@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -44,3 +45,21 @@ def test_modules_are_named_after_concepts():
 @pytest.mark.parametrize("name", ["utils.py", "bench/helpers.py", "common/__init__.py", "ring_v2.py", "_utils.py"])
 def test_an_empty_name_is_found(name):
     assert empty_words(Path(name))
+
+
+def versions(text: str, pattern: str) -> dict[str, Version]:
+    return {name: Version(number) for name, number in re.findall(pattern, text, re.MULTILINE)}
+
+
+def test_constraints_hold_the_ends_of_the_ranges():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ranges = versions(text[text.index("\ndependencies") : text.index("\ndocs = ")], r'"([\w-]+)>=([\d.]+)')
+    oldest, newest = (
+        versions((ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8"), r"^([\w-]+)==([\d.]+)")
+        for name in ("oldest", "newest")
+    )
+    assert {"torch", "numpy", "transformers", "triton", "pytest"} <= ranges.keys()
+    assert oldest.keys() == newest.keys() == ranges.keys()
+    for name, bound in ranges.items():
+        assert oldest[name].release[: len(bound.release)] == bound.release, name
+        assert newest[name] >= oldest[name], name

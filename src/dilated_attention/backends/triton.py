@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.tiles import Layouts
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
+from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.plan import Plan, plan_cache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -275,7 +275,7 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
         with _on(out.device):
             online.backward_stats[(-(-lse.numel() // rows),)](
                 out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
-                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
+                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
             )  # fmt: skip
     return stats
 
