@@ -124,7 +124,8 @@ def magnitudes(
         dS̄ = P̄ |dP - δ + dlse| + P (|dout| |v| + |dout| out̄ + |dlse|)
         dq̄ = scale dS̄ |k|        dk̄ = scale dS̄ᵀ |q|        dv̄ = P̄ᵀ |dout|.
 
-    With dropout, P v, dout v and P dout have the factor K / (1 - p) of each pair.
+    With dropout, P v, dout v and P dout have the factor K / (1 - p) of each pair, a product more: P̄ + P stands for P̄
+    in them, and 2 |dout| |v| for |dout| |v|.
     """
     kv_heads = k.shape[2]
     out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
@@ -143,15 +144,18 @@ def magnitudes(
     score = q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k)
     lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * score).sum(-1, keepdim=True)
     p_size = p * (score + lse)
-    out = torch.einsum(keys, kept * p_size, v)
+    p_kept, dp = p_size, torch.einsum(scores, d_out, v)
+    if keep is not None:
+        p_kept, dp = kept * (p_size + p), 2 * kept * dp
+    out = torch.einsum(keys, p_kept, v)
     delta = (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None]
-    ds = p_size * ds + p * (kept * torch.einsum(scores, d_out, v) + delta + d_lse)
+    ds = p_size * ds + p * (dp + delta + d_lse)
     return {
         "out": out.flatten(2, 3),
         "lse": lse.squeeze(-1).flatten(1, 2),
         "dq": scale * torch.einsum(keys, ds, k).flatten(2, 3),
         "dk": scale * torch.einsum("bhgnm,bnhgd->bmhd", ds, q),
-        "dv": torch.einsum("bhgnm,bnhgd->bmhd", kept * p_size, d_out),
+        "dv": torch.einsum("bhgnm,bnhgd->bmhd", p_kept, d_out),
     }
 
 

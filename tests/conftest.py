@@ -56,17 +56,29 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def _filters(config: pytest.Config) -> Iterator[tuple[str, str, str, str]]:
+    """action, message, category and module of each filter, the last one first to be asked."""
+    for line in config.getini("filterwarnings"):
+        action, message, category, module = (line.split(":") + [""] * 3)[:4]
+        yield action, message, category or "Warning", module
+
+
 @pytest.fixture
-def fresh_python() -> Callable[..., str]:
+def fresh_python(pytestconfig: pytest.Config) -> Callable[..., str]:
     """`fresh_python(source, **environment)` runs `source` in a new interpreter without this file; its standard output.
 
     For what the checking wrappers stand in the way of (`torch.compile(fullgraph=True)` cannot trace through them) and
-    for what is decided when a module is imported (`TRITON_INTERPRET="1"`). Warnings are errors there too.
+    for what is decided when a module is imported (`TRITON_INTERPRET="1"`). Warnings are errors there too,
+    by the filters of pyproject.toml.
     """
+    filters = "; ".join(
+        f"warnings.filterwarnings({action!r}, {message!r}, {category}, {module!r})"
+        for action, message, category, module in _filters(pytestconfig)
+    )
 
     def run(source: str, **environment: str) -> str:
         process = subprocess.run(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
+            [sys.executable, "-c", f"import warnings; {filters}\n{textwrap.dedent(source)}"],
             env=os.environ | environment,
             capture_output=True,
             text=True,

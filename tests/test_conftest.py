@@ -51,6 +51,34 @@ def test_fresh_python_is_unchecked_and_takes_an_environment(fresh_python):
 def test_fresh_python_fails_on_a_warning(fresh_python):
     with pytest.raises(AssertionError, match="UserWarning: found"):
         fresh_python("import warnings; warnings.warn('found')")
+    with pytest.raises(AssertionError, match="FutureWarning: ours"):
+        fresh_python("import warnings; warnings.warn('ours', FutureWarning)")
+
+
+def warn_from(module, category):
+    """A warning that points at `module`, as one of its own lines would raise it."""
+    exec(f"import warnings; warnings.warn('a warning', {category})", {"__name__": module})
+
+
+DEPRECATIONS = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
+
+
+@pytest.mark.parametrize("category", DEPRECATIONS)
+def test_what_other_packages_deprecate_of_their_own_fails_nothing(category):
+    warn_from("transformers.modeling_utils", category)
+
+
+@pytest.mark.parametrize("category", [*DEPRECATIONS, "UserWarning", "RuntimeWarning"])
+@pytest.mark.parametrize("module", ["dilated_attention", "dilated_attention.nn.attention", "test_slides", "__main__"])
+def test_our_warnings_are_errors(module, category):
+    with pytest.raises(Warning, match="a warning"):
+        warn_from(module, category)
+
+
+def test_other_packages_warnings_of_our_doing_are_errors():
+    for category in ("UserWarning", "RuntimeWarning"):
+        with pytest.raises(Warning, match="a warning"):
+            warn_from("torch.nn.functional", category)
 
 
 draws = []

@@ -110,7 +110,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
-    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite", "TestRandomCalls"]
+    "name", ["TestTypes", "TestDilated", "TestGroups", "TestBlocks", "TestDropout", "TestNotFinite"]
 )
 def test_in_the_interpreter(name):
     in_a_child_process(f"{__file__}::{name}")
@@ -134,6 +134,7 @@ class Case(NamedTuple):
     batch: int = 1
 
 
+TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 
 
@@ -336,6 +337,14 @@ class TestDilated:
         for x, y in zip(backend.backward(spread(dout), None, *many, *found, plan, **options), expected, strict=True):
             assert torch.equal(x[:, ::apart], y)
 
+    @random_calls(4)
+    @given(
+        call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(compat=True)),
+        dtype=TYPES,
+    )
+    def test_random_calls(self, call, dtype):
+        test_properties.check(call, dtype, "triton")
+
 
 @interpreted
 class TestGroups:
@@ -454,6 +463,14 @@ class TestBlocks:
         plan, _ = dilated(100, 2, (100,), (1,))
         check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, key_bias=bias)
 
+    @random_calls(2)
+    @given(
+        call=st.one_of(*(test_blocks.calls(*kind) for kind in ((False,), (True,), (False, True), (True, True)))),
+        dtype=TYPES,
+    )
+    def test_random_calls(self, call, dtype):
+        test_blocks.check(call, dtype, "triton")
+
 
 @interpreted
 class TestDropout:
@@ -498,27 +515,6 @@ class TestNotFinite:
     @both
     def test_other_samples(self, is_causal):
         test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton")
-
-
-@interpreted
-class TestRandomCalls:
-    """Of every kind, through the public functions."""
-
-    @random_calls(15)
-    @given(
-        call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(compat=True)),
-        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    )
-    def test_dilated(self, call, dtype):
-        test_properties.check(call, dtype, "triton")
-
-    @random_calls(10)
-    @given(
-        call=st.one_of(*(test_blocks.calls(*kind) for kind in ((False,), (True,), (False, True), (True, True)))),
-        dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    )
-    def test_blocks(self, call, dtype):
-        test_blocks.check(call, dtype, "triton")
 
 
 # ---- tables

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton runs on Linux only")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -63,9 +65,22 @@ ONE_KERNEL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variant", EVERY_KERNEL + ONE_KERNEL, ids=lambda v: f"{v.target} {v.kernel} {v.head_dim} {v.call}"
-)
+SPILLED_BY_TRITON_3_9 = {
+    Variant("sm_90", "dkdv", 128, "bf16", "causal"): 24,
+    Variant("sm_90", "dkdv", 128, "bf16", "causal blocks"): 8,
+    Variant("sm_90", "dkdv", 96, "bf16", "grouped"): 24,
+}
+"""Bytes, of kernels that spill nothing with 3.7.1."""
+
+
+def case(variant: Variant):
+    spilled = SPILLED_BY_TRITON_3_9.get(variant)
+    known = spilled is not None and Version(triton.__version__) >= Version("3.9")
+    marks = [pytest.mark.xfail(reason=f"Triton 3.9 spills {spilled} bytes", strict=True)] if known else []
+    return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
+
+
+@pytest.mark.parametrize("variant", map(case, EVERY_KERNEL + ONE_KERNEL))
 def test_machine_code(variant: Variant):
     assert build(variant).faults == []
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -90,3 +91,21 @@ def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_pytho
         """
     )
     assert all(f"\n    {name} " in printed for name in ("bench", "profile", "plot", "simulate"))
+
+
+def versions(text: str, pattern: str) -> dict[str, Version]:
+    return {name: Version(number) for name, number in re.findall(pattern, text, re.MULTILINE)}
+
+
+def test_constraints_hold_the_ends_of_the_ranges():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ranges = versions(text[text.index("\ndependencies") : text.index("\ndocs = ")], r'"([\w-]+)>=([\d.]+)')
+    oldest, newest = (
+        versions((ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8"), r"^([\w-]+)==([\d.]+)")
+        for name in ("oldest", "newest")
+    )
+    assert {"torch", "numpy", "transformers", "triton", "pytest"} <= ranges.keys()
+    assert oldest.keys() == newest.keys() == ranges.keys()
+    for name, bound in ranges.items():
+        assert oldest[name].release[: len(bound.release)] == bound.release, name
+        assert newest[name] >= oldest[name], name

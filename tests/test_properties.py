@@ -213,19 +213,19 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-@random_calls(600)
+@random_calls(500)
 @given(call=calls())
 def test_float64(call):
     check(call, torch.float64)
 
 
-@random_calls(600)
+@random_calls(500)
 @given(call=calls())
 def test_float32(call):
     check(call, torch.float32)
 
 
-@random_calls(650)
+@random_calls(550)
 @given(call=calls(ragged=True), dtype=FULL_PRECISION)
 def test_ragged(call, dtype):
     check(call, dtype)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from dilated_attention.backends import tiles
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.kernels.configurations import Shape
+from dilated_attention.kernels.configurations import FUSED, Shape
 from dilated_attention.plan import Plan
 
 ROWS = gl.constexpr(64)
@@ -234,6 +234,6 @@ class Launch:
         forward[(self.grid,)](
             tuple(boxes[:number]), tuple(boxes[number : 2 * number]), tuple(boxes[2 * number :]), out, lse,
             self.table.lines, q.shape[0], q.shape[2], k.shape[2], q.shape[1], self.scale * LOG2E.value,
-            **self.constants(), num_warps=4,
+            **self.constants(), num_warps=4, **FUSED,
         )  # fmt: skip
         return out, lse

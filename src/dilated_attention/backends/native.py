@@ -272,9 +272,9 @@ class _Whole(NamedTuple):
 
     def differentiate(self, merged: _Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of a tile."""
-        dout, dlse, out, lse = (None if x is None else tile.queries(x, group.queries) for x in merged)
-        keys = tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        views = dout, dlse, tile.queries(self.q, group.queries), *keys, out, lse
+        dout, q, out, lse = (tile.queries(x, group.queries) for x in (merged.dout, self.q, merged.out, merged.lse))
+        dlse = None if merged.dlse is None else tile.queries(merged.dlse, group.queries)
+        views = dout, dlse, q, tile.keys(self.k, group.keys), tile.keys(self.v, group.keys), out, lse
         scale, bias, pairs = self._options(group, tile)
         if self.layouts is not None:
             bias = None if bias is None else bias[:, 0, 0]
@@ -380,7 +380,7 @@ def backward(
     if state is not None:
         dq, dk, dv = state
     elif assign and groups and (tile := _whole(groups[0], q, k, inputs)):
-        parts = differentiate(groups[0], tile)
+        parts = whole.differentiate(merged, groups[0], tile)
         dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
     else:

@@ -22,7 +22,7 @@ from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.tiles import Layouts
 from dilated_attention.cache import plan_cache
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
+from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.plan import Plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -300,7 +300,7 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
         with _on(out.device):
             online.backward_stats[(-(-lse.numel() // rows),)](
                 out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
-                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows,
+                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
             )  # fmt: skip
     return stats
 
