@@ -118,6 +118,10 @@ class Call:
         checks.tensors(q, k, v)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+        if ranks is not None:
+            for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p != 0)):
+                if given:
+                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
@@ -126,10 +130,6 @@ class Call:
             "dropout_p": dropout_p > 0,
             "a block layout": not isinstance(pattern, Dilated),
         }
-        if ranks is not None:
-            for name in ("key_padding_mask", "dropout_p"):
-                if needs[name]:
-                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
         call = cls(

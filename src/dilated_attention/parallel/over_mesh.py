@@ -129,12 +129,12 @@ def _digest(layout: BlockLayout) -> str:
     return digest.hexdigest()[:16]
 
 
-def _drive(parts: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
+def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
     """Run a schedule: compute each part that it yields, and send it the answer."""
     answer = None
     while True:
         try:
-            part = parts.send(answer)
+            part = schedule.send(answer)
         except StopIteration as done:
             return done.value
         answer = compute(part)
@@ -264,8 +264,8 @@ def backward(
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
         shapes = [(*dout.shape[:2], number, q.shape[3]) for number in heads.widths]
-        parts = saved.split([torch.Size(shape).numel() for shape in shapes])
-        q, k, v, out = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        pieces = saved.split([torch.Size(shape).numel() for shape in shapes])
+        q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
         lse = saved_lse.view(out.shape[:3])
         gradients = call.backend.backward(
             dout, dlse, q, k, v, out, lse, heads.plan,
@@ -276,8 +276,8 @@ def backward(
     compute = _Compute(rank, q, k)
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     rows = saved.view(-1, 2, k.shape[0], k.shape[3]) if len(saved) else saved.view(0, 2, k.shape[0], k.shape[3])
-    parts = rank.schedule(link, k.device).backward(k, v, rows)
-    dk, dv = _drive(parts, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
+    schedule = rank.schedule(link, k.device).backward(k, v, rows)
+    dk, dv = _drive(schedule, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
