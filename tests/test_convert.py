@@ -131,7 +131,7 @@ def test_generate_command(folder, tmp_path, capsys, monkeypatch):
 def test_wrong_generate(folder, tmp_path, capsys):
     LongNetLM(LongNetConfig(vocab_size=50, embed_dim=16, num_layers=1, num_heads=2)).save_pretrained(tmp_path / "words")
     for words, message in (
-        (["generate", tmp_path / "nowhere"], "config.json: cannot be read"),
+        (["generate", tmp_path / "nowhere"], "neither a model nor a run of `train` (no config.json"),
         (["generate", tmp_path / "words"], "vocab_size=50; text is written by one of bytes, 256"),
         (["generate", folder, "--temperature", "-1"], "temperature=-1.0"),
         (["generate", folder, "--top-p", "2"], "top_p=2.0"),

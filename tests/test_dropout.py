@@ -20,16 +20,19 @@ W, R = (32, 70), (1, 2)
 def definition(seed, samples, heads, queries, keys, p):
     """K of numpy positions that broadcast, as backends/dropout.py defines it."""
 
-    def mix(x, b=0):
-        x = x ^ x >> 16
-        x = x * 0x21F0AAAD & 0xFFFFFFFF
-        x = x ^ x >> 15 ^ b
-        x = x * 0xD35A2D97 & 0xFFFFFFFF
-        return x ^ x >> 15
+    u = np.uint64  # before numpy 2 a Python integer beside a number of 64 bits makes it signed
+    low = u(0xFFFFFFFF)
+
+    def mix(x, b):
+        x = x ^ x >> u(16)
+        x = x * u(0x21F0AAAD) & low
+        x = x ^ x >> u(15) ^ b
+        x = x * u(0xD35A2D97) & low
+        return x ^ x >> u(15)
 
     def hashed(x, *positions):
         for position in positions:
-            x = mix(x ^ np.asarray(position).astype(np.uint64) & 0xFFFFFFFF)
+            x = mix(u(x) ^ np.asarray(position).astype(u) & low, u(0))
         return x
 
     seed = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF

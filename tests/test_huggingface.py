@@ -502,7 +502,8 @@ def test_compiled_in_one_graph(fresh_python):
         try:
             torch.compile(llama, fullgraph=True, backend="aot_eager")(tokens)
         except Exception as error:
-            assert "give it too under torch.compile" in str(error), error
+            named = "UnsupportedError" if torch.__version__ < (2, 9) else "give it too under torch.compile"
+            assert named in str(error), error  # torch 2.8 drops the message
         else:
             raise AssertionError("packed sequences passed")
     """)

@@ -194,8 +194,11 @@ def _require_plain_attention(part: PreTrainedModel) -> None:
 def _position_table(module: nn.Module) -> nn.Embedding | None:
     """The learned positions of a model such as BERT or GPT-2, one for each place. (Tables of other classes, and with a
     row for padding, count the real tokens, which may be fewer.)"""
-    tables = (getattr(module, name, None) for name in ("position_embeddings", "wpe"))
-    return next((table for table in tables if type(table) is nn.Embedding and table.padding_idx is None), None)
+    for name in ("position_embeddings", "wpe"):
+        table = getattr(module, name, None)
+        if type(table) is nn.Embedding and table.padding_idx is None:
+            return table
+    return None
 
 
 def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -225,8 +228,8 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
             "dilated_attention.integrations.huggingface.dilate(model, segment_lengths, dilation_rates)"
         )
     for word, names in (
-        ("lacks", {"segment_lengths", "dilation_rates"} - options.keys()),
-        ("has the unknown", options.keys() - set(_OPTIONS)),
+        ("lacks", {"segment_lengths", "dilation_rates"} - set(options)),
+        ("has the unknown", set(options) - set(_OPTIONS)),
     ):
         if names:
             raise ValueError(f"{where} {word} {', '.join(sorted(names))}; it may hold {', '.join(_OPTIONS)}")
