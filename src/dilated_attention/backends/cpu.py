@@ -11,7 +11,6 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +28,16 @@ INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16")
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-SHAPE = Shape(own=128, loop=64, warps=1, stages=1)
-"""Rows of a tile, and CHUNK of kernels/cpu/online.h."""
+MAX_OWN, LOOP = 256, 64
+"""Rows of a tile at most, and CHUNK of kernels/cpu/online.h. A tile gathers what it streams by itself: half as many
+rows cost 3 to 5 % more, and a multiple would not stay in the second cache."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
 
 MOST_IDLE = 1.3
-"""The time of a backward of five products, whose jobs are few, over that of even shares: with more, seven are faster."""
+"""The time of a backward of five products, whose jobs are few, over that of even shares: with more, seven are
+faster."""
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
@@ -77,8 +78,7 @@ def _library() -> ctypes.CDLL | str:
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     if library.dilated_attention_call_size() != ctypes.sizeof(_Call):
         return (
-            "the compiled kernels are of another version; "
-            f"run {sys.executable} -m dilated_attention.kernels.cpu.build"
+            f"the compiled kernels are of another version; run {sys.executable} -m dilated_attention.kernels.cpu.build"
         )
     return library
 
@@ -222,13 +222,20 @@ def _launches(
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+    own = _own(side, q, plan)
 
     def make() -> _Launches:
-        shape = SHAPE.cut(*tiles.longest(plan, side, layouts))
+        shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device)
         return _Launches(plan, tuple(_launch(side, owned, table) for table in tables))
 
-    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal), make).launches
+    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own), make).launches
+
+
+def _own(side: Side, q: Tensor, plan: Plan) -> int:
+    """Rows of a tile: as many as a core's cache has room for, where that leaves tiles enough for many threads."""
+    rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
+    return MAX_OWN if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * MAX_OWN else MAX_OWN // 2
 
 
 def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
@@ -278,7 +285,7 @@ _INTEGERS = (
 class _Call(ctypes.Structure):
     """kernels/cpu/call.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _INTEGERS),
         ("scale", ctypes.c_double),

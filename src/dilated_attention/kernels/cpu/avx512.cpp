@@ -8,10 +8,14 @@ namespace {
 template <class Element>
 bool run(Kernel kernel, const Call &call) {
   switch (kernel) {
-    case Kernel::forward: return compute(Forward<Element, InFloat32>(call), call.threads);
-    case Kernel::stats: return compute(Stats<Element>(call), call.threads);
-    case Kernel::dq: return compute(BackwardDq<Element, InFloat32>(call), call.threads);
-    case Kernel::dkdv: return compute(BackwardDkdv<Element, InFloat32>(call), call.threads);
+    case Kernel::forward:
+      return compute(Forward<Element, InFloat32>(call), call.threads);
+    case Kernel::stats:
+      return compute(Stats<Element>(call), call.threads);
+    case Kernel::dq:
+      return compute(BackwardDq<Element, InFloat32>(call), call.threads);
+    case Kernel::dkdv:
+      return compute(BackwardDkdv<Element, InFloat32>(call), call.threads);
   }
   return false;
 }
@@ -20,9 +24,12 @@ bool run(Kernel kernel, const Call &call) {
 
 int run_avx512(Kernel kernel, int64_t type, const Call &call) {
   switch (Type(type)) {
-    case Type::float32: return run<Float32>(kernel, call) ? 0 : 1;
-    case Type::bfloat16: return run<BFloat16>(kernel, call) ? 0 : 1;
-    case Type::float16: return run<Float16>(kernel, call) ? 0 : 1;
+    case Type::float32:
+      return run<Float32>(kernel, call) ? 0 : 1;
+    case Type::bfloat16:
+      return run<BFloat16>(kernel, call) ? 0 : 1;
+    case Type::float16:
+      return run<Float16>(kernel, call) ? 0 : 1;
   }
   return 2;
 }

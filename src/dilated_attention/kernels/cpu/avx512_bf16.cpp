@@ -7,10 +7,14 @@
 int run_avx512_bf16(Kernel kernel, int64_t type, const Call &call) {
   if (Type(type) != Type::bfloat16) return 2;
   switch (kernel) {
-    case Kernel::forward: return compute(Forward<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
-    case Kernel::stats: return run_avx512(kernel, type, call);
-    case Kernel::dq: return compute(BackwardDq<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
-    case Kernel::dkdv: return compute(BackwardDkdv<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
+    case Kernel::forward:
+      return compute(Forward<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
+    case Kernel::stats:
+      return run_avx512(kernel, type, call);
+    case Kernel::dq:
+      return compute(BackwardDq<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
+    case Kernel::dkdv:
+      return compute(BackwardDkdv<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
   }
   return 2;
 }

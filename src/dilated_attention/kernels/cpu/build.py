@@ -1,7 +1,8 @@
-"""Compiles the CPU kernels into one library beside their sources, without PyTorch: `python -m dilated_attention.kernels.cpu.build`.
+"""Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu.build`.
 
-hatch_build.py runs the same when the package is installed. The library has a plain C interface, so that one build serves
-every version of Python and PyTorch, and code for every instruction set, of which the machine's is chosen at run time.
+hatch_build.py runs the same when the package is installed. The library has a plain C interface, so that one build
+serves every version of Python and PyTorch, and code for every instruction set, of which the machine's is chosen at run
+time. Neither PyTorch nor its headers are needed.
 """
 
 from __future__ import annotations

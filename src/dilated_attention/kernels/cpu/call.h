@@ -6,8 +6,8 @@
 //     start  stride  count  diagonal                           span 1:   tokens start + j * stride, 0 <= j < count
 //     ...                                                      further spans
 //
-// Row i of a tile of queries sees key j of a span iff j <= i + diagonal; a tile of keys is seen by query j iff
-// j >= i + diagonal. Diagonals of 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span.
+// Row i of a tile of queries sees key j of a span iff j <= i + diagonal; a tile of keys is seen by query j iff j >= i +
+// diagonal. Diagonals of 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span.
 //
 // Legend, that of kernels/online.py and kernels/strided.py.
 //   q, k, v, dout    queries, keys, values, gradient of out
@@ -21,14 +21,14 @@
 #include <cstdint>
 
 struct Call {
-  const void *q, *k, *v, *dout;  // (B, N or M, heads, D), rows dense
-  void *out;                     // (B, N, H * G, D), contiguous
-  float *lse;                    // (B, N, H * G), natural logarithm
-  const float *dlse;             // as lse, or null
-  float *stats;                  // (B, N, H * G, 2): lse in units of log 2 and delta = rowsum(dout * out) - dlse
-  void *dq, *dk, *dv;            // contiguous; float32 where the call adds to them
-  const int32_t *lines;          // the table
-  const int64_t *jobs;           // job x is lines jobs[x] to jobs[x + 1] - 1, which one thread computes in order
+  const void *q, *k, *v, *dout;     // (B, N or M, heads, D), rows dense
+  void *out;                        // (B, N, H * G, D), contiguous
+  float *lse;                       // (B, N, H * G), natural logarithm
+  const float *dlse;                // as lse, or null
+  float *stats;                     // (B, N, H * G, 2): lse in units of log 2 and delta = rowsum(dout * out) - dlse
+  void *dq, *dk, *dv;               // contiguous; float32 where the call adds to them
+  const int32_t *lines;             // the table
+  const int64_t *jobs;              // job x is lines jobs[x] to jobs[x + 1] - 1, which one thread computes in order
   const int64_t *indptr, *indices;  // lists of blocks, or null
   const uint8_t *hidden;            // (B, M): keys that nobody sees, or null
   const int32_t *query_words, *key_words;  // dropout (backends/dropout.py): (B, N, H * G, 2) and by kwn, kwh; or null

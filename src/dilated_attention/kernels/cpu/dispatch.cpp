@@ -7,8 +7,8 @@ extern "C" {
 // system too, which has to save the registers.
 int64_t dilated_attention_instruction_set() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vl"))
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return 0;
   return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
 }

@@ -1,15 +1,17 @@
-// What every kernel does with one group of rows that a tile holds, in lanes, and one chunk of rows that its loop streams.
+// What every kernel does with one group of rows that a tile holds, in lanes, and one chunk of rows that its loop
+// streams.
 //
-// Scores are [streamed rows][LANES]: a tile of queries streams keys, a tile of keys streams queries. So softmax, sums and
-// masks go lane by lane, without a sum across lanes. Scores stay as the product gives them; `scale` comes times log2 e,
-// so that p = 2^(s * scale - m), and m, lse are in units of log 2.
+// Scores are [streamed rows][LANES]: a tile of queries streams keys, a tile of keys streams queries. So softmax, sums
+// and masks go lane by lane, without a sum across lanes. Scores stay as the product gives them; `scale` comes times
+// log2 e, so that p = 2^(s * scale - m), and m, lse are in units of log 2.
 #pragma once
 #include "rows.h"
 
 namespace {
 
 constexpr int CHUNK = 64;  // rows of a chunk: a multiple of ROWS
-constexpr float SLACK = 8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
+constexpr float SLACK =
+    8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
 
 enum class Side { queries, keys };  // which rows the tiles hold
 
@@ -30,8 +32,8 @@ struct Held {
   int groups() const { return int(round_up(count, LANES) / LANES); }
 };
 
-// The rows of a chunk that some row of a group sees, rounded outwards to multiples of ROWS, and whether any pair of them
-// is hidden.
+// The rows of a chunk that some row of a group sees, rounded outwards to multiples of ROWS, and whether any pair of
+// them is hidden.
 struct Window {
   int from, to;
   bool masked;
@@ -79,7 +81,8 @@ inline void hide(const Held &held, int group, const Chunk &chunk, Window w, floa
 
 // Words of dropout (backends/dropout.py): two a query, one a key.
 struct Words {
-  const int32_t *a, *b, *k;  // of the lanes or of the chunk's rows, whichever are queries and keys; null: no dropout
+  bool any;                  // whether there is dropout
+  const int32_t *a, *b, *k;  // of the lanes or of the chunk's rows, whichever are queries and keys
   int32_t threshold;
   float keep_scale;
 };
@@ -97,10 +100,9 @@ inline __mmask16 survives(__m512i a, __m512i b, __m512i k, int32_t threshold) {
 template <Side HELD>
 inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
   const auto lanes = [lane](const int32_t *y) { return _mm512_loadu_si512(y + lane); };
-  const __mmask16 keep =
-      HELD == Side::queries
-          ? survives(lanes(words.a), lanes(words.b), all(words.k[j]), words.threshold)
-          : survives(all(words.a[j]), all(words.b[j]), lanes(words.k), words.threshold);
+  const __mmask16 keep = HELD == Side::queries
+                             ? survives(lanes(words.a), lanes(words.b), all(words.k[j]), words.threshold)
+                             : survives(all(words.a[j]), all(words.b[j]), lanes(words.k), words.threshold);
   return _mm512_maskz_mul_ps(keep, x, all(words.keep_scale));
 }
 
@@ -117,6 +119,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
   if (w.from >= w.to) return;
   multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  const bool drops = words.any;
   const Lanes c = all(scale);
   for (int x = 0; x < LANES; x += WIDTH) {
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
@@ -127,7 +130,8 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     Lanes m = _mm512_load_ps(run.m + x), z = _mm512_load_ps(run.z + x);
     if (_mm512_cmp_ps_mask(top[0], _mm512_add_ps(m, all(SLACK)), _CMP_GT_OQ)) {
       const Lanes higher = _mm512_max_ps(m, top[0]);
-      const Lanes decay = exp2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
+      const Lanes decay =
+          exp2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
       m = higher;
       z = _mm512_mul_ps(z, decay);
       for (int d = 0; d < shape.columns; d++) {
@@ -144,7 +148,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
       for (int u = 0; u < 4; u++) {
         p[u] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + u) * LANES + x), c, shift));
         sums[u % 2] = _mm512_add_ps(sums[u % 2], p[u]);
-        if (words.a) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
+        if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
@@ -166,13 +170,14 @@ inline Lanes where_seen(Lanes s, bool masked, Lanes x) {
 // and dp room for CHUNK rows.
 template <class Arithmetic>
 inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
-                      const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held, int group,
-                      const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
+                      const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
+                      int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
   const Window w = window<Side::queries>(held, group, chunk);
   if (w.from >= w.to) return;
   multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from);
   multiply<Arithmetic>(v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < LANES; x += WIDTH) {
     const Lanes shift = _mm512_load_ps(lse + x), offset = _mm512_load_ps(delta + x);
     for (int j = w.from; j < w.to; j += 4) {
@@ -181,9 +186,9 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
       for (int u = 0; u < 4; u++) {
         const Lanes score = _mm512_load_ps(s + (j + u) * LANES + x);
         Lanes y = _mm512_load_ps(dp + (j + u) * LANES + x);
-        if (words.a) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
+        if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
         const Lanes p = exp2(_mm512_fmsub_ps(score, all(scale), shift));
-        ds[u] = where_seen(score, w.masked, _mm512_mul_ps(p, _mm512_sub_ps(y, offset)));
+        ds[u] = where_seen(score, masked, _mm512_mul_ps(p, _mm512_sub_ps(y, offset)));
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
@@ -220,6 +225,7 @@ inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, con
   multiply<Arithmetic>(queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
                        count);
   if (w.masked) hide<Side::keys>(held, group, chunk, w, s);
+  const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
     Lanes p[2][2], ds[2][2];
 #pragma GCC unroll 2
@@ -229,10 +235,10 @@ inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, con
         const int lane = x * WIDTH, row = j + u;
         const Lanes score = _mm512_load_ps(s + row * LANES + lane);
         Lanes y = _mm512_load_ps(dp + row * LANES + lane);
-        p[u][x] = where_seen(score, w.masked, exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
-        if (words.a) y = drop<Side::keys>(words, group * LANES + lane, row, y);
-        ds[u][x] = where_seen(score, w.masked, _mm512_mul_ps(p[u][x], _mm512_sub_ps(y, all(queries.delta[row]))));
-        if (words.a) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
+        p[u][x] = where_seen(score, masked, exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
+        if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
+        ds[u][x] = where_seen(score, masked, _mm512_mul_ps(p[u][x], _mm512_sub_ps(y, all(queries.delta[row]))));
+        if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
 #pragma GCC unroll 2
     for (int x = 0; x < 2; x++) {

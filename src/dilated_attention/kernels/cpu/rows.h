@@ -1,8 +1,8 @@
 // Rows of tensors, from where they lie to where products read them, and back.
 //
-// Products read gathered rows densely, since rows of a power of two apart would share a few lines of the cache. A row is
-// an operand of scores or of values. A number that is not finite becomes NaN in the scores, which makes p NaN wherever
-// the row is seen, and 0 in the values, which then add nothing to rows that do not see it: 0 * NaN would.
+// Products read gathered rows densely, since rows of a power of two apart would share a few lines of the cache. A row
+// is an operand of scores or of values. A number that is not finite becomes NaN in the scores, which makes p NaN
+// wherever the row is seen, and 0 in the values, which then add nothing to rows that do not see it: 0 * NaN would.
 #pragma once
 #include "call.h"
 #include "product.h"
@@ -81,8 +81,8 @@ struct Operands {
           _mm512_store_si512(to + d, i < count ? load_words<Arithmetic, ROLE>(x[tokens[i]] + d, D - d, finite)
                                                : _mm512_setzero_si512());
       } else {
-        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                             39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(WIDTH));
         const bool any = i < count, both = i + 1 < count;
         const Element *even = x[tokens[any ? i : 0]], *odd = x[tokens[both ? i + 1 : 0]];

@@ -1,5 +1,5 @@
-// The kernels: one flat loop over the rows of all spans or blocks that a tile sees, one softmax. See call.h for the table
-// and kernels/strided.py for the same kernels on a GPU.
+// The kernels: one flat loop over the rows of all spans or blocks that a tile sees, one softmax. See call.h for the
+// table and kernels/strided.py for the same kernels on a GPU.
 #pragma once
 #include <cmath>
 
@@ -8,6 +8,9 @@
 namespace {
 
 constexpr int TILE_FIELDS = 8, SPAN_FIELDS = 4;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 struct Span {
   int32_t start, stride, count, diagonal;
@@ -29,23 +32,21 @@ template <Side HELD>
 class Stream {
  public:
   Stream(const Call &call, const Tile &tile, int64_t b, int64_t n)
-      : tile(tile), size(call.size), span(tile.spans()), end_of_spans(span + call.spans) {
+      : tile(tile), listed(call.indptr), size(call.size), indices(call.indices), end_of_runs(call.spans) {
     if (HELD == Side::queries && call.hidden) hidden = call.hidden + b * call.M;
-    if (call.indptr) {
-      const int64_t *list = call.indptr + b * call.lsb + n / call.LH * call.lsh + tile.list;
-      block = call.indices + list[0], end_of_blocks = call.indices + list[1];
-    } else {
-      block = nullptr;
-    }
+    if (!listed) return;
+    const int64_t *list = call.indptr + b * call.lsb + n / call.LH * call.lsh + tile.list;
+    next_to_come = list[0], end_of_runs = list[1];
   }
 
   // Fills the chunk as far as there are rows; false if there are none.
   bool next(Chunk &chunk) {
     chunk.count = 0, chunk.edged = false;
     while (chunk.count < CHUNK && (at < end || next_run())) {
-      const int64_t take = end - at < CHUNK - chunk.count ? end - at : CHUNK - chunk.count;
-      const bool edged = HELD == Side::queries ? at + take - 1 > run.diagonal : at < int64_t(run.diagonal) + tile.rows - 1;
-      chunk.edged |= edged && take > 0;
+      const int64_t take = least(end - at, CHUNK - chunk.count);
+      if (take > 0)
+        chunk.edged |=
+            HELD == Side::queries ? at + take - 1 > run.diagonal : at < int64_t(run.diagonal) + tile.rows - 1;
       for (int64_t j = at; j < at + take; j++) {
         const int64_t token = run.start + j * run.stride;
         chunk.token[chunk.count] = token;
@@ -59,23 +60,24 @@ class Stream {
 
  private:
   const Tile &tile;
-  const int64_t size;
-  const Span *span, *const end_of_spans;
-  const int64_t *block, *end_of_blocks = nullptr;
+  const bool listed;
+  const int64_t size, *const indices;
+  int64_t next_to_come = 0, end_of_runs;  // spans, or places in the list of blocks
   const uint8_t *hidden = nullptr;
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
 
   bool next_run() {
-    if (block ? block == end_of_blocks : span == end_of_spans) return false;
-    run = *span;
-    at = block ? *block * size : 0;
-    end = block && at + size < run.count ? at + size : run.count;
-    if (block) ++block;
-    else ++span;
+    if (next_to_come == end_of_runs) return false;
+    const int64_t which = next_to_come++;
+    run = tile.spans()[listed ? 0 : which];
+    at = listed ? indices[which] * size : 0;
+    end = listed && at + size < run.count ? at + size : run.count;
     // What the diagonal hides from the whole tile is not visited.
-    if (HELD == Side::queries) end = end < int64_t(run.diagonal) + tile.rows ? end : int64_t(run.diagonal) + tile.rows;
-    else at = at > run.diagonal ? at : run.diagonal;
+    if (HELD == Side::queries)
+      end = least(end, int64_t(run.diagonal) + tile.rows);
+    else
+      at = most(at, run.diagonal);
     return true;
   }
 };
@@ -158,14 +160,14 @@ class Forward {
     const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
     const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
     begin(tile, out, lse, token, m, z, acc);
-    const Words words{call.query_words ? a : nullptr, w, x, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.a) read_query_words(call, b, n, token, tile.rows, a, w);
+    const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
+    if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
 
     Chunk chunk;
     for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
       shape.gather(K, chunk.token, chunk.count, k);
       const bool finite = shape.gather_values(V, chunk.token, chunk.count, v);
-      if (words.a) read_key_words(call, h, chunk.token, chunk.count, x);
+      if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
         attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
@@ -208,7 +210,6 @@ class Forward {
     }
   }
 };
-
 
 // stats: lse in units of log 2, infinity in rows that saw nothing, whose p is 0; delta = rowsum(dout * out) - dlse.
 template <class Element>
@@ -283,7 +284,8 @@ class BackwardDq {
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
     float *k = parts.take(CHUNK * shape.stride), *v = parts.take(CHUNK * shape.stride);
-    float *k_values = parts.take(CHUNK * shape.columns), *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
+    float *k_values = parts.take(CHUNK * shape.columns), *s = parts.take(CHUNK * LANES),
+          *dp = parts.take(CHUNK * LANES);
     int32_t *word = parts.take<int32_t>(CHUNK);
 
     const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
@@ -293,14 +295,15 @@ class BackwardDq {
     read_stats(call, b, n, token, tile.rows, lse, delta);
     const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
-    const Words words{call.query_words ? first : nullptr, second, word, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.a) read_query_words(call, b, n, token, tile.rows, first, second);
+    const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
+                      float(call.keep_scale)};
+    if (words.any) read_query_words(call, b, n, token, tile.rows, first, second);
 
     Chunk chunk;
     for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
       const Word *scores = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
       shape.gather(V, chunk.token, chunk.count, v);
-      if (words.a) read_key_words(call, h, chunk.token, chunk.count, word);
+      if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
         attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
@@ -315,8 +318,8 @@ class BackwardDq {
   }
 };
 
-// dk and dv of the tiles, which hold keys; their spans are the queries that see them, one query head after another. With
-// dq, float32, also dq, which is added to: then a job has all tiles that the queries of one of its tiles see.
+// dk and dv of the tiles, which hold keys; their spans are the queries that see them, one query head after another.
+// With dq, float32, also dq, which is added to: then a job has all tiles that the queries of one of its tiles see.
 template <class Element, class Arithmetic>
 class BackwardDkdv {
  public:
@@ -373,8 +376,9 @@ class BackwardDkdv {
       }
     const int64_t sums = held.groups() * LANES * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dk + i, all(0.f)), _mm512_store_ps(dv + i, all(0.f));
-    const Words words{call.query_words ? first : nullptr, second, word, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.a) read_key_words(call, h, token, held.count, word);
+    const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
+                      float(call.keep_scale)};
+    if (words.any) read_key_words(call, h, token, held.count, word);
 
     Chunk chunk;
     for (int64_t n = h * call.G; n < (h + 1) * call.G; n++) {
@@ -383,9 +387,12 @@ class BackwardDkdv {
       for (Stream<Side::keys> stream(call, tile, b, n); stream.next(chunk);) {
         const Queries queries{shape.gather_both(Q, chunk.token, chunk.count, q, q_values),
                               shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values),
-                              q_values, dout_values, lse, delta};
+                              q_values,
+                              dout_values,
+                              lse,
+                              delta};
         read_stats(call, b, n, chunk.token, chunk.count, lse, delta);
-        if (words.a) read_query_words(call, b, n, chunk.token, chunk.count, first, second);
+        if (words.any) read_query_words(call, b, n, chunk.token, chunk.count, first, second);
         if (call.dq)
           for (int64_t i = 0; i < CHUNK * shape.columns; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
         for (int group = 0; group < held.groups(); group++) {

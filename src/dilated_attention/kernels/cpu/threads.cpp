@@ -12,8 +12,9 @@ namespace {
 
 std::atomic<bool> forked{false};
 
-// The entry of the OpenMP library that PyTorch has loaded, GNU's or LLVM's, which both have it: the pool of its threads is
-// the one that PyTorch's own operators use, and a second one would fight with it for the cores. Null where there is none.
+// The entry of the OpenMP library that PyTorch has loaded, GNU's or LLVM's, which both have it: the pool of its threads
+// is the one that PyTorch's own operators use, and a second one would fight with it for the cores. Null where there is
+// none.
 using GompParallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
 GompParallel pool() {
   static const GompParallel found = [] {
@@ -34,7 +35,8 @@ struct Memory {
 void run_in_threads(int64_t threads, void (*body)(void *), void *data) {
   if (threads <= 1) return body(data);
   const GompParallel parallel = pool();
-  if (parallel && !forked) return parallel(body, data, unsigned(threads), 0);  // a forked child has no pool: it would hang
+  if (parallel && !forked)
+    return parallel(body, data, unsigned(threads), 0);  // a forked child has no pool: it would hang
   std::vector<std::thread> others;
   try {
     for (int64_t i = 1; i < threads; i++) others.emplace_back(body, data);

@@ -7,7 +7,8 @@
 // body(data), at once in so many threads at most, this one among them.
 void run_in_threads(int64_t threads, void (*body)(void *), void *data);
 
-// Memory of the calling thread for so many floats, aligned to 64 bytes, its content undefined; null where there is none.
+// Memory of the calling thread for so many floats, aligned to 64 bytes, its content undefined; null where there is
+// none.
 float *thread_memory(int64_t floats);
 
 namespace {

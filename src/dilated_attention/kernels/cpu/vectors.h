@@ -16,9 +16,15 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 enum class Type : int64_t { float32, bfloat16, float16 };
-struct Float32 { float bits; };
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct Float32 {
+  float bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 
 inline Lanes all(float x) { return _mm512_set1_ps(x); }
 inline __m512i all(int32_t x) { return _mm512_set1_epi32(x); }
