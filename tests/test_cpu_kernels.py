@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -333,6 +335,19 @@ def test_random_calls(call, dtype, instruction_set, most_idle):
         test_properties.check(call, dtype, "cpu")
 
 
+def test_the_error_of_the_exponential():
+    """Of 2^x, where the scale makes x of q: one of two keys has the score 0, the other x."""
+    x = torch.linspace(-40, 0, 4001)
+    q, k, v = x[None, :, None, None], torch.tensor([0.0, 1.0])[None, :, None, None], torch.tensor([0.0, 1.0])
+    group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 2, 1, 1, 2), 0, 1, 1, first=True)
+    plan = Plan(len(x), 1, (group,), covered=True, square=False)
+    out, _ = cpu.forward(q, k, v[None, :, None, None], plan, is_causal=False, scale=math.log(2))
+    p = 2 ** x.double()
+    assert (
+        out.flatten() / (p / (1 + p)) - 1
+    ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
+
+
 @sets
 def test_lse_of_bfloat16(instruction_set, monkeypatch):
     """Sums of probabilities are not rounded."""
@@ -450,13 +465,21 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         def call():
             return cpu.forward(x, x, x, plan, is_causal=True, scale=0.125)[0]
 
-        expected = call()
+        def in_a_child():
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if torch.equal(call(), expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+
         warnings.simplefilter("ignore")
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if torch.equal(call(), expected) else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        assert cpu.missing() is None
+        torch.set_num_threads(1)
+        expected = call()
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).add_(1)  # now PyTorch's pool has threads
+        in_a_child()
         assert torch.equal(call(), expected)
+        in_a_child()
 
         def forever():
             while True:
@@ -466,6 +489,19 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         time.sleep(0.1)
         """
     )
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_pool_of_a_library_that_is_not_global(loaded):
+    """Without PyTorch, in whose processes the symbols of its OpenMP are global."""
+    found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line]
+    if loaded and not found:
+        pytest.skip("PyTorch has no GNU OpenMP here")
+    source = f"import ctypes; print(ctypes.CDLL({str(build.LIBRARY)!r}).dilated_attention_has_pool())"
+    if loaded:
+        source = source.replace(";", f"; ctypes.CDLL({found[0]!r});", 1)
+    printed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == loaded
 
 
 # ---- the build

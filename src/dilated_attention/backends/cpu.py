@@ -197,8 +197,11 @@ class Launch:
 
     def idle(self, threads: int, batch: int) -> float:
         """The time that threads take who each take the next job when they have done one, over that of even shares."""
+        jobs = np.repeat(self.weights, batch)
+        if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
+            return 1.0
         loads = np.zeros(threads)
-        for weight in np.repeat(self.weights, batch)[: 64 * threads]:  # more jobs than that are even shares
+        for weight in jobs:
             loads[loads.argmin()] += weight
         return float(loads.max() / loads.mean()) if loads.any() else 1.0
 

@@ -1,5 +1,6 @@
 // The library's C interface. Instruction sets are numbered from the lowest on; backends/cpu.py has their names.
 #include "kernels.h"
+#include "threads.h"
 
 extern "C" {
 
@@ -15,6 +16,8 @@ int64_t dilated_attention_instruction_set() {
 
 // The size of the structure, so that two versions of it do not meet.
 int64_t dilated_attention_call_size() { return sizeof(Call); }
+
+int64_t dilated_attention_has_pool() { return has_pool(); }
 
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
   return set >= 2 && type == 1 ? run_avx512_bf16(Kernel(kernel), type, *call) : run_avx512(Kernel(kernel), type, *call);

@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+// Whether there is a pool of OpenMP; else threads are made for every call.
+bool has_pool();
+
 // body(data), at once in so many threads at most, this one among them.
 void run_in_threads(int64_t threads, void (*body)(void *), void *data);
 
