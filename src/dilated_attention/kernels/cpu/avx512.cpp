@@ -1,6 +1,7 @@
 // AVX-512: products in float32, whatever the type of the elements.
+#include "backward.h"
+#include "forward.h"
 #include "kernels.h"
-#include "strided.h"
 #include "threads.h"
 
 namespace {

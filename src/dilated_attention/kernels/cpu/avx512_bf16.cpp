@@ -1,7 +1,8 @@
 // AVX512-BF16: bfloat16 products of bfloat16 elements, summed in float32.
+#include "backward.h"
+#include "forward.h"
 #include "kernels.h"
 #include "product_bf16.h"
-#include "strided.h"
 #include "threads.h"
 
 int run_avx512_bf16(Kernel kernel, int64_t type, const Call &call) {

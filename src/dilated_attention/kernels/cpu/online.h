@@ -268,7 +268,7 @@ inline void spread_infinities(Rows<const Element> v, int64_t D, const Held &held
       if (infinite_or_nan(load(v[chunk.token[j]] + d, 1)))
         for (int x = 0; x < LANES; x += WIDTH) {
           const __m512i i = _mm512_loadu_si512(held.row + group * LANES + x);
-          _mm512_mask_store_ps(acc + d * LANES + x, seeing<Side::queries>(i, chunk.edge[j]), all(NAN));
+          _mm512_mask_store_ps(acc + d * LANES + x, seeing<Side::queries>(i, chunk.edge[j]), all(NOT_A_NUMBER));
         }
 }
 

@@ -12,7 +12,7 @@ namespace {
 using Lanes = __m512;
 using Word = float;  // 32 bits that are broadcast or multiplied as one: a float32, or two bfloat16
 constexpr int WIDTH = 16;
-constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float INF = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 enum class Type : int64_t { float32, bfloat16, float16 };
