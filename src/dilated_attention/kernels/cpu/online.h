@@ -29,6 +29,9 @@ struct Held {
   const int64_t *token;
   const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
 
+  int lanes(int group) const {  // in whole vectors
+    return count - group * LANES > WIDTH ? LANES : WIDTH;
+  }
   int groups() const { return int(round_up(count, LANES) / LANES); }
 };
 
@@ -117,11 +120,13 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
                    const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s) {
   const Window w = window<Side::queries>(held, group, chunk);
   if (w.from >= w.to) return;
-  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from);
+  const int lanes = held.lanes(group);
+  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+                       lanes);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
   const bool drops = words.any;
   const Lanes c = all(scale);
-  for (int x = 0; x < LANES; x += WIDTH) {
+  for (int x = 0; x < lanes; x += WIDTH) {
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
     for (int j = w.from; j < w.to; j += 4)
 #pragma GCC unroll 4
@@ -158,7 +163,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
   }
   const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
   multiply_transposed<Arithmetic>(v + first * shape.columns, shape.columns, s + first * LANES, steps, run.acc,
-                                  shape.columns);
+                                  shape.columns, lanes);
 }
 
 // x, but 0 where s is -infinity, which `hide` has set: whatever infinities and NaN of rows that are not seen made of x.
@@ -174,11 +179,14 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
                       int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
   const Window w = window<Side::queries>(held, group, chunk);
   if (w.from >= w.to) return;
-  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from);
-  multiply<Arithmetic>(v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from);
+  const int lanes = held.lanes(group);
+  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+                       lanes);
+  multiply<Arithmetic>(v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
+                       lanes);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
-  for (int x = 0; x < LANES; x += WIDTH) {
+  for (int x = 0; x < lanes; x += WIDTH) {
     const Lanes shift = _mm512_load_ps(lse + x), offset = _mm512_load_ps(delta + x);
     for (int j = w.from; j < w.to; j += 4) {
       Lanes ds[4];
@@ -197,7 +205,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
   }
   const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
   multiply_transposed<Arithmetic>(k_values + first * shape.columns, shape.columns, dp + first * LANES, steps, dq,
-                                  shape.columns);
+                                  shape.columns, lanes);
 }
 
 // What attend_dkdv knows of the queries of a chunk: operands of scores and of values, and two numbers of each.

@@ -6,6 +6,8 @@
 // transpose (values: k runs over rows). Eight rows by two vectors are sixteen sums, twice what covers the latency of a
 // product.
 #pragma once
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace {
@@ -55,18 +57,33 @@ inline void product(const Word *a, int64_t a_row, int64_t a_step, const Word *b,
     for (int x = 0; x < VECTORS; x++) _mm512_store_ps(c + r * c_row + x * WIDTH, sum[r][x]);
 }
 
-// Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `rows` is rounded up to ROWS.
+// loop(1 or 2): as many vectors as the lanes take, known to the compiler.
+template <class Loop>
+void with_vectors(int lanes, Loop loop) {
+  if (lanes > WIDTH)
+    loop(std::integral_constant<int, 2>());
+  else
+    loop(std::integral_constant<int, 1>());
+}
+
+// Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `count` is rounded up to ROWS.
 template <class Arithmetic>
-void multiply(const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count) {
-  for (int r = 0; r < count; r += ROWS)
-    product<Arithmetic, 2, false>(rows + r * row_words, row_words, 1, own, LANES, words, c + r * LANES, LANES);
+void multiply(const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count, int lanes = LANES) {
+  with_vectors(lanes, [=](auto vectors) {
+    for (int r = 0; r < count; r += ROWS)
+      product<Arithmetic, vectors(), false>(rows + r * row_words, row_words, 1, own, LANES, words, c + r * LANES,
+                                            LANES);
+  });
 }
 
 // Sums c[columns][LANES] += values^T . weights, where values is [steps][row_words] and weights [steps][LANES].
 template <class Arithmetic>
-void multiply_transposed(const Word *values, int64_t row_words, const Word *weights, int steps, float *c, int columns) {
-  for (int d = 0; d < columns; d += ROWS)
-    product<Arithmetic, 2, true>(values + d, 1, row_words, weights, LANES, steps, c + d * LANES, LANES);
+void multiply_transposed(const Word *values, int64_t row_words, const Word *weights, int steps, float *c, int columns,
+                         int lanes = LANES) {
+  with_vectors(lanes, [=](auto vectors) {
+    for (int d = 0; d < columns; d += ROWS)
+      product<Arithmetic, vectors(), true>(values + d, 1, row_words, weights, LANES, steps, c + d * LANES, LANES);
+  });
 }
 
 // Sums c[rows][columns] += weights . values, where weights is [rows][steps] and values [steps][row_words]: columns in
