@@ -1,0 +1,376 @@
+"""The CPU backend: our own kernels in C++ (kernels/cpu), over the tables of tiles that the Triton backend uses.
+
+Each turn of a plan is one call of the library: a flat loop over the keys of all spans that a tile of queries sees, one
+softmax. Tables are made once per plan and kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import tiles
+from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.tiles import Layouts
+from dilated_attention.kernels.configurations import Shape, Side
+from dilated_attention.kernels.cpu import build
+from dilated_attention.plan import Plan, plan_cache
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16")
+KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
+MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**30
+MAX_OWN, LOOP = 256, 64
+"""Rows of a tile at most, and CHUNK of kernels/cpu/online.h. A tile gathers what it streams by itself: half as many
+rows cost 3 to 5 % more, and a multiple would not stay in the second cache."""
+
+ONE_THREAD = 2**22
+"""Score entries times head_dim that one core finishes before others have joined it."""
+
+MOST_IDLE = 1.3
+"""The time of a backward of five products, whose jobs are few, over that of even shares: with more, seven are
+faster."""
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
+    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    if device.type != "cpu":
+        return f"the kernels run on CPUs, not {device.type}"
+    if (why := missing()) is not None:
+        return why
+    if dtype not in TYPES:
+        return f"the kernels have no {dtype}; use float32, bfloat16 or float16"
+    if head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {head_dim}"
+    if not 0 < scale * math.log2(math.e) < torch.finfo(torch.float32).max:
+        return f"the kernels need a positive scale that is finite in float32; got {scale}"
+    if seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {seq_len}"
+    return None
+
+
+def missing() -> str | None:
+    """Why there are no kernels on this machine, and how to get them; None if there are."""
+    found = _library()
+    if isinstance(found, str):
+        return found
+    if instruction_set() == 0:
+        return "the kernels need a processor with AVX-512"
+    return None
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if not build.LIBRARY.exists():
+        why = build.refusal() or f"run {sys.executable} -m dilated_attention.kernels.cpu.build"
+        return f"the kernels are not compiled: {why}"
+    library = ctypes.CDLL(str(build.LIBRARY))
+    for name in ("instruction_set", "call_size", "run"):
+        getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
+    if library.dilated_attention_call_size() != ctypes.sizeof(_Call):
+        return (
+            f"the compiled kernels are of another version; run {sys.executable} -m dilated_attention.kernels.cpu.build"
+        )
+    return library
+
+
+@cache
+def instruction_set() -> int:
+    """The highest instruction set of the machine that the kernels know, by its place in INSTRUCTION_SETS."""
+    found = _library()
+    return 0 if isinstance(found, str) else int(found.dilated_attention_instruction_set())
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: Tensor | None = None,
+    layouts: Layouts | None = None,
+    dropout: Dropout | None = None,
+    state: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a plan.
+
+    Args:
+        q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
+        key_bias: (B, M); what is not 0 hides a key.
+        layouts: for each number of rows that a group's segments have, the block layout inside such a segment; causal if
+            the call is.
+        state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
+
+    Returns:
+        out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
+        that see nothing.
+    """
+    out, lse = state or _outputs(q, plan)
+    arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
+    arguments.set(out=out, lse=lse)
+    for launch in _launches("queries", False, q, plan, is_causal, layouts):
+        arguments.run("forward", launch, layouts)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Plan,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_bias: Tensor | None = None,
+    layouts: Layouts | None = None,
+    dropout: Dropout | None = None,
+    state: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a plan from the merged out and lse. Other arguments as for `forward`.
+
+    Where the queries that tiles of keys share leave enough jobs for all threads, one kernel of five products computes
+    all three; else one for dk and dv and one for dq, of four and three.
+
+    Args:
+        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
+        state: running (dq, dk, dv), float32, contiguous, added to in place.
+    """
+    arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
+    together = _launches("keys", True, q, plan, is_causal, layouts)
+    one = all(launch.idle(arguments.call.threads, q.shape[0]) <= MOST_IDLE for launch in together)
+    keys = together if one else _launches("keys", False, q, plan, is_causal, layouts)
+    queries = () if one else _launches("queries", False, q, plan, is_causal, layouts)
+
+    add_dkdv = state is not None or len(keys) > 1
+    add_dq = state is not None or one or len(queries) > 1
+    covered = plan.covered and plan.square and key_bias is None
+    dq, dk, dv = state or (
+        _gradient(q, add_dq, plan.covered),
+        _gradient(k, add_dkdv, covered),
+        _gradient(v, add_dkdv, covered),
+    )
+    out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    stats = torch.empty((*lse.shape, 2), dtype=torch.float32)
+    arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
+    if together:
+        arguments.run("stats", together[0], None)
+    arguments.set(dq=dq if one else None)
+    for launch in keys:
+        arguments.run("dkdv", launch, layouts)
+    arguments.set(dq=dq)
+    for launch in queries:
+        arguments.run("dq", launch, layouts)
+    return state or (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+# ---- launches
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call of the library: its tiles, and how threads share them.
+
+    Attributes:
+        jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
+        weights: the score entries of each job, roughly.
+    """
+
+    side: Side
+    table: tiles.Table
+    jobs: Tensor
+    weights: np.ndarray
+
+    def idle(self, threads: int, batch: int) -> float:
+        """The time that threads take who each take the next job when they have done one, over that of even shares."""
+        jobs = np.repeat(self.weights, batch)
+        if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
+            return 1.0
+        loads = np.zeros(threads)
+        for weight in jobs:
+            loads[loads.argmin()] += weight
+        return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """What the cache holds. It keeps the plan alive, whose id is in the key."""
+
+    plan: Plan
+    launches: tuple[Launch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
+
+
+def _launches(
+    side: Side, owned: bool, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None
+) -> tuple[Launch, ...]:
+    """The launches of a plan. `owned`: the rows that a job's tiles see, no other job's tiles of its launch see."""
+    if not plan.groups or not q.numel():
+        return ()
+    blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+    own = _own(side, q, plan)
+
+    def make() -> _Launches:
+        shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
+        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device)
+        return _Launches(plan, tuple(_launch(side, owned, table) for table in tables))
+
+    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own), make).launches
+
+
+def _own(side: Side, q: Tensor, plan: Plan) -> int:
+    """Rows of a tile: as many as a core's cache has room for, where that leaves tiles enough for many threads."""
+    rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
+    return MAX_OWN if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * MAX_OWN else MAX_OWN // 2
+
+
+def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
+    lines = table.lines.numpy()
+    weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
+    if not owned:
+        return Launch(side, table, torch.arange(len(lines) + 1), weights)
+    order, jobs = _owners(lines)
+    sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
+    heaviest = np.argsort(-sums, kind="stable")
+    sizes = np.diff(jobs)[heaviest]
+    moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
+    ordered = tiles.replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
+    return Launch(side, ordered, torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])), sums[heaviest])
+
+
+def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order of lines, and where in it a run of them begins that sees no rows of another run, nor ends.
+
+    What a line sees is taken to be all from its first token to its last: runs too few cost time only.
+    """
+    spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
+    start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
+    low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)
+    high = np.where(count > 0, start + (count - 1) * stride + 1, 0).max(1)
+    order = np.lexsort((lines[:, tiles.START], low, lines[:, tiles.HEAD]))
+    low, high, head = low[order], high[order], lines[order, tiles.HEAD].astype(np.int64)
+    far = 2**32  # more than any token
+    reach = np.maximum.accumulate(head * far + high)
+    begins = np.ones(len(order), bool)
+    begins[1:] = head[1:] * far + np.minimum(low[1:], far - 1) >= reach[:-1]
+    return order, np.append(np.flatnonzero(begins), len(order))
+
+
+# ---- arguments
+
+_POINTERS = (
+    "q", "k", "v", "dout", "out", "lse", "dlse", "stats", "dq", "dk", "dv", "lines", "jobs", "indptr", "indices",
+    "hidden", "query_words", "key_words",
+)  # fmt: skip
+_INTEGERS = (
+    "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
+    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "threads",
+)  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    """kernels/cpu/call.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        ("scale", ctypes.c_double),
+        ("keep_scale", ctypes.c_double),
+    ]
+
+
+class _Arguments:
+    """The arguments of a call of the library. It keeps alive the tensors whose addresses it holds."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        is_causal: bool,
+        scale: float,
+        key_bias: Tensor | None,
+        dropout: Dropout | None,
+    ) -> None:
+        batch, tokens, heads, head_dim = q.shape
+        ratio = heads // k.shape[2] if k.shape[2] else 1
+        entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * batch
+        self.type = TYPES[q.dtype]
+        self.call = _Call(
+            B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=scale,
+            threads=1 if entries * head_dim <= ONE_THREAD else torch.get_num_threads(),
+        )  # fmt: skip
+        self.tensors: dict[str, Tensor] = {}
+        self.set(q=q, k=k, v=v, hidden=None if key_bias is None else key_bias != 0)
+        if dropout is not None:
+            self.set(query_words=dropout.queries.contiguous(), key_words=dropout.keys)
+            self.call.kwn = dropout.keys.stride(0)
+            self.call.kwh = dropout.keys.stride(1) if dropout.keys.shape[1] > 1 else 0
+            self.call.threshold, self.call.keep_scale = dropout.threshold, 1 / (1 - dropout.probability)
+
+    def set(self, **values: Tensor | int | None) -> None:
+        """Give arguments by name; of q, k, v and dout also the strides."""
+        for name, x in values.items():
+            if isinstance(x, Tensor):
+                if name in ("q", "k", "v", "dout"):
+                    x = x if x.stride(-1) == 1 else x.contiguous()
+                    for axis, stride in zip("bnh", x.stride(), strict=False):
+                        setattr(self.call, f"{name[0]}s{axis}", stride)
+                self.tensors[name] = x
+                x = x.data_ptr()
+            setattr(self.call, name, x)
+
+    def run(self, kernel: str, launch: Launch, layouts: Layouts | None) -> None:
+        table = launch.table
+        self.set(lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans)
+        self.call.own = int(table.lines[:, tiles.ROWS].max())
+        if layouts is None or table.count is None:
+            self.set(indptr=None, indices=None)
+        else:
+            layout = layouts[table.count]
+            lists = layout if launch.side == "queries" else layout.transposed
+            lines = lists.indptr.shape[2]
+            self.set(
+                indptr=lists.indptr, indices=lists.indices,
+                lsb=layout.num_heads * lines if layout.batch_size > 1 else 0, lsh=lines,
+                LH=self.call.H * self.call.G // layout.num_heads,
+                size=layout.k_block if launch.side == "queries" else layout.q_block,
+            )  # fmt: skip
+        library = _library()
+        assert not isinstance(library, str), "refusal() comes first"
+        if library.dilated_attention_run(
+            ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(self.type), ctypes.c_int64(instruction_set()),
+            ctypes.byref(self.call),
+        ):  # fmt: skip
+            raise MemoryError("the CPU kernels found no memory for their threads")
+
+
+def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
+
+
+def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
+    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
+    if add or not covered:
+        return torch.zeros(x.shape, dtype=torch.float32 if add else x.dtype)
+    return torch.empty(x.shape, dtype=x.dtype)

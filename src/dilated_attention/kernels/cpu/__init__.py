@@ -1,0 +1,15 @@
+"""The CPU kernels, in C++.
+
+call.h        what they are given: tensors, a table of tiles
+forward.h, backward.h
+              the kernels: loops over the rows that a tile sees
+tiles.h       lines of the table, the stream of those rows
+online.h      attend, attend_dq, attend_dkdv: one group of rows that a tile holds, one chunk of rows that it streams
+rows.h        rows from where they lie to where products read them, and back
+product.h     micro-kernels; product_bf16.h for bfloat16
+vectors.h     sixteen numbers at a time
+threads.h     PyTorch's pool
+avx512.cpp, avx512_bf16.cpp, dispatch.cpp
+              an instruction set each, and the choice among them
+build.py      compiles all of it
+"""

@@ -1,0 +1,214 @@
+// The backward, from the merged out and lse: tiles and loops as in the forward, or of keys that stream the queries.
+#pragma once
+#include "tiles.h"
+
+namespace {
+
+// stats: lse in units of log 2, infinity in rows that saw nothing, whose p is 0; delta = rowsum(dout * out) - dlse.
+template <class Element>
+class Stats {
+ public:
+  explicit Stats(const Call &call) : call(call) {}
+
+  int64_t count() const { return call.B * ((call.N + CHUNK - 1) / CHUNK); }
+  int64_t floats() const { return WIDTH; }
+
+  void operator()(int64_t work, float *) const {
+    const int64_t b = work % call.B, first = work / call.B * CHUNK, heads = call.H * call.G;
+    for (int64_t token = first; token < first + CHUNK && token < call.N; token++)
+      for (int64_t n = 0; n < heads; n++) {
+        const int64_t at = (b * call.N + token) * heads + n;
+        const Element *out = static_cast<const Element *>(call.out) + at * call.D;
+        const Element *dout = static_cast<const Element *>(call.dout) + b * call.dsb + token * call.dsn + n * call.dsh;
+        Lanes sum = all(0.f);
+        for (int64_t d = 0; d < call.D; d += WIDTH)
+          sum = _mm512_fmadd_ps(load(out + d, call.D - d), load(dout + d, call.D - d), sum);
+        const bool some = call.lse[at] != -INF;
+        call.stats[2 * at] = some ? call.lse[at] * LOG2E : INF;
+        call.stats[2 * at + 1] = some ? _mm512_reduce_add_ps(sum) - (call.dlse ? call.dlse[at] : 0) : 0;
+      }
+  }
+
+ private:
+  const Call &call;
+};
+
+// dq of the tiles, those of Forward.
+template <class Element, class Arithmetic>
+class BackwardDq {
+ public:
+  explicit BackwardDq(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+
+  int64_t count() const { return call.job_count * call.B * call.G; }
+  int64_t floats() const {
+    return own * (2 * shape.stride + shape.columns + 8) + CHUNK * (2 * shape.stride + shape.columns + 2 * LANES + 2) +
+           16 * WIDTH;
+  }
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
+    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++)
+      compute(tile_of(call, line), b, work % call.G, memory);
+  }
+
+ private:
+  const Call &call;
+  const Operands<Arithmetic> shape;
+  const int64_t own;
+
+  void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
+    Parts parts(memory);
+    const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
+    int64_t *token = parts.take<int64_t>(own);
+    int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
+    for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
+    const Held held{tile.rows, token, row};
+    float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
+    float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
+    float *k = parts.take(CHUNK * shape.stride), *v = parts.take(CHUNK * shape.stride);
+    float *k_values = parts.take(CHUNK * shape.columns), *s = parts.take(CHUNK * LANES),
+          *dp = parts.take(CHUNK * LANES);
+    int32_t *word = parts.take<int32_t>(CHUNK);
+
+    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
+    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
+    shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
+    shape.gather_lanes(head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn), token, tile.rows, dout);
+    read_stats(call, b, n, token, tile.rows, lse, delta);
+    const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
+    for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
+    const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
+                      float(call.keep_scale)};
+    if (words.any) read_query_words(call, b, n, token, tile.rows, first, second);
+
+    Chunk chunk;
+    for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
+      const Word *scores = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
+      shape.gather(V, chunk.token, chunk.count, v);
+      if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
+      for (int group = 0; group < held.groups(); group++) {
+        const int64_t at = group * LANES;
+        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
+                  dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
+      }
+    }
+    for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scale);
+    if (call.add_dq)
+      shape.write_sums(dq, lse, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), token, tile.rows, true);
+    else
+      shape.write_sums(dq, lse, head_of<Element>(call.dq, b, n, call.N, heads, call.D), token, tile.rows, false);
+  }
+};
+
+// dk and dv of the tiles, which hold keys; their spans are the queries that see them, one query head after another.
+// With dq, float32, also dq, which is added to: then a job has all tiles that the queries of one of its tiles see.
+template <class Element, class Arithmetic>
+class BackwardDkdv {
+ public:
+  explicit BackwardDkdv(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+
+  int64_t count() const { return call.job_count * call.B; }
+  int64_t floats() const {
+    return own * (2 * shape.stride + 3 * shape.columns + 6) +
+           CHUNK * (2 * shape.stride + 3 * shape.columns + 3 * LANES + 4) + 24 * WIDTH;
+  }
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t job = work / call.B, b = work % call.B;
+    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++) compute(tile_of(call, line), b, memory);
+  }
+
+ private:
+  const Call &call;
+  const Operands<Arithmetic> shape;
+  const int64_t own;
+
+  void compute(const Tile &tile, int64_t b, float *memory) const {
+    Parts parts(memory);
+    const int64_t h = tile.head, heads = call.H * call.G;
+    int64_t *token = parts.take<int64_t>(own);
+    int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own);
+    int held_rows = 0;
+    for (int i = 0; i < tile.rows; i++) {
+      token[held_rows] = tile.start + int64_t(i) * tile.stride, row[held_rows] = i;
+      held_rows += !(call.hidden && call.hidden[b * call.M + token[held_rows]]);
+    }
+    const Held held{held_rows, token, row};
+    float *k = parts.take(own * shape.stride), *v = parts.take(own * shape.stride);
+    float *k_values = parts.take(own * shape.columns);
+    float *dk = parts.take(own * shape.columns), *dv = parts.take(own * shape.columns), *factor = parts.take(own);
+    float *q = parts.take(CHUNK * shape.stride), *dout = parts.take(CHUNK * shape.stride);
+    float *q_values = parts.take(CHUNK * shape.columns), *dout_values = parts.take(CHUNK * shape.columns);
+    float *dq = parts.take(CHUNK * shape.columns), *lse = parts.take(CHUNK), *delta = parts.take(CHUNK);
+    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * LANES);
+    int32_t *first = parts.take<int32_t>(CHUNK), *second = parts.take<int32_t>(CHUNK);
+
+    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
+    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
+    shape.gather_lanes(K, token, held.count, k);
+    shape.gather_lanes(V, token, held.count, v);
+    if (call.dq)
+      for (int group = 0; group < held.groups(); group++) {
+        const int at = group * LANES, count = held.count - at < LANES ? held.count - at : LANES;
+        Word *to = k_values + at / Arithmetic::PER_WORD * shape.columns;
+        shape.gather_values(K, token + at, count, to);
+        for (int64_t i = round_up(count, ROWS) / Arithmetic::PER_WORD * shape.columns;
+             i < LANES / Arithmetic::PER_WORD * shape.columns; i += WIDTH)
+          _mm512_store_ps(to + i, all(0.f));
+      }
+    const int64_t sums = held.groups() * LANES * shape.columns;
+    for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dk + i, all(0.f)), _mm512_store_ps(dv + i, all(0.f));
+    const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
+                      float(call.keep_scale)};
+    if (words.any) read_key_words(call, h, token, held.count, word);
+
+    Chunk chunk;
+    for (int64_t n = h * call.G; n < (h + 1) * call.G; n++) {
+      const auto Q = head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn);
+      const auto dO = head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn);
+      for (Stream<Side::keys> stream(call, tile, b, n); stream.next(chunk);) {
+        const Queries queries{shape.gather_both(Q, chunk.token, chunk.count, q, q_values),
+                              shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values),
+                              q_values,
+                              dout_values,
+                              lse,
+                              delta};
+        read_stats(call, b, n, chunk.token, chunk.count, lse, delta);
+        if (words.any) read_query_words(call, b, n, chunk.token, chunk.count, first, second);
+        if (call.dq)
+          for (int64_t i = 0; i < CHUNK * shape.columns; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
+        for (int group = 0; group < held.groups(); group++) {
+          const int64_t at = group * LANES;
+          const Keys keys{k + at * shape.stride, v + at * shape.stride,
+                          k_values + at / Arithmetic::PER_WORD * shape.columns, dk + at * shape.columns,
+                          dv + at * shape.columns};
+          attend_dkdv(shape, keys, queries, call.dq ? dq : nullptr, held, group, chunk,
+                      float(call.scale * double(LOG2E)), words, s, dp, rows);
+        }
+        if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
+      }
+    }
+    for (int i = 0; i < held.count; i++) factor[i] = float(call.scale);
+    write(dk, factor, call.dk, b, h, held);
+    for (int i = 0; i < held.count; i++) factor[i] = 1;
+    write(dv, factor, call.dv, b, h, held);
+  }
+
+  void add_dq(const float *dq, Rows<Float32> to, const Chunk &chunk) const {
+    for (int j = 0; j < chunk.count; j++)
+      for (int64_t d = 0; d < call.D; d += WIDTH) {
+        Float32 *row = to[chunk.token[j]] + d;
+        const Lanes x = _mm512_load_ps(dq + j * shape.columns + d);
+        store(row, _mm512_fmadd_ps(x, all(float(call.scale)), load(row, call.D - d)), call.D - d);
+      }
+  }
+
+  void write(const float *sums, const float *factor, void *to, int64_t b, int64_t h, const Held &held) const {
+    if (call.add_dkdv)
+      shape.write_sums(sums, factor, head_of<Float32>(to, b, h, call.M, call.H, call.D), held.token, held.count, true);
+    else
+      shape.write_sums(sums, factor, head_of<Element>(to, b, h, call.M, call.H, call.D), held.token, held.count, false);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,91 @@
+"""Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu.build`.
+
+hatch_build.py runs the same when the package is installed. The library has a plain C interface, so that one build
+serves every version of Python and PyTorch, and code for every instruction set, of which the machine's is chosen at run
+time. Neither PyTorch nor its headers are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIBRARY = HERE / "kernels.so"
+
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
+SOURCES = {
+    "avx512.cpp": _AVX512,
+    "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "threads.cpp": (),
+    "dispatch.cpp": (),
+}
+# GCC warns of its own intrinsics: uninitialised on purpose.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+# A machine's own libstdc++ may be older than the compiler's.
+LINK = ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl")
+
+
+class BuildError(RuntimeError):
+    """The kernels could not be compiled."""
+
+
+def compiler() -> str | None:
+    """$CXX, or the first of c++, g++ and clang++ on the path."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def refusal() -> str | None:
+    """Why the kernels cannot be compiled here, and what would help; None if they can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+    if compiler() is None:
+        return "no C++ compiler was found; install g++ or clang++, or name one in CXX"
+    return None
+
+
+def outdated() -> bool:
+    """Whether the library is missing or older than a source."""
+    if not LIBRARY.exists():
+        return True
+    made = LIBRARY.stat().st_mtime
+    return any(path.stat().st_mtime > made for path in (*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)))
+
+
+def build() -> Path:
+    """Compile the library. It takes the place of an older one at once, so that no process meets half of it.
+
+    Raises:
+        BuildError: there is no compiler, or it failed; with its message.
+    """
+    if why := refusal():
+        raise BuildError(f"the CPU kernels cannot be compiled: {why}")
+    with tempfile.TemporaryDirectory(dir=HERE) as folder:
+        objects = {source: f"{folder}/{source}.o" for source in SOURCES}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda x: _run(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
+        made = f"{folder}/{LIBRARY.name}"
+        _run(*objects.values(), *LINK, "-o", made)
+        os.replace(made, LIBRARY)
+    return LIBRARY
+
+
+def _run(*arguments: str) -> None:
+    command = [compiler() or "c++", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except BuildError as error:
+        sys.exit(str(error))

@@ -1,0 +1,43 @@
+// What Python hands to a kernel: plain C, one structure for all kernels. backends/cpu.py fills it field by field.
+//
+// The work is a table of int32 lines, one per tile, made by backends/tiles.py and described in kernels/strided.py:
+//
+//     head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i * stride, 0 <= i < rows
+//     start  stride  count  diagonal                           span 1:   tokens start + j * stride, 0 <= j < count
+//     ...                                                      further spans
+//
+// Row i of a tile of queries sees key j of a span iff j <= i + diagonal; a tile of keys is seen by query j iff j >= i +
+// diagonal. Diagonals of 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span.
+//
+// Legend, that of kernels/online.py and kernels/strided.py.
+//   q, k, v, dout    queries, keys, values, gradient of out
+//   s, p, ds         scores, probabilities, gradient of the scores
+//   m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z
+//   b, h, g, n       sample, KV head, query head within the KV head, query head h * G + g
+//   B, H, G, D       samples, KV heads, query heads per KV head, head_dim
+//   N, M             tokens of q and of k
+//   .sb, .sn, .sh    strides of sample, token and head, in elements
+#pragma once
+#include <cstdint>
+
+struct Call {
+  const void *q, *k, *v, *dout;     // (B, N or M, heads, D), rows dense
+  void *out;                        // (B, N, H * G, D), contiguous
+  float *lse;                       // (B, N, H * G), natural logarithm
+  const float *dlse;                // as lse, or null
+  float *stats;                     // (B, N, H * G, 2): lse in units of log 2 and delta = rowsum(dout * out) - dlse
+  void *dq, *dk, *dv;               // contiguous; float32 where the call adds to them
+  const int32_t *lines;             // the table
+  const int64_t *jobs;              // job x is lines jobs[x] to jobs[x + 1] - 1, which one thread computes in order
+  const int64_t *indptr, *indices;  // lists of blocks, or null
+  const uint8_t *hidden;            // (B, M): keys that nobody sees, or null
+  const int32_t *query_words, *key_words;  // dropout (backends/dropout.py): (B, N, H * G, 2) and by kwn, kwh; or null
+  int64_t B, N, M, H, G, D;
+  int64_t qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh;
+  int64_t job_count, spans, own;  // spans of a line; the most rows of a tile
+  int64_t lsb, lsh, LH, size;     // lists: strides of indptr, query heads that share a list, positions of a block
+  int64_t kwn, kwh, threshold;
+  int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
+  int64_t threads;
+  double scale, keep_scale;
+};

@@ -1,0 +1,102 @@
+// The forward: one flat loop over the rows of all spans or blocks that a tile of queries sees, one softmax. The same on
+// a GPU: kernels/strided.py.
+#pragma once
+#include <cmath>
+
+#include "tiles.h"
+
+namespace {
+
+// out and lse of the tiles.
+template <class Element, class Arithmetic>
+class Forward {
+ public:
+  explicit Forward(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+
+  int64_t count() const { return call.job_count * call.B * call.G; }
+  int64_t floats() const {
+    return own * (shape.stride + shape.columns + 8) + CHUNK * (shape.stride + shape.columns + LANES + 2) + 16 * WIDTH;
+  }
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
+    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++)
+      compute(tile_of(call, line), b, work % call.G, memory);
+  }
+
+ private:
+  const Call &call;
+  const Operands<Arithmetic> shape;
+  const int64_t own;
+
+  void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
+    Parts parts(memory);
+    const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
+    int64_t *token = parts.take<int64_t>(own);
+    int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
+    for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
+    const Held held{tile.rows, token, row};
+    float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
+    float *acc = parts.take(own * shape.columns);
+    float *k = parts.take(CHUNK * shape.stride), *v = parts.take(CHUNK * shape.columns);
+    float *s = parts.take(CHUNK * LANES);
+    int32_t *x = parts.take<int32_t>(CHUNK);
+
+    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
+    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
+    shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
+    const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
+    const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
+    begin(tile, out, lse, token, m, z, acc);
+    const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
+    if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
+
+    Chunk chunk;
+    for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
+      shape.gather(K, chunk.token, chunk.count, k);
+      const bool finite = shape.gather_values(V, chunk.token, chunk.count, v);
+      if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
+      for (int group = 0; group < held.groups(); group++) {
+        const int64_t at = group * LANES;
+        attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
+               float(call.scale * double(LOG2E)), words, s);
+        if (!finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
+      }
+    }
+
+    // finish: out = acc / z, lse = m + log z; rows that saw nothing get 0 and -infinity, a NaN stays one.
+    for (int i = 0; i < tile.rows; i++) {
+      *lse[token[i]] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
+      z[i] = z[i] == 0 ? 0 : 1 / z[i];
+    }
+    shape.write_sums(acc, z, out, token, tile.rows, false);
+  }
+
+  // What an earlier launch left, or nothing; then the phantoms, keys of score and value 0.
+  void begin(const Tile &tile, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m, float *z,
+             float *acc) const {
+    const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
+    if (tile.first)
+      for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(acc + i, all(0.f));
+    else
+      shape.read_sums(out, token, tile.rows, acc);
+    for (int i = 0; i < round_up(tile.rows, LANES); i++) {
+      m[i] = tile.first || i >= tile.rows ? -INF : *lse[token[i]] * LOG2E;
+      z[i] = m[i] != -INF;
+    }
+    if (tile.phantoms == 0) return;
+    for (int i = 0; i < round_up(tile.rows, LANES); i += WIDTH) {
+      const Lanes before = _mm512_load_ps(m + i), top = _mm512_max_ps(all(0.f), before);
+      const Lanes decay = exp2(_mm512_sub_ps(before, top));
+      const Lanes zeros = _mm512_mul_ps(all(float(tile.phantoms)), exp2(_mm512_sub_ps(all(0.f), top)));
+      _mm512_store_ps(m + i, top);
+      _mm512_store_ps(z + i, _mm512_fmadd_ps(_mm512_load_ps(z + i), decay, zeros));
+      for (int d = 0; d < shape.columns; d++) {
+        float *at = acc + (i / LANES * shape.columns + d) * LANES + i % LANES;
+        _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), decay));
+      }
+    }
+  }
+};
+
+}  // namespace

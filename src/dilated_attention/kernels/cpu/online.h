@@ -1,0 +1,283 @@
+// What every kernel does with one group of rows that a tile holds, in lanes, and one chunk of rows that its loop
+// streams.
+//
+// Scores are [streamed rows][LANES]: a tile of queries streams keys, a tile of keys streams queries. So softmax, sums
+// and masks go lane by lane, without a sum across lanes. Scores stay as the product gives them; `scale` comes times
+// log2 e, so that p = 2^(s * scale - m), and m, lse are in units of log 2.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+constexpr int CHUNK = 64;  // rows of a chunk: a multiple of ROWS
+constexpr float SLACK =
+    8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
+
+enum class Side { queries, keys };  // which rows the tiles hold
+
+// The rows that a step of the loop visits.
+struct Chunk {
+  int count;
+  bool edged;  // whether edges hide anything from any row of the tile
+  int64_t token[CHUNK];
+  int32_t edge[CHUNK];  // a row is seen by the tile's rows i >= edge (streamed keys) or sees those i <= edge (queries)
+};
+
+// The rows that a tile holds, in groups of LANES.
+struct Held {
+  int count;
+  const int64_t *token;
+  const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
+
+  int lanes(int group) const {  // in whole vectors
+    return count - group * LANES > WIDTH ? LANES : WIDTH;
+  }
+  int groups() const { return int(round_up(count, LANES) / LANES); }
+};
+
+// The rows of a chunk that some row of a group sees, rounded outwards to multiples of ROWS, and whether any pair of
+// them is hidden.
+struct Window {
+  int from, to;
+  bool masked;
+};
+
+template <Side HELD>
+inline bool sees(int32_t i, int32_t edge) {
+  return HELD == Side::queries ? i >= edge : i <= edge;
+}
+
+template <Side HELD>
+inline __mmask16 seeing(__m512i i, int32_t edge) {
+  return HELD == Side::queries ? _mm512_cmpge_epi32_mask(i, all(edge)) : _mm512_cmple_epi32_mask(i, all(edge));
+}
+
+template <Side HELD>
+inline Window window(const Held &held, int group, const Chunk &chunk) {
+  const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
+  const int32_t most = held.row[HELD == Side::queries ? last : first];   // the row that sees the most of the chunk
+  const int32_t least = held.row[HELD == Side::queries ? first : last];  // and the one that sees the least
+  bool masked = chunk.count % ROWS != 0 || (HELD == Side::keys && last + 1 - first < LANES);
+  if (!chunk.edged) return {0, int(round_up(chunk.count, ROWS)), masked};
+  int from = CHUNK, to = 0;
+  for (int j = 0; j < chunk.count; j++) {
+    masked |= !sees<HELD>(least, chunk.edge[j]);
+    if (!sees<HELD>(most, chunk.edge[j])) continue;
+    if (from == CHUNK) from = j;
+    to = j + 1;
+  }
+  return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
+}
+
+// s = -infinity where a row of the group and one of the chunk do not see one another.
+template <Side HELD>
+inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
+  for (int x = 0; x < LANES; x += WIDTH) {
+    const __m512i i = _mm512_loadu_si512(held.row + group * LANES + x);
+    const __mmask16 inside = first_lanes(held.count - group * LANES - x);
+    for (int j = w.from; j < w.to; j++) {
+      const __mmask16 seen = j < chunk.count ? seeing<HELD>(i, chunk.edge[j]) & inside : 0;
+      _mm512_mask_store_ps(s + j * LANES + x, ~seen, all(-INF));
+    }
+  }
+}
+
+// Words of dropout (backends/dropout.py): two a query, one a key.
+struct Words {
+  bool any;                  // whether there is dropout
+  const int32_t *a, *b, *k;  // of the lanes or of the chunk's rows, whichever are queries and keys
+  int32_t threshold;
+  float keep_scale;
+};
+
+inline __mmask16 survives(__m512i a, __m512i b, __m512i k, int32_t threshold) {
+  __m512i x = _mm512_xor_si512(a, k);
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), all(int32_t(0x21F0AAAD)));
+  x = _mm512_xor_si512(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), b);
+  x = _mm512_mullo_epi32(x, all(int32_t(0xD35A2D97)));
+  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+  return _mm512_cmpge_epi32_mask(x, all(threshold));
+}
+
+// x * keep_scale in the pairs of chunk row j and the lanes from `lane` on that survive, else 0.
+template <Side HELD>
+inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
+  const auto lanes = [lane](const int32_t *y) { return _mm512_loadu_si512(y + lane); };
+  const __mmask16 keep = HELD == Side::queries
+                             ? survives(lanes(words.a), lanes(words.b), all(words.k[j]), words.threshold)
+                             : survives(all(words.a[j]), all(words.b[j]), lanes(words.k), words.threshold);
+  return _mm512_maskz_mul_ps(keep, x, all(words.keep_scale));
+}
+
+// The running softmax of a group: m[LANES], z[LANES], acc[columns][LANES].
+struct Running {
+  float *m, *z, *acc;
+};
+
+// One step of the online softmax. v are values of the chunk, s is room for CHUNK rows.
+template <class Arithmetic>
+inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
+                   const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s) {
+  const Window w = window<Side::queries>(held, group, chunk);
+  if (w.from >= w.to) return;
+  const int lanes = held.lanes(group);
+  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+                       lanes);
+  if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  const bool drops = words.any;
+  const Lanes c = all(scale);
+  for (int x = 0; x < lanes; x += WIDTH) {
+    Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
+    for (int j = w.from; j < w.to; j += 4)
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; u++) top[u] = _mm512_max_ps(top[u], _mm512_load_ps(s + (j + u) * LANES + x));
+    top[0] = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])), c);
+    Lanes m = _mm512_load_ps(run.m + x), z = _mm512_load_ps(run.z + x);
+    if (_mm512_cmp_ps_mask(top[0], _mm512_add_ps(m, all(SLACK)), _CMP_GT_OQ)) {
+      const Lanes higher = _mm512_max_ps(m, top[0]);
+      const Lanes decay =
+          exp2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
+      m = higher;
+      z = _mm512_mul_ps(z, decay);
+      for (int d = 0; d < shape.columns; d++) {
+        float *acc = run.acc + d * LANES + x;
+        _mm512_store_ps(acc, _mm512_mul_ps(_mm512_load_ps(acc), decay));
+      }
+      _mm512_store_ps(run.m + x, m);
+    }
+    const Lanes shift = _mm512_mask_mov_ps(m, _mm512_cmpeq_ps_mask(m, all(-INF)), all(0.f));
+    Lanes sums[2] = {z, all(0.f)};
+    for (int j = w.from; j < w.to; j += 4) {
+      Lanes p[4];
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; u++) {
+        p[u] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + u) * LANES + x), c, shift));
+        sums[u % 2] = _mm512_add_ps(sums[u % 2], p[u]);
+        if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
+      }
+#pragma GCC unroll 2
+      for (int u = 0; u < 4; u += 2)
+        store_weights(Arithmetic(), p[u], p[u + 1], s + (j + u) / Arithmetic::PER_WORD * LANES + x);
+    }
+    _mm512_store_ps(run.z + x, _mm512_add_ps(sums[0], sums[1]));
+  }
+  const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
+  multiply_transposed<Arithmetic>(v + first * shape.columns, shape.columns, s + first * LANES, steps, run.acc,
+                                  shape.columns, lanes);
+}
+
+// x, but 0 where s is -infinity, which `hide` has set: whatever infinities and NaN of rows that are not seen made of x.
+inline Lanes where_seen(Lanes s, bool masked, Lanes x) {
+  return masked ? _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(s, all(-INF)), x) : x;
+}
+
+// dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
+// and dp room for CHUNK rows.
+template <class Arithmetic>
+inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
+                      const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
+                      int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
+  const Window w = window<Side::queries>(held, group, chunk);
+  if (w.from >= w.to) return;
+  const int lanes = held.lanes(group);
+  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+                       lanes);
+  multiply<Arithmetic>(v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
+                       lanes);
+  if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  const bool masked = w.masked, drops = words.any;
+  for (int x = 0; x < lanes; x += WIDTH) {
+    const Lanes shift = _mm512_load_ps(lse + x), offset = _mm512_load_ps(delta + x);
+    for (int j = w.from; j < w.to; j += 4) {
+      Lanes ds[4];
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; u++) {
+        const Lanes score = _mm512_load_ps(s + (j + u) * LANES + x);
+        Lanes y = _mm512_load_ps(dp + (j + u) * LANES + x);
+        if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
+        const Lanes p = exp2(_mm512_fmsub_ps(score, all(scale), shift));
+        ds[u] = where_seen(score, masked, _mm512_mul_ps(p, _mm512_sub_ps(y, offset)));
+      }
+#pragma GCC unroll 2
+      for (int u = 0; u < 4; u += 2)
+        store_weights(Arithmetic(), ds[u], ds[u + 1], dp + (j + u) / Arithmetic::PER_WORD * LANES + x);
+    }
+  }
+  const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
+  multiply_transposed<Arithmetic>(k_values + first * shape.columns, shape.columns, dp + first * LANES, steps, dq,
+                                  shape.columns, lanes);
+}
+
+// What attend_dkdv knows of the queries of a chunk: operands of scores and of values, and two numbers of each.
+struct Queries {
+  const Word *q, *dout, *q_values, *dout_values;
+  const float *lse, *delta;
+};
+
+// What it knows of the keys of a group; dk[columns][LANES] and dv are its sums.
+struct Keys {
+  const Word *k, *v, *k_values;
+  float *dk, *dv;
+};
+
+// dv += p do and dk += ds q (short of the scale). With dq[CHUNK][columns] also dq += ds k. s, dp and rows are room for
+// CHUNK rows.
+template <class Arithmetic>
+inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, float *dq,
+                        const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s,
+                        float *dp, Word *rows) {
+  const Window w = window<Side::keys>(held, group, chunk);
+  if (w.from >= w.to) return;
+  const int count = w.to - w.from;
+  multiply<Arithmetic>(queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES, count);
+  multiply<Arithmetic>(queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
+                       count);
+  if (w.masked) hide<Side::keys>(held, group, chunk, w, s);
+  const bool masked = w.masked, drops = words.any;
+  for (int j = w.from; j < w.to; j += 2) {
+    Lanes p[2][2], ds[2][2];
+#pragma GCC unroll 2
+    for (int u = 0; u < 2; u++)
+#pragma GCC unroll 2
+      for (int x = 0; x < 2; x++) {
+        const int lane = x * WIDTH, row = j + u;
+        const Lanes score = _mm512_load_ps(s + row * LANES + lane);
+        Lanes y = _mm512_load_ps(dp + row * LANES + lane);
+        p[u][x] = where_seen(score, masked, exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
+        if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
+        ds[u][x] = where_seen(score, masked, _mm512_mul_ps(p[u][x], _mm512_sub_ps(y, all(queries.delta[row]))));
+        if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
+      }
+#pragma GCC unroll 2
+    for (int x = 0; x < 2; x++) {
+      const int at = j / Arithmetic::PER_WORD * LANES + x * WIDTH;
+      store_weights(Arithmetic(), p[0][x], p[1][x], s + at);
+      store_weights(Arithmetic(), ds[0][x], ds[1][x], dp + at);
+    }
+    if (dq) store_weight_rows(Arithmetic(), ds, rows + j * (LANES / Arithmetic::PER_WORD));
+  }
+  const int first = w.from / Arithmetic::PER_WORD, steps = count / Arithmetic::PER_WORD;
+  multiply_transposed<Arithmetic>(queries.dout_values + first * shape.columns, shape.columns, s + first * LANES, steps,
+                                  keys.dv, shape.columns);
+  multiply_transposed<Arithmetic>(queries.q_values + first * shape.columns, shape.columns, dp + first * LANES, steps,
+                                  keys.dk, shape.columns);
+  if (!dq) return;
+  constexpr int WORDS = LANES / Arithmetic::PER_WORD;
+  multiply_rows<Arithmetic>(rows + w.from * WORDS, WORDS, keys.k_values, shape.columns, WORDS,
+                            dq + w.from * shape.columns, count, shape.columns);
+}
+
+// acc is NaN where an element of v is not finite and seen: gathered values have 0 there.
+template <class Element>
+inline void spread_infinities(Rows<const Element> v, int64_t D, const Held &held, int group, const Chunk &chunk,
+                              float *acc) {
+  for (int j = 0; j < chunk.count; j++)
+    for (int64_t d = 0; d < D; d++)
+      if (infinite_or_nan(load(v[chunk.token[j]] + d, 1)))
+        for (int x = 0; x < LANES; x += WIDTH) {
+          const __m512i i = _mm512_loadu_si512(held.row + group * LANES + x);
+          _mm512_mask_store_ps(acc + d * LANES + x, seeing<Side::queries>(i, chunk.edge[j]), all(NOT_A_NUMBER));
+        }
+}
+
+}  // namespace

@@ -1,0 +1,105 @@
+// Micro-kernels: products of small matrices, the only place where floating-point throughput counts.
+//
+// Every product of the kernels is  c[r][lane] (+)= sum over k of a[r][k] * b[k][lane],  where a is broadcast word by
+// word and b and c lie in lanes. A word is one float32, or two bfloat16 whose products are added in one instruction; so
+// K, Q, V and dO are read as they lie in memory, row by row, once as a (scores: k runs along a row) and once as its
+// transpose (values: k runs over rows). Eight rows by two vectors are sixteen sums, twice what covers the latency of a
+// product.
+#pragma once
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int ROWS = 8, LANES = 2 * WIDTH;
+
+// Products in float32, of elements of any type, which are widened when they are gathered.
+struct InFloat32 {
+  static constexpr int PER_WORD = 1;
+  static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+};
+
+// Two rows of weights as operands of values: to[2 / PER_WORD][LANES].
+inline void store_weights(InFloat32, Lanes even, Lanes odd, Word *to) {
+  _mm512_store_ps(to, even);
+  _mm512_store_ps(to + LANES, odd);
+}
+
+// The same two rows as operands of scores: to[2][LANES / PER_WORD].
+inline void store_weight_rows(InFloat32, const Lanes (&rows)[2][2], Word *to) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) _mm512_store_ps(to + i * WIDTH, rows[i / 2][i % 2]);
+}
+
+template <class Arithmetic, int VECTORS, bool ADD>
+inline void product(const Word *a, int64_t a_row, int64_t a_step, const Word *b, int64_t b_step, int steps, float *c,
+                    int64_t c_row) {
+  Lanes sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int x = 0; x < VECTORS; x++) sum[r][x] = ADD ? _mm512_load_ps(c + r * c_row + x * WIDTH) : all(0.f);
+  for (int k = 0; k < steps; k++) {
+    Lanes lanes[VECTORS];
+#pragma GCC unroll 2
+    for (int x = 0; x < VECTORS; x++) lanes[x] = _mm512_load_ps(b + k * b_step + x * WIDTH);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Lanes word = all(a[r * a_row + k * a_step]);
+#pragma GCC unroll 2
+      for (int x = 0; x < VECTORS; x++) sum[r][x] = Arithmetic::multiply_add(word, lanes[x], sum[r][x]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int x = 0; x < VECTORS; x++) _mm512_store_ps(c + r * c_row + x * WIDTH, sum[r][x]);
+}
+
+// loop(1 or 2): as many vectors as the lanes take, known to the compiler.
+template <class Loop>
+void with_vectors(int lanes, Loop loop) {
+  if (lanes > WIDTH)
+    loop(std::integral_constant<int, 2>());
+  else
+    loop(std::integral_constant<int, 1>());
+}
+
+// Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `count` is rounded up to ROWS.
+template <class Arithmetic>
+void multiply(const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count, int lanes = LANES) {
+  with_vectors(lanes, [=](auto vectors) {
+    for (int r = 0; r < count; r += ROWS)
+      product<Arithmetic, vectors(), false>(rows + r * row_words, row_words, 1, own, LANES, words, c + r * LANES,
+                                            LANES);
+  });
+}
+
+// Sums c[columns][LANES] += values^T . weights, where values is [steps][row_words] and weights [steps][LANES].
+template <class Arithmetic>
+void multiply_transposed(const Word *values, int64_t row_words, const Word *weights, int steps, float *c, int columns,
+                         int lanes = LANES) {
+  with_vectors(lanes, [=](auto vectors) {
+    for (int d = 0; d < columns; d += ROWS)
+      product<Arithmetic, vectors(), true>(values + d, 1, row_words, weights, LANES, steps, c + d * LANES, LANES);
+  });
+}
+
+// Sums c[rows][columns] += weights . values, where weights is [rows][steps] and values [steps][row_words]: columns in
+// lanes, a multiple of WIDTH.
+template <class Arithmetic>
+void multiply_rows(const Word *weights, int64_t weight_words, const Word *values, int64_t row_words, int steps,
+                   float *c, int count, int columns) {
+  for (int r = 0; r < count; r += ROWS) {
+    int d = 0;
+    for (; d + LANES <= columns; d += LANES)
+      product<Arithmetic, 2, true>(weights + r * weight_words, weight_words, 1, values + d, row_words, steps,
+                                   c + r * row_words + d, row_words);
+    for (; d < columns; d += WIDTH)
+      product<Arithmetic, 1, true>(weights + r * weight_words, weight_words, 1, values + d, row_words, steps,
+                                   c + r * row_words + d, row_words);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,75 @@
+#include "threads.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// GNU OpenMP's pool does not survive a fork: a child that asked it for threads would wait for ever.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+using Parallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
+
+Parallel entry(void *library) { return reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel")); }
+
+// The entry of the OpenMP library that this process has loaded, GNU's or LLVM's, which both have it: its pool is the
+// one that PyTorch's own operators use, and a second pool would fight with it for the cores. Null where there is none.
+Parallel pool() {
+  static const Parallel found = [] {
+    if (const Parallel parallel = entry(RTLD_DEFAULT)) return parallel;
+    std::string name;  // of a library whose symbols are not global
+    const auto look = [](dl_phdr_info *library, size_t, void *result) {
+      const std::string_view path = library->dlpi_name;
+      for (const char *openmp : {"libgomp", "libiomp5", "libomp"})
+        if (path.find(openmp) != path.npos) return *static_cast<std::string *>(result) = path, 1;
+      return 0;
+    };
+    void *const library = dl_iterate_phdr(look, &name) ? dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+    return library ? entry(library) : nullptr;
+  }();
+  return found;
+}
+
+struct Memory {
+  void *data = nullptr;
+  size_t size = 0;
+  ~Memory() { std::free(data); }
+};
+
+}  // namespace
+
+bool has_pool() { return pool(); }
+
+void run_in_threads(int64_t threads, void (*body)(void *), void *data) {
+  if (threads <= 1) return body(data);
+  const Parallel parallel = forked ? nullptr : pool();
+  if (parallel) return parallel(body, data, unsigned(threads), 0);
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < threads; i++) others.emplace_back(body, data);
+  } catch (const std::system_error &) {
+    // Fewer threads do the same work.
+  }
+  body(data);
+  for (std::thread &other : others) other.join();
+}
+
+float *thread_memory(int64_t floats) {
+  static thread_local Memory memory;
+  const size_t bytes = (size_t(floats) * sizeof(float) + 4095) / 4096 * 4096;
+  if (bytes > memory.size) {
+    std::free(memory.data);
+    memory.data = std::aligned_alloc(4096, bytes);
+    memory.size = memory.data ? bytes : 0;
+  }
+  return static_cast<float *>(memory.data);
+}

@@ -1,0 +1,42 @@
+// Work shared out among threads.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+// Whether there is a pool of OpenMP; else threads are made for every call.
+bool has_pool();
+
+// body(data), at once in so many threads at most, this one among them.
+void run_in_threads(int64_t threads, void (*body)(void *), void *data);
+
+// Memory of the calling thread for so many floats, aligned to 64 bytes, its content undefined; null where there is
+// none.
+float *thread_memory(int64_t floats);
+
+namespace {
+
+// work(i, memory) for all 0 <= i < work.count(), in any order, which begins with the first. False for want of memory.
+template <class Work>
+bool compute(const Work &work, int64_t threads) {
+  struct Shared {
+    const Work &work;
+    std::atomic<int64_t> next;
+    std::atomic<bool> failed;
+  } shared{work, {0}, {false}};
+  const auto body = [](void *data) {
+    Shared &shared = *static_cast<Shared *>(data);
+    float *memory = thread_memory(shared.work.floats());
+    if (!memory) shared.failed = true;
+    while (!shared.failed) {
+      const int64_t i = shared.next++;
+      if (i >= shared.work.count()) break;
+      shared.work(i, memory);
+    }
+  };
+  const int64_t count = work.count();
+  run_in_threads(threads < count ? threads : count, body, &shared);
+  return !shared.failed;
+}
+
+}  // namespace

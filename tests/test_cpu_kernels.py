@@ -1,0 +1,548 @@
+"""The C++ kernels against the oracle, in every instruction set of the machine, and what surrounds them: threads, forks,
+the build."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import test_bad_input
+import test_dropout
+import test_properties
+from conformance import evaluate, excesses
+from dilated_attention import autograd
+from dilated_attention.backends import cpu, table, tiles
+from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
+from dilated_attention.kernels.cpu import build
+from dilated_attention.layout import BlockLayout
+from dilated_attention.patterns import Dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from tolerances import TOLERANCE, relative_error
+
+if build.refusal() is None and build.outdated():
+    build.build()
+
+SETS = range(1, cpu.instruction_set() + 1)
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+five_and_seven = pytest.mark.parametrize("most_idle", [math.inf, 0.0], ids=["five products", "seven products"])
+sets = pytest.mark.parametrize("instruction_set", SETS, ids=lambda x: cpu.INSTRUCTION_SETS[x])
+
+
+@pytest.fixture(autouse=True)
+def several_threads(monkeypatch):
+    """However small the call."""
+    monkeypatch.setattr(cpu, "ONE_THREAD", 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """`backend="cpu"` serves public calls, and `torch.empty` is filled with NaN, so that what is read was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(autograd._BACKENDS, "cpu", cpu)
+        patch.setattr(table, "NAMES", (*table.NAMES, "cpu"))
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plans, options):
+        state = None
+        for plan in plans:
+            state = cpu.forward(q, k, v, plan, state=state, **options)
+        ctx.save_for_backward(q, k, v, *state)
+        ctx.plans, ctx.options = plans, options
+        return state[0], state[1].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        state = tuple(torch.zeros(x.shape) for x in (q, k, v)) if len(ctx.plans) > 1 else None
+        for plan in ctx.plans:
+            gradients = cpu.backward(
+                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, **ctx.options
+            )  # fmt: skip
+        return *(x.to(q.dtype) for x in gradients), None, None
+
+
+def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
+    """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
+    scale = scale or inputs[0].shape[-1] ** -0.5
+    options = {"is_causal": False, "scale": scale} | options
+    assert cpu.refusal(inputs[0].device, inputs[0].dtype, inputs[0].shape[-1], inputs[0].shape[1], scale) is None
+    errors = excesses(
+        lambda q, k, v: _Attention.apply(q, k, v, plans, options),
+        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+    )  # fmt: skip
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+def tensors(batch, seq_len, heads, kv_heads, head_dim, dtype=torch.float32, keys=None):
+    return tuple(
+        torch.randn(batch, tokens, number, head_dim).to(dtype)
+        for tokens, number in ((seq_len, heads), (keys or seq_len, kv_heads), (keys or seq_len, kv_heads))
+    )
+
+
+def dilated(seq_len, kv_heads, w, r):
+    table = Dilated(w, r).offset_table(kv_heads)
+    return plan_dilated(w, r, table, seq_len), table
+
+
+def check_dilated(batch, seq_len, heads, kv_heads, head_dim, w, r, dtype, is_causal, **options):
+    plan, offsets = dilated(seq_len, kv_heads, w, r)
+    counts = count_matrix(w, r, offsets, seq_len, is_causal=is_causal)
+    check(tensors(batch, seq_len, heads, kv_heads, head_dim, dtype), [plan], counts, is_causal=is_causal, **options)
+
+
+@sets
+@five_and_seven
+class TestOracle:
+    @pytest.fixture(autouse=True)
+    def forced(self, instruction_set, most_idle, monkeypatch):
+        monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+        monkeypatch.setattr(cpu, "MOST_IDLE", most_idle)
+
+    @both
+    @pytest.mark.parametrize("dtype", cpu.TYPES, ids=str)
+    @pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 31, 33, 48, 64, 80, 128, 250, 256])
+    def test_head_dims(self, head_dim, dtype, is_causal):
+        check_dilated(1, 90, 2, 1, head_dim, (50, 90), (1, 2), dtype, is_causal)
+
+    @both
+    @pytest.mark.parametrize("dtype", cpu.TYPES, ids=str)
+    @pytest.mark.parametrize(
+        ("batch", "seq_len", "heads", "kv_heads", "w", "r"),
+        [
+            (1, 300, 2, 2, (64, 300), (1, 2)),  # tiles of several groups, several tiles
+            (1, 100, 4, 2, (32, 70, 100), (1, 2, 4)),
+            (2, 75, 3, 3, (50, 100), (3, 2)),  # rows that see nothing
+            (1, 129, 2, 2, (64, 128), (1, 64)),
+            (1, 1, 2, 1, (50, 100), (1, 2)),
+            (1, 2, 4, 1, (1, 2), (1, 2)),
+        ],
+    )
+    def test_patterns(self, batch, seq_len, heads, kv_heads, w, r, dtype, is_causal):
+        check_dilated(batch, seq_len, heads, kv_heads, 24, w, r, dtype, is_causal)
+
+    def test_branches_in_one_softmax(self):
+        plan, offsets = dilated(512, 2, (256, 512), (1, 2))
+        (launch,) = cpu._launches("queries", False, torch.empty(1, 512, 2, 8), plan, False, None)
+        assert launch.table.spans == 2
+        check(tensors(1, 512, 2, 2, 8), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
+
+    def test_phantoms(self):
+        w, r = (32, 70), (3, 4)
+        offsets = Dilated(w, r, "head_block").offset_table(2)
+        plan = plan_dilated(w, r, offsets, 70, "torchscale")
+        counts = count_matrix(w, r, offsets, 70, is_causal=False)
+        check(tensors(1, 70, 2, 2, 16), [plan], counts, phantoms=phantom_counts(w, r, offsets, 70, is_causal=False))
+
+    @both
+    def test_hidden_keys(self, is_causal):
+        w, r = (32, 180), (1, 2)
+        plan, offsets = dilated(180, 2, w, r)
+        hidden = torch.rand(180) < 0.4
+        hidden[:33] = True  # whole segments, hence rows that see nothing
+        bias = torch.zeros(1, 180).masked_fill_(hidden, -math.inf)
+        counts = count_matrix(w, r, offsets, 180, is_causal=is_causal, key_padding_mask=hidden)
+        check(tensors(1, 180, 2, 2, 16), [plan], counts, is_causal=is_causal, key_bias=bias)
+
+    def test_strides_and_scale(self):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24))
+        v = torch.randn(2, 70, 2, 25)[..., 1:]
+        plan, offsets = dilated(70, 2, (32, 70), (1, 2))
+        counts = count_matrix((32, 70), (1, 2), offsets, 70, is_causal=True)
+        check((q, k, v), [plan], counts, is_causal=True, scale=0.7)
+        check((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), [plan], counts, is_causal=True, scale=1e-3)
+
+    @both
+    def test_keys_from_elsewhere(self, is_causal):
+        # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
+        local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
+        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
+        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+        groups = local, received, aligned
+        counts = torch.zeros(2, 48, 206, dtype=torch.int32)
+        for group in groups:
+            for segment in range(group.queries.segments):
+                rows, columns = (
+                    side.start + segment * side.segment + side.stride * torch.arange(side.count)
+                    for side in (group.queries, group.keys)
+                )
+                seen = torch.ones(len(rows), len(columns), dtype=torch.int32)
+                if is_causal and group.diagonal:
+                    seen = seen.tril()
+                for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
+                    counts[head, rows[:, None], columns[None, :]] += seen
+        plan = Plan(48, 2, groups, covered=True, square=False)
+        check(tensors(1, 48, 4, 2, 16, keys=206), [plan], counts, is_causal=is_causal)
+
+    @both
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_chained_state(self, is_causal, dtype):
+        plan, offsets = dilated(100, 2, (32, 64, 100), (1, 2, 3))
+        cut = sum(group.queries.stride == 1 for group in plan.groups)
+        parts = [
+            replace(plan, groups=plan.groups[:cut]),
+            replace(plan, groups=plan.groups[cut:], covered=False, square=False),
+        ]
+        counts = count_matrix((32, 64, 100), (1, 2, 3), offsets, 100, is_causal=is_causal)
+        check(tensors(1, 100, 4, 2, 16, dtype), parts, counts, is_causal=is_causal)
+
+    @both
+    def test_ragged(self, is_causal):
+        w, r, lengths = (32, 96), (1, 2), [50, 1, 70]
+        starts = [0, 50, 51]
+        counts = torch.zeros(2, 130, 130, dtype=torch.int32)
+        plans = []
+        for start, length in zip(starts, lengths, strict=True):
+            plan, offsets = dilated(length, 2, w, r)
+            plans.append(plan)
+            sample = count_matrix(w, r, offsets, length, is_causal=is_causal)
+            counts[:, start : start + length, start : start + length] = sample
+        check(tensors(1, 130, 2, 2, 16), [tiles.concatenate(plans, starts, 130)], counts, is_causal=is_causal)
+
+    @both
+    @pytest.mark.parametrize(
+        ("seq_len", "q_block", "k_block", "samples", "heads"),
+        [(256, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (300, 256, 128, 1, 2)],
+    )
+    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal):
+        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
+        plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
+        counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
+        check(tensors(samples, seq_len, 2, 2, 16), [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
+
+    @both
+    def test_lists_per_query_head(self, is_causal):
+        lists = layout(64, 32, 32, is_causal, heads=2)
+        plan, _ = dilated(64, 1, (64,), (1,))
+        check(tensors(1, 64, 2, 1, 16), [plan], lists.dense_mask()[0].int(), is_causal=is_causal, layouts={64: lists})
+
+    @both
+    def test_layouts_inside_strided_rows(self, is_causal):
+        w, r, seq_len = (48, 96), (1, 2), 110
+        plan, offsets = dilated(seq_len, 2, w, r)
+        lists = {count: layout(count, 16, 16, is_causal) for count in {group.queries.count for group in plan.groups}}
+        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
+        for width, rate, row in zip(w, r, offsets, strict=True):
+            for head, offset in enumerate(row):
+                for start in range(0, seq_len, width):
+                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
+                    if len(rows):
+                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layouts=lists)
+
+    @both
+    def test_layouts_and_hidden_keys(self, is_causal):
+        lists = layout(100, 32, 32, is_causal)
+        bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
+        counts = (lists.dense_mask()[0] & (bias == 0)).int().expand(2, -1, -1)
+        plan, _ = dilated(100, 2, (100,), (1,))
+        options = {"is_causal": is_causal, "layouts": {100: lists}, "key_bias": bias}
+        check(tensors(1, 100, 2, 2, 16), [plan], counts, **options)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", test_dropout.CALLS)
+    def test_dropout_is_every_backend_s(self, name, dtype):
+        inputs = test_dropout.tensors(dtype)
+        call = test_dropout.CALLS[name]
+        expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
+        for actual, wanted in zip(test_dropout.results(call, inputs, backend="cpu"), expected, strict=True):
+            assert relative_error(actual, wanted) <= TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("name", "qkv")
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    def test_what_sees_a_number_that_is_not_finite(self, name, number):
+        test_bad_input.test_nan_and_inf_pass_through(name, number, "cpu")
+
+    @both
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    def test_hidden_keys_reach_nothing(self, number, is_causal):
+        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "cpu")
+
+    @both
+    def test_other_samples_reach_nothing(self, is_causal):
+        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "cpu")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("name", "qkv")
+    def test_causal_rows_before_a_number_that_is_not_finite(self, name, number, dtype):
+        """out, lse and gradients are NaN where the oracle's are, and right elsewhere, inside a tile too."""
+        inputs = dict(zip("qkv", tensors(1, 50, 1, 1, 16, dtype), strict=True))
+        inputs[name][0, 20, 0, 3] = number
+        plan, offsets = dilated(50, 1, (50,), (1,))
+        counts = count_matrix((50,), (1,), offsets, 50, is_causal=True)
+        cotangents = {"out": torch.randn(1, 50, 1, 16).to(dtype), "lse": torch.randn(1, 1, 50)}
+
+        def oracle(q, k, v):
+            out, lse = attend(q, k, v, counts, scale=0.25)
+            return out, lse.transpose(1, 2)
+
+        options = {"is_causal": True, "scale": 0.25}
+        found = evaluate(lambda *x: _Attention.apply(*x, [plan], options), tuple(inputs.values()), cotangents)
+        wanted = evaluate(
+            oracle, tuple(x.double() for x in inputs.values()), {x: y.double() for x, y in cotangents.items()}
+        )
+        for result in ("out", "lse"):
+            assert relative_error(found[result], wanted[result]) <= TOLERANCE[dtype]
+        rows = slice(0, 20) if name != "q" else [i for i in range(50) if i != 20]
+        assert found["dq"][:, rows].isfinite().all()
+        assert relative_error(found["dq"][:, rows], wanted["dq"][:, rows]) <= TOLERANCE[dtype]
+        if name == "q":
+            assert relative_error(found["dk"][:, 21:], wanted["dk"][:, 21:]) <= TOLERANCE[dtype]
+            assert relative_error(found["dv"][:, 21:], wanted["dv"][:, 21:]) <= TOLERANCE[dtype]
+
+
+def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
+    """A random layout with rows that see nothing."""
+    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
+    blocks = torch.rand(samples, heads, rows, columns) < density
+    blocks[0, 0, 0] = False
+    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
+    return found.causal() if is_causal else found
+
+
+@settings(max_examples=max(150, settings().max_examples))
+@given(
+    call=st.one_of(
+        test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(ragged=True, compat=True)
+    ),
+    dtype=st.sampled_from(list(cpu.TYPES)),
+    instruction_set=st.sampled_from(list(SETS) or [0]),
+    most_idle=st.sampled_from([0.0, math.inf]),
+)
+def test_random_calls(call, dtype, instruction_set, most_idle):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "instruction_set", lambda: instruction_set)
+        patch.setattr(cpu, "MOST_IDLE", most_idle)
+        test_properties.check(call, dtype, "cpu")
+
+
+def test_the_error_of_the_exponential():
+    """Of 2^x, where the scale makes x of q: one of two keys has the score 0, the other x."""
+    x = torch.linspace(-40, 0, 4001)
+    q, k, v = x[None, :, None, None], torch.tensor([0.0, 1.0])[None, :, None, None], torch.tensor([0.0, 1.0])
+    group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 2, 1, 1, 2), 0, 1, 1, first=True)
+    plan = Plan(len(x), 1, (group,), covered=True, square=False)
+    out, _ = cpu.forward(q, k, v[None, :, None, None], plan, is_causal=False, scale=math.log(2))
+    p = 2 ** x.double()
+    assert (
+        out.flatten() / (p / (1 + p)) - 1
+    ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
+
+
+@sets
+def test_lse_of_bfloat16(instruction_set, monkeypatch):
+    """Sums of probabilities are not rounded."""
+    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+    q, k, v = tensors(1, 512, 1, 1, 64, torch.bfloat16)
+    plan, offsets = dilated(512, 1, (512,), (1,))
+    counts = count_matrix((512,), (1,), offsets, 512, is_causal=False)
+    _, lse = cpu.forward(q, k, v, plan, is_causal=False, scale=0.125)
+    _, expected = attend(q.double(), k.double(), v.double(), counts, scale=0.125)
+    assert (lse - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def test_nothing():
+    empty = Plan(8, 2, (), covered=False, square=True)
+    q, k, v = tensors(1, 8, 2, 2, 16)
+    out, lse = cpu.forward(q, k, v, empty, is_causal=False, scale=1.0)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    assert not any(x.any() for x in cpu.backward(q, None, q, k, v, out, lse, empty, is_causal=False, scale=1.0))
+    plan = dilated(8, 2, (8,), (1,))[0]
+    assert cpu.forward(*(x[:0] for x in (q, k, v)), plan, is_causal=False, scale=1.0)[0].shape == (0, 8, 2, 16)
+
+
+def test_rows_beyond_two_to_the_31_elements():
+    """The last rows of tensors whose other rows are never touched, and so take no memory."""
+    tokens, rows = 2**28 + 64, 64
+    group = StridedGroup(*(Rows(tokens - rows, rows, 1, 1, rows),) * 2, 0, 1, 1, first=True)
+    plan = Plan(tokens, 1, (group,), covered=True, square=True)  # says so, to leave the rest untouched
+
+    def far(x):
+        many = torch.from_numpy(np.empty((1, tokens, 1, 16), np.float16))  # not torch.empty, which fills with NaN here
+        many[:, -rows:] = x
+        return many
+
+    few = tensors(1, rows, 1, 1, 16, torch.float16)
+    expected = cpu.forward(*few, dilated(rows, 1, (rows,), (1,))[0], is_causal=True, scale=0.25)
+    torch.use_deterministic_algorithms(False)
+    found = cpu.forward(*map(far, few), plan, is_causal=True, scale=0.25)
+    torch.use_deterministic_algorithms(True)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x[:, -rows:], y)
+
+
+def test_owners_share_no_queries():
+    plan, _ = dilated(512, 2, (64, 128), (1, 2))
+    for causal in (False, True):
+        for launch in cpu._launches("keys", True, torch.empty(1, 512, 2, 8), plan, causal, None):
+            seen = []
+            lines = launch.table.lines
+            for first, last in zip(launch.jobs[:-1].tolist(), launch.jobs[1:].tolist(), strict=True):
+                rows = set()
+                for line in lines[first:last].tolist():
+                    for i in range(tiles.TILE_FIELDS, len(line), tiles.SPAN_FIELDS):
+                        start, stride, count, _ = line[i : i + tiles.SPAN_FIELDS]
+                        rows |= {(line[tiles.HEAD], start + j * stride) for j in range(count)}
+                assert not any(rows & other for other in seen)
+                seen.append(rows)
+            assert sum(map(len, seen)) == len(set().union(*seen))
+            assert len(seen) >= 8  # two heads, four segments of 128
+            plain = cpu._launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
+            assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
+
+
+# ---- threads
+
+
+def results(threads, q, k, v, plan):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    out, lse = cpu.forward(q, k, v, plan, is_causal=True, scale=0.125)
+    gradients = cpu.backward(out, None, q, k, v, out, lse, plan, is_causal=True, scale=0.125)
+    torch.set_num_threads(before)
+    return out, lse, *gradients
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch):
+    monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
+    inputs = (*tensors(2, 300, 4, 2, 64), dilated(300, 2, (64, 300), (1, 2))[0])
+    expected = results(1, *inputs)
+    for threads in (1, 2, 8):
+        assert all(map(torch.equal, results(threads, *inputs), expected))
+
+
+def test_calls_at_once(monkeypatch):
+    inputs = (*tensors(1, 200, 2, 2, 64), dilated(200, 2, (64, 200), (1, 2))[0])
+    expected = results(2, *inputs)
+    same = []
+
+    def call():
+        same.append(all(all(map(torch.equal, results(2, *inputs), expected)) for _ in range(5)))
+
+    threads = [threading.Thread(target=call) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 16
+
+
+def test_a_forked_child_and_exit_during_a_call(fresh_python):
+    """GNU OpenMP's pool does not survive a fork: a child that used it would hang."""
+    fresh_python(
+        """
+        import os, threading, time, warnings
+        import torch
+        from dilated_attention.backends import cpu
+        from dilated_attention.patterns import Dilated
+        from dilated_attention.plan import plan_dilated
+
+        torch.set_num_threads(2)
+        cpu.ONE_THREAD = 0
+        plan = plan_dilated((256,), (1,), Dilated((256,), (1,)).offset_table(2), 256)
+        x = torch.randn(1, 256, 2, 64)
+
+        def call():
+            return cpu.forward(x, x, x, plan, is_causal=True, scale=0.125)[0]
+
+        def in_a_child():
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if torch.equal(call(), expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+
+        warnings.simplefilter("ignore")
+        assert cpu.missing() is None
+        torch.set_num_threads(1)
+        expected = call()
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).add_(1)  # now PyTorch's pool has threads
+        in_a_child()
+        assert torch.equal(call(), expected)
+        in_a_child()
+
+        def forever():
+            while True:
+                call()
+
+        threading.Thread(target=forever, daemon=True).start()
+        time.sleep(0.1)
+        """
+    )
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_pool_of_a_library_that_is_not_global(loaded):
+    """Without PyTorch, in whose processes the symbols of its OpenMP are global."""
+    found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line]
+    if loaded and not found:
+        pytest.skip("PyTorch has no GNU OpenMP here")
+    source = f"import ctypes; print(ctypes.CDLL({str(build.LIBRARY)!r}).dilated_attention_has_pool())"
+    if loaded:
+        source = source.replace(";", f"; ctypes.CDLL({found[0]!r});", 1)
+    printed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == loaded
+
+
+# ---- the build
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "kernels.so")
+    cpu._library.cache_clear()
+    yield tmp_path
+    cpu._library.cache_clear()
+
+
+def test_missing_kernels_say_how_to_get_them(no_library, monkeypatch):
+    assert "-m dilated_attention.kernels.cpu.build" in cpu.missing()
+    cpu._library.cache_clear()
+    monkeypatch.setenv("PATH", str(no_library))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "install g++ or clang++" in cpu.missing()
+    with pytest.raises(build.BuildError, match="install g\\+\\+ or clang\\+\\+"):
+        build.build()
+    cpu._library.cache_clear()
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert "aarch64" in cpu.missing()
+
+
+def test_the_library_needs_nothing_of_python_or_torch():
+    if shutil.which("ldd") is None:
+        pytest.skip("needs ldd")
+    needed = subprocess.run(["ldd", str(build.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    assert not any(name in needed for name in ("torch", "python", "stdc++", "gomp"))
+
+
+def test_refusals():
+    def why(dtype=torch.float32, head_dim=64, seq_len=1, scale=1.0, device="cpu"):
+        return cpu.refusal(torch.device(device), dtype, head_dim, seq_len, scale)
+
+    assert why() is None
+    assert "float64" in why(dtype=torch.float64)
+    assert "head_dim" in why(head_dim=257)
+    assert "scale" in why(scale=0.0)
+    assert "scale" in why(scale=1e39)
+    assert "meta" in why(device="meta")
+    assert "tokens" in why(seq_len=2**31)
