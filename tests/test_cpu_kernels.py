@@ -21,8 +21,8 @@ import test_bad_input
 import test_dropout
 import test_properties
 from conformance import evaluate, excesses
-from dilated_attention import autograd
-from dilated_attention.backends import cpu, table, tiles
+from dilated_attention.backends import cpu, tiles
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
@@ -48,14 +48,11 @@ def several_threads(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def registered():
-    """`backend="cpu"` serves public calls, and `torch.empty` is filled with NaN, so that what is read was written."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(autograd._BACKENDS, "cpu", cpu)
-        patch.setattr(table, "NAMES", (*table.NAMES, "cpu"))
-        torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
+def written():
+    """`torch.empty` is filled with NaN, so that what is read was written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class _Attention(torch.autograd.Function):
@@ -83,7 +80,7 @@ def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out
     """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     options = {"is_causal": False, "scale": scale} | options
-    assert cpu.refusal(inputs[0].device, inputs[0].dtype, inputs[0].shape[-1], inputs[0].shape[1], scale) is None
+    assert cpu.refusal(Facts(inputs[0].device, inputs[0].dtype, inputs[0].shape[-1], inputs[0].shape[1])) is None
     errors = excesses(
         lambda q, k, v: _Attention.apply(q, k, v, plans, options),
         inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
@@ -536,13 +533,11 @@ def test_the_library_needs_nothing_of_python_or_torch():
 
 
 def test_refusals():
-    def why(dtype=torch.float32, head_dim=64, seq_len=1, scale=1.0, device="cpu"):
-        return cpu.refusal(torch.device(device), dtype, head_dim, seq_len, scale)
+    def why(dtype=torch.float32, head_dim=64, seq_len=1, device="cpu"):
+        return cpu.refusal(Facts(torch.device(device), dtype, head_dim, seq_len))
 
     assert why() is None
     assert "float64" in why(dtype=torch.float64)
     assert "head_dim" in why(head_dim=257)
-    assert "scale" in why(scale=0.0)
-    assert "scale" in why(scale=1e39)
     assert "meta" in why(device="meta")
     assert "tokens" in why(seq_len=2**31)

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.tiles import Layouts
+from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
-from dilated_attention.plan import Plan, plan_cache
+from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16")
@@ -40,21 +42,26 @@ MOST_IDLE = 1.3
 faster."""
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int, scale: float) -> str | None:
+def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
-    if device.type != "cpu":
-        return f"the kernels run on CPUs, not {device.type}"
+    if facts.device.type != "cpu":
+        return f"the kernels run on CPUs, not {facts.device.type}"
+    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
+        return None
     if (why := missing()) is not None:
         return why
-    if dtype not in TYPES:
-        return f"the kernels have no {dtype}; use float32, bfloat16 or float16"
-    if head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {head_dim}"
-    if not 0 < scale * math.log2(math.e) < torch.finfo(torch.float32).max:
-        return f"the kernels need a positive scale that is finite in float32; got {scale}"
-    if seq_len > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {seq_len}"
+    if facts.dtype not in TYPES:
+        return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
+    if facts.head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None
+
+
+def on_request(facts: Facts) -> str:
+    """Why `auto` passes this backend by."""
+    return "its rows are not measured on a quiet machine yet; only on request"
 
 
 def missing() -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dilated_attention.backends import flash, native, reference, triton
+from dilated_attention.backends import cpu, flash, native, reference, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import BackendError
 
@@ -58,6 +58,7 @@ _REGISTERED = (
         "triton", "one kernel for all branches, measured faster from this much work on",
         triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
     ),
+    Backend("cpu", "our own kernels in C++", cpu.refusal, cpu.on_request, cpu.forward, cpu.backward),
     Backend(
         "native", "PyTorch's fused attention serves every device",
         native.refusal, native.on_request, native.forward, native.backward, over_mesh=True,
