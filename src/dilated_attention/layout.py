@@ -863,19 +863,20 @@ class BlockLayout:
 
     def _sees(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         indptr, indices = self.indptr, self.indices if self.nnz else self.indices.new_full((1,), -1)
+        indices = indices[None]  # torch 2.8 cannot map one index: it takes a single number out of the tensor
         steps = int(self.counts.max()).bit_length()
         shared_batch, shared_head = self.batch_size == 1, self.num_heads == 1
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             b, h = b * 0 if shared_batch else b, h * 0 if shared_head else h
-            i, j = q // self.q_block, k // self.k_block
+            i, j, first = q // self.q_block, k // self.k_block, q * 0
             end = indptr[b, h, i + 1]
             low, high = indptr[b, h, i], end
             for _ in range(steps):
                 middle = (low + high) // 2
-                right = (low < high) & (indices[middle.clamp(max=indices.numel() - 1)] < j)
+                right = (low < high) & (indices[first, middle.clamp(max=indices.numel() - 1)] < j)
                 low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
-            found = (low < end) & (indices[low.clamp(max=indices.numel() - 1)] == j)
+            found = (low < end) & (indices[first, low.clamp(max=indices.numel() - 1)] == j)
             return found & (k <= q) if self.is_causal else found
 
         return mask_mod
