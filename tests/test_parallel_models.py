@@ -217,6 +217,8 @@ def test_tensor_parallel_heads_keep_their_offsets() -> None:
 
 def compiled():
     """The public calls in one graph, block layouts, ragged batches and half precision included."""
+    if torch.__version__ < (2, 9):  # it takes rows of a number that is data for a dynamic shape
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(9)
     leaves = [shard_sequence(torch.randn(1, 91, 4, 8), mesh).clone().requires_grad_() for _ in range(3)]

@@ -146,7 +146,8 @@ class Call:
         if not isinstance(pattern, Dilated):
             layouts = call._layouts(pattern, q, k, seq_len)
             if ranks is not None:
-                layouts = tuple([layout.for_heads(q.shape[2]).to(q.device) for layout in layouts])
+                lists = torch.device("cpu") if q.device.type == "meta" else q.device
+                layouts = tuple([layout.for_heads(q.shape[2]).to(lists) for layout in layouts])
             call = replace(call, layouts=layouts)
         if ranks is not None:
             call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))

@@ -183,10 +183,13 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_NOT_FUSED = (
-    "{} derivatives of attention are not fused; "
-    'call with backend="reference", which differentiates any number of times, forward and backward'
-)
+def _not_fused(order: str, words: Sequence[str]) -> Exception:
+    if len(words) > 1:
+        return UnsupportedError(f"{order} derivatives of context parallel attention are not supported")
+    return NotImplementedError(
+        f"{order} derivatives of attention are not fused; "
+        'call with backend="reference", which differentiates any number of times, forward and backward'
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -217,7 +220,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise NotImplementedError(_NOT_FUSED.format("forward-mode"))
+        raise _not_fused("forward-mode", ctx.options[3])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -236,15 +239,15 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
+        ctx.words = inputs[11]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(_NOT_FUSED.format("second"))
+        raise _not_fused("second", ctx.words)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise NotImplementedError(_NOT_FUSED.format("second"))
+        raise _not_fused("second", ctx.words)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

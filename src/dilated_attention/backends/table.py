@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention.backends import cpu, flash, native, reference, triton
 from dilated_attention.backends.facts import Facts
-from dilated_attention.errors import BackendError
+from dilated_attention.errors import BackendError, UnsupportedError
 
 
 def _absent(*_: Any, **__: Any) -> Any:
@@ -49,7 +49,7 @@ class Backend:
     def why_not(self, facts: Facts) -> str | None:
         """Why it cannot serve a call; None if it can."""
         if facts.over_mesh and not self.over_mesh:
-            return "it sees one device; with a mesh use backend='auto'"
+            return "it sees one device, and the call has a mesh"
         return self.refusal(facts)
 
 
@@ -103,6 +103,8 @@ def choose(name: str, facts: Facts) -> Choice:
         raise BackendError(f"no backend can serve this call: {refusals}")
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {name!r}")
+    if facts.over_mesh and not BACKENDS[name].over_mesh:
+        raise UnsupportedError(f"backend={name!r} sees one device; with a mesh use backend='auto'")
     if why := BACKENDS[name].why_not(facts):
         raise BackendError(f"backend={name!r} cannot serve this call: {why}")
     return Choice(BACKENDS[name], "asked for by name", facts)

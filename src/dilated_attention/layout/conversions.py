@@ -176,17 +176,18 @@ def _sees(
     """A mask_mod that looks a block up by bisection, in `steps` steps."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
+    listed = listed[None]  # torch 2.8 cannot map one index: it takes a single number out of the tensor
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         b, h = b * 0 if shared_batch else b, h * 0 if shared_head else h
-        i, j = q // grid.q_block, k // grid.k_block
+        i, j, first = q // grid.q_block, k // grid.k_block, q * 0
         end = indptr[b, h, i + 1]
         low, high = indptr[b, h, i], end
         for _ in range(steps):
             middle = (low + high) // 2
-            right = (low < high) & (listed[middle.clamp(max=listed.numel() - 1)] < j)
+            right = (low < high) & (listed[first, middle.clamp(max=listed.numel() - 1)] < j)
             low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
-        found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
+        found = (low < end) & (listed[first, low.clamp(max=listed.numel() - 1)] == j)
         return found & (k <= q) if grid.is_causal else found
 
     return mask_mod
