@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dilated_attention import BlockLayout, Dilated, attention, dilated_attention, plan_cache
-from dilated_attention.layout import _names
+from dilated_attention.cache import _names
 
 LIMIT = 100_000
 X = torch.randn(1, 64, 2, 4)

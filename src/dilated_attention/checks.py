@@ -3,6 +3,7 @@ remedy."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +48,16 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q of shape {tuple(q.shape)} is read as (batch, seq, heads, head_dim): {q.shape[1]} tokens of {heads} "
             "heads. If it is (batch, heads, seq, head_dim), as scaled_dot_product_attention has it, give "
             "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)",
-            stacklevel=4,
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """The stack level, for a warning of the caller, of the first function outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
