@@ -106,32 +106,56 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
         i += count
 
 
-def runs(
-    segment: int, rate: int, offset: int, grid: tuple[int, int], tokens: tuple[int, int]
-) -> Iterator[tuple[Rows, int, int, bool]]:
-    """The rows of `tokens` that take part in a branch whose segments count from the start of `grid`, in equal runs.
+class Spans(NamedTuple):
+    """The segments of a grid that have tokens in [lower, upper), in equal runs.
 
-    Args:
-        grid, tokens: [start, stop).
-
-    Yields:
-        rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) the whole segment
-        has, w' = min(w, length of the grid); whether the segment reaches beyond `tokens`.
+    Attributes:
+        segment: w', at most the length of the grid.
+        runs: of each run the first segment's [start, stop), the number of segments, and whether it reaches beyond
+            [lower, upper).
     """
+
+    segment: int
+    lower: int
+    upper: int
+    runs: tuple[tuple[int, int, int, bool], ...]
+
+
+def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
+    """The segments of w tokens, counted from the start of `grid` [start, stop), that have some of `tokens`."""
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:
-        return
+        return Spans(segment, lower, upper, ())
     segment = min(segment, end - begin)
     whole = lower + (begin - lower) % segment  # the first segment that starts at `lower` or later
     number = max(upper - whole, 0) // segment
-    for start, segments in ((whole - segment, int(lower < whole)), (whole, number), (whole + number * segment, 1)):
-        first, stop = start + offset, min(start + segment, end)
+    tail = whole + number * segment
+    runs = []
+    for start, segments in ((whole - segment, int(lower < whole)), (whole, number), (tail, int(tail < upper))):
+        if segments:
+            stop = min(start + segment, end)
+            runs.append((start, stop, segments, start < lower or upper < stop))
+    return Spans(segment, lower, upper, tuple(runs))
+
+
+def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
+    """The rows of some tokens that take part in a branch, in equal runs.
+
+    Returns:
+        Of each run: rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) the whole
+        segment has; whether the segment reaches beyond the tokens.
+    """
+    segment, lower, upper, runs = spans
+    found = []
+    for start, stop, segments, beyond in runs:
+        first = start + offset
         earlier = -((first - lower) // rate) if first < lower else 0
-        count = -((first - min(stop, upper)) // rate) - earlier
-        if segments and count > 0:
+        count = -((first - (stop if stop < upper else upper)) // rate) - earlier
+        if count > 0:
             rows = Rows(first + earlier * rate, segment, segments, rate, count)
-            yield rows, earlier, (first - stop) // rate - -segment // rate, start < lower or upper < stop
+            found.append((rows, earlier, (first - stop) // rate - -segment // rate, beyond))
+    return found
 
 
 def compile_groups(
@@ -153,7 +177,7 @@ def compile_groups(
             if offset >= 0:
                 classes.setdefault((offset, head not in begun), []).append(head)
         for (offset, first), heads in classes.items():
-            members = list(progressions(heads))
+            members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
             for queries, keys, phantoms in parts(branch, offset):
                 for head, number, step in members:
                     for i, (rows, diagonal) in enumerate(keys):
@@ -176,17 +200,22 @@ def _compile(
 ) -> Plan:
     """The plan of the queries from token `start` on; `start` > 0 is for causal calls."""
 
-    def parts(branch: int, offset: int) -> Iterator[Part]:
-        segment, rate = segment_lengths[branch], dilation_rates[branch]
-        for own, earlier, short, _ in runs(segment, rate, offset, (0, seq_len), (start, seq_len)):
-            keys, queries = [(own, True)], own
-            if start:
-                queries = replace(own, start=own.start - start)
-            if start and own.count == 1:
+    cuts = [spans(segment, (0, seq_len), (start, seq_len)) for segment in segment_lengths]
+
+    def parts(branch: int, offset: int) -> Iterable[Part]:
+        found = rows_of(cuts[branch], dilation_rates[branch], offset)
+        if start:
+            return queries_from_start(found, dilation_rates[branch])
+        return [(own, [(own, True)], short if compat == "torchscale" else 0) for own, _, short, _ in found]
+
+    def queries_from_start(found: list[tuple[Rows, int, int, bool]], rate: int) -> Iterator[Part]:
+        for own, earlier, _, _ in found:
+            keys, queries = [(own, True)], replace(own, start=own.start - start)
+            if own.count == 1:
                 keys = [(replace(own, start=own.start - earlier * rate, count=earlier + 1), False)]
             elif earlier:
                 keys = [(replace(own, start=own.start - earlier * rate, count=earlier), False), (own, True)]
-            yield queries, keys, short if compat == "torchscale" else 0
+            yield queries, keys, 0
 
     groups, covered = compile_groups(dilation_rates, table, parts)
     return Plan(seq_len - start, len(table[0]), groups, covered or start == seq_len, square=start == 0)

@@ -24,7 +24,17 @@ from math import gcd
 import numpy as np
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.plan import OffsetTable, Part, Plan, Rows, StridedGroup, compile_groups, progressions, runs
+from dilated_attention.plan import (
+    OffsetTable,
+    Part,
+    Plan,
+    Rows,
+    StridedGroup,
+    compile_groups,
+    progressions,
+    rows_of,
+    spans,
+)
 
 Integers = np.ndarray
 """int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
@@ -173,7 +183,7 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     def parts(branch: int, offset: int) -> Iterator[Part]:
         segment, rate = sharding.segment_lengths[branch], sharding.dilation_rates[branch]
         for grid in sharding.grids():
-            for own, _, short, is_cut in runs(segment, rate, offset, grid, (lower, upper)):
+            for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
                     rows = replace(own, start=own.start - lower)
                     yield rows, [(rows, True)], short if sharding.compat == "torchscale" else 0
