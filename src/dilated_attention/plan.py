@@ -180,9 +180,10 @@ def compile_groups(
             members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
             for queries, keys, phantoms in parts(branch, offset):
                 for head, number, step in members:
-                    for i, (rows, diagonal) in enumerate(keys):
-                        writes = first and i == 0
+                    writes = first
+                    for rows, diagonal in keys:
                         groups.append(StridedGroup(queries, rows, head, number, step, diagonal, writes, phantoms))
+                        writes = False
             if first:
                 begun.update(heads)
                 if dilation_rates[branch] == 1:
