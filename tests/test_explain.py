@@ -126,3 +126,10 @@ def test_what_the_call_refuses(name):
     for ask in (explain, attention):
         with pytest.raises(ValueError, match=f"{name}.* must be"):
             ask(q, q, q, PATTERNS["dilated"], **{name: "all"})
+
+
+@pytest.mark.parametrize("name", ["layout", "product"])
+def test_compat_is_of_dilated_patterns(name):
+    q = torch.zeros(1, 32, 2, 8)
+    with pytest.raises(ValueError, match="compat='torchscale' is of dilated patterns; leave it out with"):
+        explain(q, q, q, PATTERNS[name], compat="torchscale")

@@ -95,7 +95,9 @@ def explain(
     Takes the options of `attention`, and `compat` as `dilated_attention` does. With a mesh the groups are this rank's,
     over its own rows and over those that it receives.
     """
-    if compat is not None and isinstance(pattern, Dilated):
+    if compat is not None:
+        if not isinstance(pattern, Dilated):
+            raise ValueError(f"compat={compat!r} is of dilated patterns; leave it out with {type(pattern).__name__}")
         pattern = replace(pattern, compat=compat)
     q, k, v = as_autocast(q, k, v)
     call = Call.of(q, k, v, pattern, **options)

@@ -64,10 +64,8 @@ class _Attention(nn.Module):
         return_lse: bool = False,
         seq_len: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if seq_len is None:
-            whole = q.shape[1] * (1 if self.mesh is None else mesh_size(self.mesh))
-        else:
-            whole = seq_len
+        ranks = 1 if self.mesh is None else mesh_size(self.mesh)
+        whole = q.shape[1] * ranks if seq_len is None else seq_len
         return attention(
             q,
             k,
