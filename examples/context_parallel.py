@@ -7,6 +7,7 @@ Every rank holds a contiguous shard of q, k and v. The call is that of one devic
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group is made: see "When something is wrong" in docs/parallel.md
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention import Dilated, dilated_attention, explain

@@ -22,9 +22,19 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def torchrun(name: str, ranks: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(FOLDER / name)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200)
+# Threads of gloo that outlive their group abort a process now and then. (FSDP2 keeps its groups: PyTorch's fault.)
+THEN_NO_GLOO = """
+import gc, pathlib, runpy, sys
+runpy.run_path(sys.argv[1], run_name="__main__")
+gc.collect()
+names = [file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+sys.exit(f"left behind: {names}" if any("gloo" in name for name in names) else 0)
+"""
+
+
+def torchrun(ranks: int, *program: str | Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -46,8 +56,9 @@ def test_byte_lm():
     assert len(sample.encode()) > 30
 
 
-def test_context_parallel():
-    text = torchrun("context_parallel.py", 2)
+def test_context_parallel(tmp_path):
+    (tmp_path / "run.py").write_text(THEN_NO_GLOO)
+    text = torchrun(2, tmp_path / "run.py", FOLDER / "context_parallel.py")
     errors = re.findall(r"largest difference (\S+)", text)
     assert len(errors) == 2
     assert max(map(float, errors)) < 1e-5
@@ -57,7 +68,8 @@ def test_context_parallel():
 
 @pytest.mark.parametrize("context", ["1", "2"])
 def test_context_parallel_fsdp2(context):
-    losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", torchrun("context_parallel_fsdp2.py", 2, context))]
+    text = torchrun(2, FOLDER / "context_parallel_fsdp2.py", context)
+    losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", text)]
     assert len(losses) == 3
     assert losses[2] < losses[0]
 
