@@ -124,14 +124,15 @@ def forward(
     row = _row(arguments)
     masked = dropout is not None or key_bias is not None
     for launch in _launches("forward", q, plan, is_causal, layouts, masked):
-        with _on(q.device):
-            strided.forward[launch.grid(q, k)](
-                OUT=out,
-                LSE=lse,
-                **arguments,
-                **launch.lists(layouts, q),
-                **launch.constants(key_bias, launch.table.chain, row),
-            )
+        run(
+            strided.forward,
+            launch.programs(q, k),
+            OUT=out,
+            LSE=lse,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, launch.table.chain, row),
+        )
     return out, lse
 
 
@@ -181,24 +182,36 @@ def backward(
         _gradient(k, add[0], plan.covered and plan.square),
         _gradient(v, add[0], plan.covered and plan.square),
     )
-    with _on(q.device):
-        for launch in keys:
-            strided.backward_dkdv[launch.grid(k, k)](
-                DQ=None if deterministic else dq,
-                DK=dk,
-                DV=dv,
-                **arguments,
-                **launch.lists(layouts, q),
-                **launch.constants(key_bias, add[0], row),
-            )
-        for launch in queries:
-            strided.backward_dq[launch.grid(q, k)](
-                DQ=dq, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[1], row)
-            )
+    for launch in keys:
+        run(
+            strided.backward_dkdv,
+            launch.programs(k, k),
+            DQ=None if deterministic else dq,
+            DK=dk,
+            DV=dv,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, add[0], row),
+        )
+    for launch in queries:
+        run(
+            strided.backward_dq,
+            launch.programs(q, k),
+            DQ=dq,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, add[1], row),
+        )
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 # ---- launches
+
+
+def run(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel: all that this backend does on a device but for filling buffers."""
+    with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
+        kernel[(programs,)](**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +222,9 @@ class Launch:
     table: tiles.Table
     shape: Shape
 
-    def grid(self, heads: Tensor, kv_heads: Tensor) -> tuple[int]:
-        """One program per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
-        return (len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2]),)
+    def programs(self, heads: Tensor, kv_heads: Tensor) -> int:
+        """One per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
+        return len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2])
 
     def constants(self, key_bias: Tensor | None, chain: bool, row: int) -> dict[str, Any]:
         """The kernel's arguments that the table settles; `chain` as in kernels/strided.py, `row` as from
@@ -297,11 +310,11 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
     unit, (strides,) = _strides(dout)
     rows = 32
     if lse.numel():
-        with _on(out.device):
-            online.backward_stats[(-(-lse.numel() // rows),)](
-                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
-                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
-            )  # fmt: skip
+        run(
+            online.backward_stats, -(-lse.numel() // rows), OUT=out, LSE=lse, DOUT=dout,
+            DLSE=None if dlse is None else dlse.contiguous(), STATS=stats, size=lse.numel(), N=tokens, H=heads,
+            sb=strides[0], sn=strides[1], sh=strides[2], UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
+        )  # fmt: skip
     return stats
 
 
