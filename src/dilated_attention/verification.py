@@ -31,6 +31,7 @@ class Check:
     Attributes:
         pattern, options: of `attention`, for the sequence length.
         needs: whether the call asks for more than causality, which FlashAttention has not.
+        of_lse: a gradient of lse comes in, too.
         views: q, k and v are parts of one tensor whose rows start one element off and have gaps.
         apart: added to q and taken from k, so that scores lie far below zero.
         head_dims, dtypes: to run it with.
@@ -46,22 +47,33 @@ class Check:
     kv_heads: int = 2
     batch: int = 2
     needs: bool = False
+    of_lse: bool = True
     views: bool = False
     apart: float = 0.0
 
     def inputs(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v."""
         generator = torch.Generator(device).manual_seed(0)
-        heads = self.heads, self.kv_heads, self.kv_heads
-        shape = self.batch, self.seq_len, sum(heads), head_dim + self.views
-        packed = torch.randn(shape, generator=generator, device=device).to(dtype)
-        q, k, v = (x if self.views else x.contiguous() for x in packed[..., int(self.views) :].split(heads, 2))
+        packed = torch.randn(self.shape(head_dim), generator=generator, device=device)
+        q, k, v = self.parts(packed.to(dtype))
         return (q + self.apart, k - self.apart, v) if self.apart else (q, k, v)
+
+    def shape(self, head_dim: int) -> tuple[int, ...]:
+        """Of the tensor whose `parts` are q, k and v."""
+        return self.batch, self.seq_len, self.heads + 2 * self.kv_heads, head_dim + self.views
+
+    def parts(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v in it; copies but for `views`."""
+        parts = packed[..., int(self.views) :].split((self.heads, self.kv_heads, self.kv_heads), 2)
+        q, k, v = (x if self.views else x.contiguous() for x in parts)
+        return q, k, v
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> dict[str, Tensor]:
         """out, lse, dq, dk and dv by name."""
         pattern = self.pattern(self.seq_len)
-        options = {key: x.to(q.device) if isinstance(x, Tensor) else x for key, x in self.options.items()}
+        options: dict[str, Any] = {
+            key: x.to(q.device) if isinstance(x, Tensor) else x for key, x in self.options.items()
+        }
         torch.manual_seed(0)  # of dropout
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         if "compat" in options:
@@ -72,7 +84,8 @@ class Check:
         else:
             out, lse = attention(q, k, v, pattern, return_lse=True, backend=backend, **options)
         wave = [torch.arange(x.numel(), device=x.device).view_as(x).cos().to(x.dtype) for x in (out, lse)]
-        gradients = torch.autograd.grad((out, lse), (q, k, v), wave)
+        number = 2 if self.of_lse else 1
+        gradients = torch.autograd.grad((out, lse)[:number], (q, k, v), wave[:number])
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
     def errors(self, backend: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, float]:
@@ -82,7 +95,8 @@ class Check:
         """
         inputs = self.inputs(dtype, head_dim, device)
         actual = self.run(*inputs, backend)
-        expected = self.run(*(x.double() for x in inputs), "reference")
+        q, k, v = (x.double() for x in inputs)
+        expected = self.run(q, k, v, "reference")
         return {name: relative_error(actual[name], expected[name]) for name in expected}
 
 

@@ -28,6 +28,8 @@ from dilated_attention.plan import Plan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
+WIDE_FROM = 2**31
+"""Elements, that a streamed tile reaches over, whose offsets take 64 bits."""
 
 
 AUTO_FROM: dict[str, int] = {}
@@ -231,7 +233,7 @@ class Launch:
         `_row`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
-            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= 2**31}
+            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
         else:
             sizes = {"BM": shape.loop, "BN": shape.own}
         return sizes | {
@@ -272,7 +274,9 @@ def _launches(
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    shape = ARCHITECTURES[architecture(q.device)].shape(kernel, q.element_size(), q.shape[-1], masked)
+    shape = ARCHITECTURES[architecture(q.device)].shape(
+        kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None
+    )
 
     def make() -> _Launches:
         side = side_of(kernel)
