@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -32,29 +33,42 @@ WIDE_FROM = 2**31
 """Elements, that a streamed tile reaches over, whose offsets take 64 bits."""
 
 
-AUTO_FROM: dict[str, int] = {}
-"""Score entries times head_dim from which on `auto` takes this backend, by architecture (kernels/configurations.py).
+@dataclass(frozen=True)
+class Rule:
+    """When `auto` takes this backend on a GPU.
 
-Empty: nothing has been measured on a GPU yet. `dilated-attention bench gpu` writes the value to enter here, the least
-work from which on this backend was faster than native, to results/<device>/gpu.jsonl.
-"""
+    Attributes:
+        asks: what a call asks for beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
+        native: what such a call costs on the native backend there, counted and not timed.
+        least: score entries times head_dim from which on this backend is the faster one, by architecture
+            (kernels/configurations.py); None where being right is enough, since native is no rival.
+    """
+
+    asks: str
+    native: str
+    least: Mapping[str, int] | None = None
+
+
+RULES = (
+    Rule("a block layout", "gathers keys in hundreds of calls: 540 and 6.7 GB for 10 % random blocks of 128 among 32,768 "
+         "tokens of 16 heads of 128"),
+    Rule("dropout_p", "multiplies in thousands of chunks"),
+    Rule("key_padding_mask", "holds all scores of a branch in memory"),
+    Rule("", "makes a call a branch and merges", least={}),
+)  # fmt: skip
+"""The first whose `asks` the call has counts."""
+
+RIGHT: frozenset[str] = frozenset()
+"""Architectures on which every row of `bench gpu --part 1` in results/ was right. Empty: none has run yet. Such a file
+also has what to enter in `least` above, from part 3."""
 
 
 def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
-    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install triton"
-    device, dtype = facts.device, facts.dtype
-    if device.type == "cpu" and not _interpreted():
-        return "Triton needs a GPU"
-    if device.type not in ("cpu", "cuda"):
-        return f"Triton serves CUDA and ROCm devices, not {device.type}"
-    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
-    if dtype not in DTYPES:
-        return f"the kernels have no {dtype}; use float16, bfloat16 or float32"
+    if (why := _refusal_of(facts.device)) is not None:
+        return why
+    if facts.dtype not in DTYPES:
+        return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
     if facts.head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
     if facts.seq_len > MAX_TOKENS:
@@ -62,13 +76,34 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result
+def _refusal_of(device: torch.device) -> str | None:
+    """Why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    if device.type == "cpu" and not _interpreted():
+        return "Triton needs a GPU"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton serves CUDA and ROCm devices, not {device.type}"
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
+    return None
+
+
 def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
-    least = None
-    if facts.device.type == "cuda" and AUTO_FROM and not torch.compiler.is_compiling():
-        least = AUTO_FROM.get(architecture(facts.device))
+    if facts.device.type != "cuda":
+        return "only on request; a GPU is what it is for"
+    here = architecture(facts.device)
+    (rule, *_) = [rule for rule in RULES if not rule.asks or rule.asks in facts.needs]
+    if here not in RIGHT:
+        how = "`dilated-attention info --check` tells in a minute; then ask for it by name"
+        return f"not shown right on {here} yet: {how}. For this call native {rule.native}"
+    if rule.least is None:
+        return None
+    least = rule.least.get(here)
     if least is None:
-        return "not measured against native on this device yet; only on request"
+        return f"not measured against native on {here} yet; only on request"
     if facts.work < least:
         return f"native is faster below {least:.3g} score entries times head_dim; got {facts.work:.3g}"
     return None
@@ -81,9 +116,14 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def architecture(device: torch.device) -> str:
     """The row of kernels/configurations.py that serves a device."""
+    return _architecture(device)
+
+
+@cache
+def _architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:

@@ -226,7 +226,7 @@ def threshold(
     case: Case = SMALL,
     lengths: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384),
 ) -> Iterator[Row]:
-    """The least work from which on triton is faster than native, forward and with the backward: `AUTO_FROM`."""
+    """The least work from which on triton is faster than native, forward and with the backward."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)
@@ -241,7 +241,7 @@ def threshold(
     slow = [i for i, (_, better) in enumerate(faster) if not better]
     first = slow[-1] + 1 if slow else 0
     here = triton.architecture(device)
-    name = f"AUTO_FROM[{here!r}] of backends/triton.py, now {triton.AUTO_FROM.get(here)}"
+    name = f"`least` of {here} in RULES of backends/triton.py"
     unit, why = "score entries x head_dim", "triton is not faster than native at any length measured"
     if first < len(faster):
         yield Row(name, case.parameters, float(faster[first][0]), unit)
