@@ -57,7 +57,10 @@ CASES = [
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float32, 128), (torch.float64, 64), (torch.float16, 320))
     for needs in ((), ("dropout_p",), ("key_padding_mask", "a block layout"))
     for work in (10, 10**9)
-] + [Facts(torch.device("cuda"), torch.bfloat16, 64, 2**31), Facts(torch.device("cuda"), torch.bfloat16, over_mesh=True)]
+] + [
+    Facts(torch.device("cuda"), torch.bfloat16, 64, 2**31),
+    Facts(torch.device("cuda"), torch.bfloat16, over_mesh=True),
+]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,7 +1,8 @@
 """FlashAttention's operators under `fused`'s signature, where one of its packages is installed: never required.
 
 FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass as they are; its
-backward takes out and lse, the merged ones. It has no mask but the causal one and a dropout of its own: calls that need more are refused.
+backward takes out and lse, the merged ones. It has no mask but the causal one and a dropout of its own: calls that need
+more are refused.
 
 The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
 Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.cache import lasting
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.layout import BlockLayout
@@ -126,7 +127,8 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
     more."""
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
-    return torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
+    table = torch.from_numpy(np.ascontiguousarray(lines, np.int32))
+    return lasting(lambda: table.to(device), device)
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def tile_ways(kernel: Kernel, case: Case, device: torch.device) -> dict[str, Cal
         kernel, size, case.head_dim, masked=False, has_lists=has_lists
     )
     found: dict[str, Callable[[], Any]] = {f"shipped tiles {tuple(shipped)}": nullcontext}
-    for shape in map(Shape._make, OF_LISTS if has_lists else CANDIDATES[kernel]):
+    for shape in (Shape(*x) for x in (OF_LISTS if has_lists else CANDIDATES[kernel])):
         if shape != shipped:
             found[f"tiles {tuple(shape)}"] = partial(shaped, kernel, case, device, shape)
     return found
