@@ -114,8 +114,8 @@ def lasting(make: Callable[[], Value], device: torch.device) -> Value:
     """`make()`, whose tensors on `device` are kept while others come and go.
 
     While `torch.compile(mode="reduce-overhead")` warms up, what this thread allocates on its stream lies in the memory
-    of the graph, which writes over it when it runs. A thread of its own, on the device's default stream, allocates where
-    it always does.
+    of the graph, which writes over it when it runs. A thread of its own, on the default stream, allocates where it
+    always does.
     """
     if device.type != "cuda":
         return make()
