@@ -214,8 +214,9 @@ class Call:
             pattern.check(q.shape[0], length, heads, kv_heads)
             return (pattern,)
         counts: set[int] = set()
+        segment_lengths, dilation_rates, offsets, _ = self.branches  # torch.compile of PyTorch 2.8 knows no slice of it
         for _, seq in self.samples(seq_len):
-            counts |= row_counts(*self.branches[:3], seq.stop - seq.start)
+            counts |= row_counts(segment_lengths, dilation_rates, offsets, seq.stop - seq.start)
         found = tuple([pattern.layout_of(count) for count in sorted(counts)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)
