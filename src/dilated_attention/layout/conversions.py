@@ -77,6 +77,37 @@ def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]
     return indptr.reshape(*(1,) * (3 - indptr.ndim), *indptr.shape), indices
 
 
+def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_causal: bool) -> tuple[BlockGrid, Lists]:
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices must be an int64 or int32 tensor, what torch.topk(...).indices is; got {kind}")
+    if not 2 <= indices.ndim <= 4:
+        raise ValueError(
+            "indices must be (query blocks, k), (batch, query blocks, k) or (batch, heads, query blocks, k), "
+            f"got shape {tuple(indices.shape)}"
+        )
+    q_block, k_block = block_pair((1, block_size) if isinstance(block_size, int) else block_size)
+    grid = BlockGrid.of(indices.shape[-2] * q_block if seq_len is None else seq_len, (q_block, k_block), is_causal)
+    if indices.shape[-2] != grid.rows:
+        raise ValueError(
+            f"indices must have {grid.rows} rows for seq_len={grid.seq_len} and query blocks of {q_block}, "
+            f"got shape {tuple(indices.shape)}"
+        )
+    outside = (indices < -1) | (indices >= grid.columns)
+    if bool(outside.any()):
+        raise ValueError(
+            f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
+            f"{k_block}; got {_few(indices[outside])}"
+        )
+    lead = (1,) * (4 - indices.ndim) + indices.shape[:-2] if indices.ndim != 3 else (len(indices), 1)
+    ordered = indices.sort(-1).values
+    named = ordered >= 0
+    named[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
+    lists = named.sum(-1).reshape(*lead, grid.rows), ordered[named].to(torch.int64)
+    check_causal(grid, *lists)
+    return grid, lists
+
+
 def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     bounds = indptr.reshape(-1, grid.rows + 1)
     starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
