@@ -6,6 +6,7 @@ The public functions make a `Call`. `explain` prints it, `operators` carries it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -234,12 +235,14 @@ def split_scale(scale: float) -> tuple[float, float]:
     """(factor, rest) with scale = factor * rest: q is multiplied by factor, and backends are given rest.
 
     Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
-    so rest is positive, and not so small that it is 0 in single precision.
+    so rest is positive, not so small that it is 0 in single precision, and not so great that log2 e times it is
+    infinite there.
     """
-    least = torch.finfo(torch.float32).tiny
-    if scale >= least:
-        return 1.0, scale
-    return (-1.0, -scale) if scale <= -least else (scale, 1.0)
+    least, greatest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
+    if abs(scale) < least:
+        return scale, 1.0
+    factor = math.copysign(1.0 if abs(scale) <= greatest else 2.0, scale)
+    return factor, scale / factor
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
