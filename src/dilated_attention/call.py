@@ -132,7 +132,9 @@ class Call:
             "a block layout": not isinstance(pattern, Dilated),
         }
         asked = tuple([name for name, needed in needs.items() if needed])
-        facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
+        facts = Facts(
+            q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None, _rows(branches)
+        )  # fmt: skip
         call = cls(
             branches,
             table.choose(backend, facts),
@@ -275,3 +277,7 @@ def _work(branches: Branches, q: Tensor) -> int:
     """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+
+
+def _rows(branches: Branches) -> int:
+    return max([w // r for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True)])
