@@ -556,7 +556,6 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
     assert cpu.instruction_set_of(dtype) in chosen(dtype).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
     few = cpu.LEAST_ROWS[dtype] - 1
-    assert chosen(dtype, few, few).backend == "cpu"  # one segment
     short = chosen(dtype, few, 64)
     assert short.backend == "native"
     assert f"got {few}" in short.refusals["cpu"]

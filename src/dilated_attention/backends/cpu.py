@@ -42,8 +42,8 @@ faster."""
 
 
 LEAST_ROWS = {torch.float32: 48, torch.bfloat16: 8, torch.float16: 8}
-"""Rows of a segment from which on `auto` takes this backend where there are several segments: a tile's gathers and
-edges cost more than the products of a shorter one (results/cpu-2-threads-amd-epyc/cpu.jsonl, `short segments`)."""
+"""Rows of the longest segments from which on `auto` takes this backend: a tile's gathers and edges cost more than the
+products of a shorter one (results/cpu-2-threads-amd-epyc/cpu.jsonl, `time over native`)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -66,7 +66,7 @@ def on_request(facts: Facts) -> str | None:
     if facts.dtype == torch.bfloat16 and has_amx():
         return "not measured against native's bfloat16 on AMX yet; only on request"
     least = LEAST_ROWS.get(facts.dtype, 0)
-    if facts.rows < least and (torch.compiler.is_compiling() or facts.rows < facts.seq_len):
+    if facts.rows < least:
         return f"native is faster in segments of fewer than {least} rows; got {facts.rows}"
     return None
 

@@ -26,4 +26,4 @@ class Facts:
     needs: tuple[str, ...] = ()
     work: int = 0
     over_mesh: bool = False
-    rows: int = 1
+    rows: int = 1024
