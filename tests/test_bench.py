@@ -23,6 +23,7 @@ from dilated_attention_bench.cases import Case, contender
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Recorder, Row
 from dilated_attention_bench.suites import Step, block_sparse, compare, strategies
+from dilated_attention_bench.suites import cpu as cpu_suite
 
 CPU = torch.device("cpu")
 SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)
@@ -375,6 +376,29 @@ def test_rows_of_a_comparison():
         assert set(rows[f"{phase}: dense"].rates) == {"dense", measure.MATMUL}
         assert not rows[f"{phase}: dense"].over
     assert len(step.needs) == 2
+
+
+def test_the_cpu_suite_without_kernels_says_why(monkeypatch):
+    monkeypatch.setattr(cpu, "_MISSING", "the kernels are not compiled")
+    (step,) = command.SUITES["cpu"].steps(CPU, False)
+    (row,) = step.measure()
+    assert row.refused == "the kernels are not compiled"
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+def test_rows_of_the_cpu_suite(monkeypatch):
+    monkeypatch.setattr(cpu_suite, "LAYOUTS", (("local", 0.5),))
+    case = replace(SMALL, seq_len=512, backend="cpu", head_dim=64)
+    dense = list(cpu_suite._beside(case, "dense calls", cpu_suite.FULL, 0.0).measure())
+    blocks = list(cpu_suite._blocks(case, 0.0).measure())
+    for row, rival in [*((x, "dense calls") for x in dense), *((x, "dense") for x in blocks)]:
+        (ours,) = row.times.keys() - {rival} - {name for name in row.times if name.endswith(", native")}
+        assert row.rates[ours] / row.rates[rival] == pytest.approx(
+            row.times[rival].median / row.times[ours].median * (1 if rival == "dense calls" else 0.625)
+        )
+        assert row.over["native"].runs == row.spread.runs
+    assert [row.bar for row in dense] == [0.92, 0.95]
+    assert [row.bar for row in blocks] == [1.05, 1.1]
 
 
 # --- profile

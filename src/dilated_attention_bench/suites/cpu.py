@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from dilated_attention.backends import cpu
+from dilated_attention.backends.facts import Facts
 from dilated_attention.cache import plan_cache
+from dilated_attention.models import load_gigapath
+from dilated_attention.training.loop import Recipe, Training
+from dilated_attention.training.text import read_text
 from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Blocks, Case, Contender
+from dilated_attention_bench.cases import Blocks, Case, Contender, contender
 from dilated_attention_bench.measure import Rounds, Spread
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, peak, rates
+from dilated_attention_bench.suites import LONGNET, Step, model, peak, rates, seconds
 
 OURS = "cpu"
 DILATED = replace(LONGNET, backend=OURS)
@@ -36,10 +41,9 @@ DENSE: Bars = {("float32", "forward"): (0.92, 1.0), **_BFLOAT16}
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
-    if why := cpu.missing():
-        raise ValueError(f"the cpu suite times the C++ kernels: {why}")
-    if device.type != "cpu":
-        raise ValueError(f"the cpu suite runs on the CPU; got device={str(device)!r}")
+    if why := cpu.refusal(Facts(device, torch.float32)):
+        row = Row("the C++ kernels", DILATED.parameters, None, "x", refused=why)
+        return [Step("the C++ kernels", lambda: iter([row]))]
     dtypes, head_dims = (DTYPES, HEAD_DIMS[:1]) if quick else (DTYPES, HEAD_DIMS)
     budget = 3.0 if quick else 12.0
     kinds = [replace(DILATED, dtype=dtype, head_dim=head_dim) for dtype, head_dim in product(dtypes, head_dims)]
@@ -63,6 +67,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     for dtype in dtypes:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
         found += [peak(case, device, bar=0.2, beside_out=True), peak(case, device, backward=True, beside_out=True)]
+    tiles, layers, count = (1500, 1, 3) if quick else (10_000, 4, 200)
+    found.append(Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, 5.0 if quick else 120.0)))
+    found.append(Step("language model", lambda: _language(count)))
     return found
 
 
@@ -199,3 +206,44 @@ def _tables() -> Iterator[Row]:
 
     made: Spread = measure.elapsed(make, runs=20).scaled(1e3)
     yield Row.of("time to make a plan and the forward's table", case.parameters, made, "ms")
+
+
+@torch.no_grad()
+def _slide(tiles: int, layers: int, budget: float) -> Iterator[Row]:
+    x, coords = model.slide(tiles, torch.device("cpu"))
+    calls = {}
+    for dtype, backend in (("float32", OURS), ("float32", "native"), ("bfloat16", OURS)):
+        kind = getattr(torch, dtype)
+        encoder = load_gigapath(model.slide_weights(layers), backend=backend).to(kind)
+        calls[f"{dtype}, {backend}"] = contender(partial(encoder, x.to(kind), coords))
+    rounds = measure.interleave(calls, seconds=budget, device=x.device, most=10)
+    parameters, base = model.slide_parameters(tiles, layers), f"float32, {OURS}"
+    name = "slide encoder: time over that with the native backend"
+    ratio = rounds.ratio(base, "float32, native")
+    yield Row.of(name, {**parameters, "backend": OURS}, ratio, bar=0.9, times=seconds(rounds))
+    name = "slide encoder: time in bfloat16 over that in float32"
+    yield Row.of(name, {**parameters, "backend": OURS}, rounds.ratio(f"bfloat16, {OURS}", base), times=seconds(rounds))
+
+
+def _language(count: int) -> Iterator[Row]:
+    """The same bytes and steps in either dtype, in turns."""
+    text, config = read_text([]), model.learner("dilated")
+    runs = {
+        dtype: Training(config, Recipe(context=model.CONTEXT, steps=count, dtype=dtype), text, backend=OURS)
+        for dtype in DTYPES
+    }
+    for _ in range(count):
+        for run in runs.values():
+            run.step()
+    parameters = {"seq_len": model.CONTEXT, "heads": 2, "embed_dim": 64, "layers": 2, "steps": count}
+    ratio = Spread.of_ratios(runs["float32"].seconds[1:], runs["bfloat16"].seconds[1:])
+    yield Row.of("training: tokens a second in bfloat16 over float32", parameters, ratio)
+    last = {dtype: sum(run.losses[-10:]) / len(run.losses[-10:]) for dtype, run in runs.items()}
+    apart = abs(last["bfloat16"] / last["float32"] - 1)
+    yield Row(
+        "training: loss in bfloat16, relative distance from float32, last 10 steps", parameters, apart, "", bar=0.01
+    )
+    for dtype, run in runs.items():
+        for step in range(0, count, max(1, count // 10)):
+            name = f"training: loss in {dtype}"
+            yield Row(name, {**parameters, "step": step + 1}, run.losses[step], "nats per byte")
