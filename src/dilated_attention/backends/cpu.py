@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,19 +76,18 @@ def on_request(facts: Facts) -> str | None:
 def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
     """The library, the machine's highest instruction set of INSTRUCTION_SETS, whether it has AMX for bfloat16, and why
     there are no kernels."""
-    command = f"{sys.executable} -m dilated_attention.kernels.cpu"
     if not build.LIBRARY.exists():
-        return None, 0, False, f"the kernels are not compiled: {build.refusal() or f'run {command}'}"
+        return None, 0, False, f"the kernels are not compiled: {build.refusal() or f'run {build.COMMAND}'}"
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:  # of another system
-        return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {command}"
+        return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
     names = [f"dilated_attention_{name}" for name in ("call_size", "instruction_set", "has_amx", "run")]
     found = [getattr(library, name, None) for name in names]
     for function in filter(None, found):
         function.restype = ctypes.c_int64
     if None in found or library.dilated_attention_call_size() != ctypes.sizeof(_Call):
-        return None, 0, False, f"the compiled kernels are of another version; run {command}"
+        return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
     highest = int(library.dilated_attention_instruction_set())
     why = None if highest else "the kernels need a processor with AVX-512"
     return library, highest, bool(library.dilated_attention_has_amx()), why

@@ -18,6 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "kernels.so"
+COMMAND = f"{sys.executable} -m dilated_attention.kernels.cpu"
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 SOURCES = {
@@ -47,7 +48,7 @@ def refusal() -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if compiler() is None:
-        return "no C++ compiler was found; install g++ or clang++, or name one in CXX"
+        return f"no C++ compiler was found; install g++ or clang++, or name one in CXX, and run {COMMAND}"
     return None
 
 
