@@ -185,7 +185,7 @@ def test_checkpoint_of_another_run(checkpoint, text, tmp_path):
     other = read_text([tmp_path / "other.txt"])
     for wrong, message in (
         (Training(dataclasses.replace(CONFIG, num_layers=1), RECIPE, text), "another model"),
-        (Training(CONFIG, dataclasses.dataclasses.replace(RECIPE, steps=7), text), "another recipe"),
+        (Training(CONFIG, dataclasses.replace(RECIPE, steps=7), text), "another recipe"),
         (Training(CONFIG, RECIPE, other), "another text"),
     ):
         before = {name: tensor.clone() for name, tensor in wrong.model.state_dict().items()}
@@ -307,7 +307,7 @@ def test_what_is_told_before_the_first_step(text):
     told = session.forecast(Training(CONFIG, RECIPE, text))
     assert "6 steps of 128 bytes" in told
     assert "by heart" not in told
-    training = Training(CONFIG, dataclasses.dataclasses.replace(RECIPE, steps=2460), text)
+    training = Training(CONFIG, dataclasses.replace(RECIPE, steps=2460), text)
     learnt = len(text.content) - 3 * 65  # without the held-out windows
     assert f"{sum(p.numel() for p in training.model.parameters()):,} parameters" in session.forecast(training)
     assert f"{learnt:,} bytes of text" in session.forecast(training)
