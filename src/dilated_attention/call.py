@@ -136,7 +136,7 @@ class Call:
         }
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(
-q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None,
+            q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None,
             _rows(branches),
         )  # fmt: skip
         call = cls(
