@@ -202,6 +202,7 @@ def _add_train(commands: Any) -> None:
     _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
     _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
     _given(recipe, "seed", int, "seed", "of the weights and of the order of the text")
+    _given(recipe, "dtype", str, "dtype", "of matrix products and attention, float32 or bfloat16; weights stay float32")
     parser.set_defaults(run=_train)
 
 
@@ -220,7 +221,7 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
     """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
         text += f" (default: {DEFAULTS[field]})"
-    metavar = {int: "N", float: "X"}.get(kind, "N,N,...")  # type: ignore[call-overload]
+    metavar = {int: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")  # type: ignore[call-overload]
     group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
 
 

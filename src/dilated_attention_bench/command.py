@@ -27,6 +27,7 @@ from dilated_attention_bench.suites import (
     Step,
     block_sparse,
     context_parallel,
+    cpu,
     dilation,
     foundation,
     gpu,
@@ -55,6 +56,7 @@ SUITES = {
     "real": real,
     "huggingface": minilm,
     "model": model,
+    "cpu": cpu,
     "gpu": gpu,
     "parallel": context_parallel,
 }

@@ -98,7 +98,8 @@ def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
 
 
-def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
+def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
+    """What a row about the slide encoder records."""
     return {
         "seq_len": seq_len,
         "heads": HEADS,
@@ -113,7 +114,7 @@ def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
     calls = encoders(layers, tiles, device)
     ours, rival = (calls[name]() for name in (OURS, RIVAL))
-    parameters = _parameters(tiles, layers)
+    parameters = slide_parameters(tiles, layers)
     largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
     name = "largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry"
     yield Row(name, parameters, largest, "x", bar=1.0)
@@ -132,7 +133,7 @@ def _compared(
 
 def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row]:
     request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
-    parameters = _parameters(tiles, layers)
+    parameters = slide_parameters(tiles, layers)
     found: list[int] = []
     for way in (OURS, RIVAL):
         peak = measure.in_new_process(__name__, {**request, "name": way})
@@ -167,7 +168,7 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
     def one_by_one() -> Tensor:
         return torch.cat([model(*pair) for pair in slides])
 
-    parameters = {**_parameters(max(tiles), layers), "tiles": list(tiles)}
+    parameters = {**slide_parameters(max(tiles), layers), "tiles": list(tiles)}
     largest = float((together() - one_by_one()).abs().max())
     yield Row("ragged slides: largest difference to one by one", parameters, largest, "", bar=1e-5)
     calls = {"together": together, "one by one": one_by_one}
@@ -227,16 +228,16 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
     yield Row.of(f"decoding: time a token over that at {POSITIONS[1]:,} tokens", case, ratio, bar=1.10)
 
 
+def learner(name: str) -> LongNetConfig:
+    """A small language model with the attention of that name."""
+    return LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, pattern=LEARNERS[name])
+
+
 def _training(device: torch.device, count: int) -> Iterator[Row]:
     """The same small language model with either attention: the same bytes, the same steps, in turns."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
-    models = {
-        name: Training(
-            LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, pattern=pattern), recipe, text, device=device
-        )
-        for name, pattern in LEARNERS.items()
-    }
+    models = {name: Training(learner(name), recipe, text, device=device) for name in LEARNERS}
     for _ in range(count):
         for training in models.values():
             training.step()
