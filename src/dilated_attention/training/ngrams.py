@@ -1,0 +1,108 @@
+"""N-grams of bytes: a table of counts, which a language model has to beat, and embeddings of them for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.models import LongNetConfig, LongNetLM
+
+Numbers = npt.NDArray[np.int64]
+MOST_ORDER = 6
+"""Six bytes of context and the next one fit into 63 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Of one order: sorted n-grams and how often each was seen; sorted contexts, their counts, and their next bytes."""
+
+    grams: Numbers
+    seen: Numbers
+    contexts: Numbers
+    totals: Numbers
+    kinds: Numbers
+
+
+class NgramTable:
+    """P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
+
+    P_n = (count + kinds P_(n-1)) / (total + kinds), where `kinds` is how many bytes were seen after this context.
+
+    Args:
+        texts: the bytes to count, in stretches; no n-gram crosses from one to the next.
+    """
+
+    def __init__(self, texts: Sequence[Tensor], order: int) -> None:
+        if not 0 <= order <= MOST_ORDER:
+            raise ValueError(f"order must lie in [0, {MOST_ORDER}]; got {order}")
+        arrays = [text.numpy().astype(np.int64) for text in texts]
+        self._orders = [_count(np.concatenate([_grams(text, n) for text in arrays])) for n in range(order + 1)]
+
+    def bits_per_byte(self, text: Int[Tensor, " bytes"], skip: int) -> float:
+        """Mean -log2 P over the bytes after the first `skip`."""
+        whole = text.numpy().astype(np.int64)
+        chance = np.full(len(whole), 1 / 256)
+        for order, counts in enumerate(self._orders):
+            grams = _grams(whole, order)
+            seen = _looked_up(counts.grams, counts.seen, grams)
+            total, kinds = (_looked_up(counts.contexts, x, grams >> 8) for x in (counts.totals, counts.kinds))
+            lower = chance[order:]
+            chance[order:] = np.where(total, (seen + kinds * lower) / np.maximum(total + kinds, 1), lower)
+        return float(-np.log2(chance[skip:]).mean())
+
+
+def _grams(text: Numbers, order: int) -> Numbers:
+    """The n-gram that ends at each byte from number `order` on, as one integer."""
+    grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
+    for i in range(order + 1):
+        grams = grams << 8 | text[i : i + len(grams)]
+    return grams
+
+
+def _count(grams: Numbers) -> _Counts:
+    unique, seen = np.unique(grams, return_counts=True)
+    contexts, first, kinds = np.unique(unique >> 8, return_index=True, return_counts=True)
+    return _Counts(unique, seen, contexts, np.add.reduceat(seen, first), kinds)
+
+
+def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
+    """The value of each wanted key, 0 where there is none."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)
+
+
+class NgramLM(LongNetLM):
+    """A byte-level `LongNetLM` whose embedding of a byte also has those of the n-grams that end there, hashed
+    (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2): a small model spends nothing on finding its nearest bytes.
+
+    Args:
+        sizes: the numbers of bytes of the n-grams. rows: of the table of each.
+    """
+
+    def __init__(self, config: LongNetConfig, sizes: Sequence[int] = (2, 3, 4), rows: int = 1 << 16) -> None:
+        super().__init__(config)
+        self.sizes = tuple(sizes)
+        self.tables = nn.ModuleList(nn.Embedding(rows, config.embed_dim, sparse=True) for _ in sizes)
+        for table in self.tables:
+            assert isinstance(table, nn.Embedding)
+            nn.init.normal_(table.weight, std=config.embed_dim**-0.5)
+
+    def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
+        x = super().embed(inputs)
+        for size, table in zip(self.sizes, self.tables, strict=True):
+            x = x + table(_hashed(inputs, size, table.num_embeddings))  # type: ignore[arg-type]
+        return x
+
+
+def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
+    """A row for the `size` bytes up to each; before the first byte there are zeros."""
+    mixed = torch.zeros_like(tokens)
+    for back in range(size):
+        mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back
+    return mixed * 0x9E3779B1 % 2147483647 % rows
