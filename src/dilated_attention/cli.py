@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 MEASURING = {
     "bench": "measure speed and memory against dense attention",
+    "compare": "put every variant, and other implementations that you have, into one table",
     "profile": "show where the time and the memory of a call go",
     "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
