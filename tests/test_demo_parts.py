@@ -90,8 +90,20 @@ def test_embeddings_of_ngrams_see_the_bytes_that_end_there_and_no_others():
     other = tokens.clone()
     other[0, 10] = (other[0, 10] + 1) % 256
     changed = (model.embed(tokens) != model.embed(other)).any(-1)[0].nonzero().flatten()
-    assert changed.tolist() == [10, 11, 12]
+    assert changed.tolist() == [10, 11, 12, 13]
     assert torch.equal(model.embed(tokens)[:, :7], model.embed(tokens[:, :7]))
+
+
+def test_the_first_layer_begins_by_looking_at_what_followed_the_same_bytes():
+    torch.manual_seed(0)
+    config = LongNetConfig(embed_dim=128, num_layers=1, num_heads=2, pattern=None, positions=None)
+    model = NgramLM(config, rows=1 << 12, sharpness=30.0)
+    text = torch.randint(256, (1, 100))
+    text[0, 80:84] = text[0, 20:24]
+    block = model.blocks[0]
+    q, k, _ = block.attention._project(block.attention_norm(model.embed(text)), None)
+    scores = torch.einsum("hd, khd -> hk", q[0, 83], k[0, :83])
+    assert scores.argmax(1).tolist() == [24, 24]
 
 
 def test_cut_contexts_score_the_same_bytes(monkeypatch):

@@ -28,6 +28,8 @@ ERROR = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2e-3}
 ROWS = 24
 MOST_FLOPS = 3e12
 """Of a call: some half a minute on two cores."""
+PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
+"""What the reports' plan asks of block-sparse attention at 4,096 tokens: time over the dilated baseline, by density."""
 NAME, WORST, RING = "compare", "largest error of a variant", "ring of one process: time over dilated_attention"
 
 
@@ -158,8 +160,8 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
     where = setting.base.parameters | {"compiled": setting.compiled}
     worst = max(ours, key=ours.__getitem__)
     yield Row(WORST, where, ours[worst], "", bar=ERROR[setting.base.dtype], figures=ours)
-    work = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
-    rounds = measure.interleave(work, seconds=setting.seconds, device=device, least=2)
+    contenders = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
     phases = ("forward", "forward+backward")
     for name in calls:
         yield Row.of(
@@ -171,6 +173,18 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
             times={phase: rounds.spread(name, phase) for phase in phases if (name, phase) in rounds.seconds},
             figures=figures[name],
         )
+    if setting.base == REPORTED and not setting.compiled:
+        for baseline in ("LongNet branches", "head groups"):
+            for name, bar in ((f"{kind} blocks, {d:.0%}", PLAN[d]) for kind in ("local", "random") for d in PLAN):
+                shares = {x: figures[x]["share of score entries"] for x in (name, baseline)}
+                work = shares[name] / shares[baseline]
+                yield Row.of(
+                    f"the plan: time over {baseline}",
+                    parameters(setting, name, cases[name]),
+                    rounds.ratio(name, baseline),
+                    bar=bar,
+                    figures={"score entries over the baseline's": work},
+                )
     for phase in phases[: 1 + setting.backward]:
         ratio = rounds.ratio("ring of one process", "LongNet branches", phase)
         yield Row.of(f"{phase}: {RING}", where, ratio, bar=1.02)

@@ -31,7 +31,7 @@ from dilated_attention.training.text import Split, read_text
 
 CONTEXT, NEAR, ORDER = 8192, 256, 3
 """Bytes that the byte model may use, and those that its use of more is compared with; order of the table to beat."""
-TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((1024, CONTEXT), (1, 4)))
+TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((2048, CONTEXT), (1, 4)), positions=None)
 CONTEXTS = (16, 64, NEAR, 1024)
 SCORED = CONTEXT // 8
 """Bytes at the end of each held-out window that are scored, whatever context they are given."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.nn import SelfAttention
 
 Numbers = npt.NDArray[np.int64]
 MOST_ORDER = 6
@@ -78,26 +80,44 @@ def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
 
 
 class NgramLM(LongNetLM):
-    """A byte-level `LongNetLM` whose embedding of a byte also has those of the n-grams that end there, hashed
-    (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2): a small model spends nothing on finding its nearest bytes.
+    """A byte-level `LongNetLM` that is given the n-grams at each byte, so that a small model spends nothing on them.
+
+    To the embedding of a byte are added, in one half of its channels, hashed embeddings of the n-grams that end there
+    (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2), in the other half those that end one byte before. The first
+    layer begins by comparing a query's first half with the keys' second: it looks at what followed the same bytes
+    earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
 
     Args:
         sizes: the numbers of bytes of the n-grams. rows: of the table of each.
+        sharpness: of the first layer's comparison at first: the logit of a perfect match.
     """
 
-    def __init__(self, config: LongNetConfig, sizes: Sequence[int] = (2, 3, 4), rows: int = 1 << 16) -> None:
+    def __init__(
+        self, config: LongNetConfig, sizes: Sequence[int] = (2, 3, 4), rows: int = 1 << 16, sharpness: float = 12.0
+    ) -> None:
         super().__init__(config)
-        self.sizes = tuple(sizes)
-        self.tables = nn.ModuleList(nn.Embedding(rows, config.embed_dim, sparse=True) for _ in sizes)
+        self.sizes, half = tuple(sizes), config.embed_dim // 2
+        self.tables = nn.ModuleList(nn.Embedding(rows, half, sparse=True) for _ in sizes)
         for table in self.tables:
             assert isinstance(table, nn.Embedding)
-            nn.init.normal_(table.weight, std=config.embed_dim**-0.5)
+            nn.init.normal_(table.weight, std=0.25)
+        first = self.blocks[0].attention
+        assert isinstance(first, SelfAttention)
+        # |W x|^2 / sqrt(head_dim) = sharpness for x of unit variance, which the norm before attention makes
+        compare = torch.randn(config.embed_dim, half) * sharpness**0.5 * config.head_dim**-0.25 * half**-0.5
+        nothing = torch.zeros_like(compare)
+        with torch.no_grad():
+            queries, keys, _ = first.input.weight.chunk(3)
+            queries.copy_(torch.cat((compare, nothing), 1))
+            keys.copy_(torch.cat((nothing, compare), 1))
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
-        x = super().embed(inputs)
-        for size, table in zip(self.sizes, self.tables, strict=True):
-            x = x + table(_hashed(inputs, size, table.num_embeddings))  # type: ignore[arg-type]
-        return x
+        ends = [
+            table(_hashed(inputs, size, table.num_embeddings))  # type: ignore[arg-type]
+            for size, table in zip(self.sizes, self.tables, strict=True)
+        ]
+        here = torch.stack(ends).sum(0)
+        return super().embed(inputs) + torch.cat((here, F.pad(here, (0, 0, 1, -1))), -1)
 
 
 def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
