@@ -33,6 +33,7 @@ from dilated_attention_bench.suites import (
     methods,
     minilm,
     model,
+    quality,
     real,
     strategies,
 )
@@ -55,6 +56,7 @@ SUITES = {
     "real": real,
     "huggingface": minilm,
     "model": model,
+    "quality": quality,
     "gpu": gpu,
     "parallel": context_parallel,
 }
@@ -97,7 +99,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(f"the gpu suite needs a GPU: {why}")
     device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
     if "all" in names:
-        names = dict.fromkeys(name for name in SUITES if name != "gpu" or device.type == "cuda")
+        names = dict.fromkeys(name for name in SUITES if name != "quality" and (name != "gpu" or device.type == "cuda"))
     steps = {name: SUITES[name].steps(device, options.quick) for name in names}
     steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
     if not any(steps.values()):

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention.environment import environment
 from dilated_attention.models import LongNetConfig, LongNetLM
@@ -26,7 +26,7 @@ from dilated_attention.patterns import Dilated
 from dilated_attention.pictures import save_recall_and_context
 from dilated_attention.storage import write_text
 from dilated_attention.training import recall
-from dilated_attention.training.ngrams import NgramLM, NgramTable
+from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
 from dilated_attention.training.text import Split, read_text
 
 CONTEXT, NEAR, ORDER = 8192, 256, 3
@@ -188,37 +188,21 @@ def _text(console: Console, split: Split, seconds: float, seed: int, device: tor
 
 
 def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: int) -> tuple[list[Tensor], float]:
-    """Train for about so many seconds. Returns the bytes that were read, and the seconds.
-
-    A third of the time goes to short pieces of text, several a step, the rest to whole windows.
-    """
-    device = next(model.parameters()).device
-    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(dense, betas=(0.9, 0.95), weight_decay=0.0),
-        torch.optim.SparseAdam(list(model.tables.parameters()), betas=(0.9, 0.95)),
-    ]
-    generator, read, step = torch.Generator().manual_seed(seed), [], 0
+    """Train for about so many seconds. Returns the bytes that were read, and the seconds."""
+    generator, read = torch.Generator().manual_seed(seed), []
     begin = time.perf_counter()
+
+    def spent() -> float:
+        return time.perf_counter() - begin
+
     with _bar(console, "text", seconds) as advance:
-        spent = 0.0
-        while spent < seconds:
-            short = spent < seconds / 3
-            windows = split.batch(8 if short else 1, generator)[:, : 513 if short else None]
-            loss = model.loss(windows.to(device))
-            loss.backward()
-            nn.utils.clip_grad_norm_(dense, 1.0)
-            rate = 6e-3 * min(1.0, (step + 1) / 30) * (1 - 0.9 * spent / seconds)
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = rate
-                optimizer.step()
-                optimizer.zero_grad()
+        shown = 0.0
+        for windows, loss in learn(model, split, generator, lambda _: spent() / seconds if seconds else 1.0):
             read += list(windows.to(torch.uint8))
-            step += 1
-            now = time.perf_counter() - begin
-            advance(now - spent, f"{loss.item() / math.log(2):.2f} bits per byte")
-            spent = now
-    return read, spent
+            now = spent()
+            advance(now - shown, f"{loss / math.log(2):.2f} bits per byte")
+            shown = now
+    return read, spent()
 
 
 @torch.no_grad()

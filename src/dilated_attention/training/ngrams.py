@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.nn import SelfAttention
+from dilated_attention.training.text import Split
 
 Numbers = npt.NDArray[np.int64]
+SHORT = 512
+"""Bytes of a short piece of text."""
 MOST_ORDER = 6
 """Six bytes of context and the next one fit into 63 bits."""
 
@@ -126,3 +129,34 @@ def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tenso
     for back in range(size):
         mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back
     return mixed * 0x9E3779B1 % 2147483647 % rows
+
+
+def learn(
+    model: NgramLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
+) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
+    """Train, and yield what each step read, and its loss in nats per byte.
+
+    A third goes to short pieces of text, several a step, the rest to whole windows.
+
+    Args:
+        progress: how much is done after so many steps; training ends after the step that reaches 1.
+    """
+    device = next(model.parameters()).device
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(dense, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.SparseAdam(list(model.tables.parameters()), betas=(0.9, 0.95)),
+    ]
+    step, done = 0, 0.0
+    while done < 1:
+        windows = split.batch(8, generator)[:, : SHORT + 1] if done < 1 / 3 else split.batch(1, generator)
+        loss = model.loss(windows.to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(dense, 1.0)
+        step += 1
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 6e-3 * min(1.0, step / 30) * (1 - 0.9 * done)
+            optimizer.step()
+            optimizer.zero_grad()
+        done = progress(step)
+        yield windows, loss.item()
