@@ -37,6 +37,8 @@ BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "
 LENGTHS = st.sampled_from(range(1, 121))
 SEGMENTS = st.sampled_from([*range(1, 131), *range(17, 131)])
 HEAD_DIM = 8
+BLOCK_SIZES = [(16, 16), (16, 16), (32, 32), (16, 32), (32, 16), (48, 32), (16, 256), (1, 1), (1, 4), (1, 16), (4, 64)]
+BLOCK_SIZES += [(16, 1), (5, 3)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -201,7 +203,7 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
         batch=batch,
         kv_heads=draw(st.sampled_from([1, 2, 3])),
         group=group,
-        block_size=draw(st.sampled_from([(16, 16), (16, 16), (32, 32), (16, 32), (32, 16), (48, 32), (16, 256)])),
+        block_size=draw(st.sampled_from(BLOCK_SIZES)),
         own_lists=draw(st.sampled_from([(False, False), (False, True), (True, False), (True, True)])),
         branches=branches,
         is_causal=draw(st.booleans()),
@@ -461,7 +463,7 @@ def test_compiles_in_one_graph(fresh_python):
         for call in (
             lambda *x, **y: block_sparse_attention(*x, shared, **y),
             lambda *x, **y: block_sparse_attention(*x, per_head, is_causal=True, **y),
-            lambda *x, **y: attention(*x, product, **y),
+            lambda q, k, v, **y: attention(q, k, v[..., :5], product, sinks=v[0, 0, :, 0].repeat(2), **y),
             lambda *x, **y: attention(*x, Dilated((60, n), (1, 2)) * (lambda m: BlockLayout.local(m, 20, 16)), **y),
             BlockSparseDilatedAttention(shared),
         ):

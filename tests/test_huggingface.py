@@ -416,7 +416,9 @@ REFUSED_BY_DILATE = {
         "chunked_attention", FULL,
     ),
     "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, r"attn_logit_softcapping=50\.0", None),
-    "GptOss": ("GptOssForCausalLM", {**GROUPED, "head_dim": 8, "num_local_experts": 2}, "attention sinks", None),
+    "GptOss": (
+        "GptOssForCausalLM", {**GROUPED, "head_dim": 8, "num_local_experts": 4}, "sliding_attention", FULL,
+    ),
 }  # fmt: skip
 
 

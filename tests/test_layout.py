@@ -332,6 +332,22 @@ def test_tables_from_elsewhere_are_copied():
     assert layout == BlockLayout.local(48, 1, 16)
 
 
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("block_size", [1, 3, (2, 1)])
+def test_what_an_indexer_chose(lead, block_size):
+    seq_len = 11
+    q_block, k_block = block_size if isinstance(block_size, tuple) else (1, block_size)
+    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(-1, columns, (*lead, rows, 4), generator=generator)  # unsorted, some twice, some none
+    chosen[..., 0, :] = -1
+    mask = torch.zeros(*lead, rows, columns + 1, dtype=torch.bool).scatter_(-1, chosen + 1, True)[..., 1:]
+    mask = mask[:, None] if len(lead) == 1 else mask
+    expected = BlockLayout.from_mask(mask, seq_len, (q_block, k_block))
+    assert BlockLayout.from_topk(chosen, block_size, seq_len=seq_len) == expected
+    assert BlockLayout.from_topk(chosen.int(), block_size, seq_len=seq_len) == expected
+
+
 def test_a_key_stands_for_one_layout():
     a, b = (BlockLayout.local(1000, 200, 64) for _ in range(2))
     assert a == b
@@ -406,6 +422,11 @@ def whole(*lead):
 BAD = [
     ("sorted and distinct within a row, got 2 before 1 in row 0", lambda: L.from_indices([0, 2, 2, 2], [2, 1], 48, 16)),
     ("sorted and distinct within a row, got 1 before 1 in row 1", lambda: L.from_indices([0, 0, 2, 2], [1, 1], 48, 16)),
+    (r"indices must lie in \[0, 3\), or be -1 .*got \[3\]", lambda: L.from_topk(torch.tensor([[3], [0], [-1]]))),
+    ("indices must be an int64 or int32 tensor.*got list", lambda: L.from_topk([[0]])),
+    (r"indices must be .*got shape \(1,\)", lambda: L.from_topk(torch.tensor([0]))),
+    ("indices must have 2 rows for seq_len=3", lambda: L.from_topk(torch.tensor([[0]]), (2, 1), seq_len=3)),
+    ("contradicts key block 1 of query block 0", lambda: L.from_topk(torch.tensor([[1], [0]]), is_causal=True)),
     (r"indices must lie in \[0, 3\).*got \[3\]", lambda: L.from_indices([0, 1, 2, 2], [3, 0], 48, 16)),
     (r"indices must lie in \[0, 3\).*got \[-1\]", lambda: L.from_indices([0, 1, 2, 2], [-1, 0], 48, 16)),
     ("indptr must ascend from 0 to the 2 indices", lambda: L.from_indices([0, 2, 1, 2], [0, 1], 48, 16)),
@@ -419,9 +440,9 @@ BAD = [
     ("layout is for 256 tokens, got seq_len=512", lambda: LOCAL.check(1, 512, 8)),
     ("lists for 3 heads, got 8", lambda: whole(1, 3).check(1, 256, 8)),
     ("lists for a batch of 2, got 3", lambda: whole(2, 1).check(3, 256, 8)),
-    ("block_size must be a whole number from 16 to 256.*got 0", lambda: L.local(256, 32, 0)),
+    ("block_size must be a whole number from 1 to 256.*got 0", lambda: L.local(256, 32, 0)),
     ("block_size.*got 512", lambda: L.local(256, 32, 512)),
-    (r"block_size.*got \(64, 8\)", lambda: L.local(256, 32, (64, 8))),
+    (r"block_size.*got \(64, 0\)", lambda: L.local(256, 32, (64, 0))),
     ("block_size.*got 64.0", lambda: L.local(256, 32, 64.0)),
     ("seq_len must be a whole number of at least 1, got 0", lambda: L.local(0, 32)),
     (r"density must lie in \(0, 1\], got 0", lambda: L.random(256, 0.0, 0)),
@@ -474,4 +495,4 @@ def test_bad_sparse_tensors():
     with pytest.raises(ValueError, match="must be 64 x 64 for seq_len=60"):
         L.from_torch_sparse(sparse, 60)
     with pytest.raises(ValueError, match="block_size"):
-        L.from_torch_sparse(torch.ones(64, 64).to_sparse_bsr((8, 8)))
+        L.from_torch_sparse(torch.ones(512, 512).to_sparse_bsr((512, 512)))

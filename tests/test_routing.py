@@ -390,7 +390,7 @@ BAD = [
     ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),
     ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q[0], K[0], 0.1)),
     ("heads of k must divide the 3 heads of q, got 2", lambda: routing.topk_blocks(Q[:, :, :3], K, 0.1)),
-    ("block_size must be", lambda: routing.topk_blocks(Q, K, 0.1, block_size=8)),
+    ("block_size must be", lambda: routing.topk_blocks(Q, K, 0.1, block_size=0)),
     ("keep_diagonal=False contradicts", lambda: routing.topk_blocks(Q, K, 0.1, is_causal=True, keep_diagonal=False)),
     ("floor must be at least 0, got -1", lambda: routing.topk_blocks(Q, K, 0.1, floor=-1)),
     ("region and breadth must be at least 1", lambda: routing.hierarchical_blocks(Q, K, 0.1, region=0)),

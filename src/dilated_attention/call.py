@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     is_causal: bool
     scale: float | None
     dropout_p: float
+    sinks: Tensor | None
     lengths: Tensor | None
     cu_seqlens: Tensor | None
     key_padding_mask: Tensor | None
@@ -99,6 +100,7 @@ class Call:
         is_causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
+        sinks: Tensor | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
@@ -124,6 +126,7 @@ class Call:
                     raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
+        checks.sinks(q, sinks)
         branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
         needs = {
             "key_padding_mask": key_padding_mask is not None,
@@ -131,7 +134,9 @@ class Call:
             "a block layout": not isinstance(pattern, Dilated),
         }
         asked = tuple([name for name, needed in needs.items() if needed])
-        facts = Facts(q.device, q.dtype, q.shape[3], q.shape[1], asked, _work(branches, q), ranks is not None)
+        facts = Facts(
+            q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None
+        )  # fmt: skip
         call = cls(
             branches,
             table.choose(backend, facts),
@@ -209,8 +214,9 @@ class Call:
             pattern.check(q.shape[0], length, heads, kv_heads)
             return (pattern,)
         counts: set[int] = set()
+        segment_lengths, dilation_rates, offsets, _ = self.branches  # torch.compile of PyTorch 2.8 knows no slice of it
         for _, seq in self.samples(seq_len):
-            counts |= row_counts(*self.branches[:3], seq.stop - seq.start)
+            counts |= row_counts(segment_lengths, dilation_rates, offsets, seq.stop - seq.start)
         found = tuple([pattern.layout_of(count) for count in sorted(counts)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)
@@ -227,6 +233,16 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v filled with zeros to one head_dim: no score changes, and out has columns to leave off."""
+    missing = v.shape[3] - q.shape[3]
+    if missing < 0:
+        return q, k, torch.nn.functional.pad(v, (0, -missing))
+    if missing:
+        q, k = (torch.nn.functional.pad(x, (0, missing)) for x in (q, k))
     return q, k, v
 
 

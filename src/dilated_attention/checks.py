@@ -28,15 +28,17 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
         raise ValueError(
             f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
             "read as (batch, seq, heads, head_dim)"
         )
-    if q.shape[3] == 0:
-        raise ValueError(f"q must have head_dim of at least 1; got shape {tuple(q.shape)}")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
@@ -106,6 +108,18 @@ def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
         )
     if key_padding_mask.device != q.device:
         raise ValueError(f"key_padding_mask must be on q's device, {q.device}; got {key_padding_mask.device}")
+
+
+def sinks(q: Tensor, sinks: Tensor | None) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+        kind = (
+            f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else f"{type(sinks).__name__}"
+        )
+        raise ValueError(f"sinks must be a floating tensor of {q.shape[2]} logits, one a head of q; got {kind}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device, {q.device}; got {sinks.device}")
 
 
 def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:

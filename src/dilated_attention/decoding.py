@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.backends import native
-from dilated_attention.call import split_scale
+from dilated_attention.call import as_one_width, split_scale
+from dilated_attention.merge import with_sinks
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, plan_suffix
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale: float | None = None) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """The last rows of causal dilated attention: queries of the newest tokens, keys of all tokens so far.
 
     Equals `attention(whole_q, k, v, pattern, is_causal=True)[:, -q.shape[1]:]`. A query reads only the keys that its
@@ -23,13 +27,15 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale
     Args:
         q: `(batch, new, heads, head_dim)`, the queries at positions seq - new to seq - 1.
         k, v: `(batch, seq, kv_heads, head_dim)`, new <= seq; any strides.
+            The head_dim of v may be another one.
         scale: of the scores; default 1 / sqrt(head_dim).
+        sinks: as in `attention`.
 
     Returns:
-        out, as q; 0 where a query sees no key.
+        out, as q with the head_dim of v; 0 where a query sees no key.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"q must be (batch, new, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); got {shapes}"
         )
@@ -40,15 +46,26 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    checks.sinks(q, sinks)
     table = pattern.offset_table(k.shape[2])
     seq_len = k.shape[1]
     plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
     factor, scale = split_scale(q.shape[3] ** -0.5 if scale is None else float(scale))
-    return _Cached.apply(q if factor == 1 else q * factor, k, v, plan, scale)
+    width = v.shape[3]
+    out, lse = _Cached.apply(*as_one_width(q if factor == 1 else q * factor, k, v), plan, scale)
+    out = out[..., :width]
+    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 def first_token_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, compat: str | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Dilated,
+    *,
+    compat: str | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The first row of dilated attention without causality: what a cls token at the start sees.
 
@@ -60,10 +77,12 @@ def first_token_attention(
         k, v: `(batch, seq, kv_heads, head_dim)`.
         compat: as in `dilated_attention`. Of `"torchscale"` only the offsets matter: token 0 sees no zero key.
         scale: of the scores; default 1 / sqrt(head_dim).
+        sinks: as in `attention`.
 
     Returns:
-        out, as q; 0 for heads that see no key from token 0.
+        out, as q with the head_dim of v; 0 for heads that see no key from token 0.
     """
+    checks.sinks(q, sinks)
     seq_len, kv_heads = k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
@@ -73,24 +92,29 @@ def first_token_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
-    weight = (torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]).softmax(-1)
-    weight = weight.masked_fill((count == 0)[:, None], 0.0)
-    return torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
+    scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
+    weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
+    out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
+    if sinks is not None:
+        out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
+    return out.to(q.dtype)
 
 
 class _Cached(torch.autograd.Function):
     """The native backend on a plan whose queries are not its keys; the gradient is that of merged out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = native.backward(dout, None, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = native.backward(dout, dlse, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
         return (*gradients, None, None)

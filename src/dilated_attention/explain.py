@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dilated_attention.backends import blocks
-from dilated_attention.call import Call, Options, Pattern, as_autocast
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
 from dilated_attention.parallel import over_mesh
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 from dilated_attention.patterns import Dilated, describe_unserved
@@ -101,6 +101,7 @@ def explain(
         pattern = replace(pattern, compat=compat)
     q, k, v = as_autocast(q, k, v)
     call = Call.of(q, k, v, pattern, **options)
+    q, k, v = as_one_width(q, k, v)
     layouts = {x.seq_len: x.causal() if call.is_causal else x for x in call.layouts}
     calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}
     chosen, exchange = None, None

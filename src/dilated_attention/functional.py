@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention import operators
-from dilated_attention.call import Call, Options, Pattern, as_autocast
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
 from dilated_attention.layout import BlockLayout
+from dilated_attention.merge import with_sinks
 from dilated_attention.parallel.over_mesh import refuse
 from dilated_attention.patterns import Dilated, Offsets
 
@@ -31,6 +32,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
@@ -54,7 +56,8 @@ def attention(
     Args:
         q: `(batch, seq, heads, head_dim)`; float64, float32, bfloat16 or float16; any strides.
         k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads key-value head
-            h // (heads // kv_heads) and has its offset.
+            h // (heads // kv_heads) and has its offset. The head_dim of v may be another one; what is shorter is then
+            filled with zeros, so that a call costs what it costs with the longer one.
         pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
         is_causal: a query sees no key after itself.
         scale: of the scores, any finite number; default 1 / sqrt(head_dim).
@@ -63,6 +66,8 @@ def attention(
             number a call, from which every backend derives the same choice for (sample, query head, query, key). The
             native backend then computes by plain products in single precision, in chunks of bounded memory, since the
             fused operators have no dropout that others could repeat: slower than without dropout.
+        sinks: `(heads,)` logits: exp(sinks_h) is one more term of the denominator of out, with no value, so that a head
+            may attend to nothing. lse is without it. Learned: differentiable.
         lengths: `(batch,)` integers: each sample ends there; rows after it give out 0, lse -inf and influence nothing.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: samples packed one after another, batch 1, each with a
             segment grid that starts at its own first token.
@@ -82,8 +87,8 @@ def attention(
         layer: the name of the calling layer, for errors of a mesh.
 
     Returns:
-        out, as q; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for float64), natural logarithm,
-        differentiable.
+        out, as q with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
+        float64), natural logarithm, differentiable.
 
     Raises:
         ValueError: naming the argument, its value and what would be right; with a mesh on every rank.
@@ -92,7 +97,7 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     try:
         call = Call.of(
-            q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+            q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, sinks=sinks, lengths=lengths,
             cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
             head_offset=head_offset, transport=transport, layer=layer,
         )  # fmt: skip
@@ -103,7 +108,13 @@ def attention(
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    out, lse = operators.attend(q, k, v, call)
+    if q.shape[3] == v.shape[3]:
+        out, lse = operators.attend(q, k, v, call)
+    else:
+        out, lse = operators.attend(*as_one_width(q, k, v), call)
+        out = out[..., : v.shape[3]]
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 

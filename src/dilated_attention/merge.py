@@ -96,3 +96,14 @@ def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], n
     merged = torch.logaddexp(lse, lse.new_tensor(math.log(number)))
     out.mul_(torch.exp(lse - merged).unsqueeze(-1))
     lse.copy_(merged)
+
+
+def with_sinks(
+    out: Float[Tensor, "batch seq heads dim"], lse: Float[Tensor, "batch seq heads"], sinks: Float[Tensor, " heads"]
+) -> Float[Tensor, "batch seq heads dim"]:
+    """out with one more term in the denominator, exp(sinks_h): merged with the part (0, sinks_h). Differentiable.
+
+    out_i exp(lse_i) / (exp(lse_i) + exp(sinks_h)) = out_i sigmoid(lse_i - sinks_h); 0 where the query sees no key.
+    """
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1)
+    return (out * share).to(out.dtype)

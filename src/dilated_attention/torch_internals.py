@@ -6,6 +6,7 @@ A name without an underscore serves none of these purposes in the oldest PyTorch
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ def observed(*tensors: Tensor) -> bool:
     """Whether somebody follows the operators of eager code: a dispatch mode (fake tensors, selective checkpointing,
     counters of FLOPs), or a subclass of Tensor."""
     return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) is not Tensor for x in tensors)
+
+
+def mapped_indices() -> AbstractContextManager[None]:
+    """In which `torch.vmap` maps `table[i]` though i is one number, as FlexAttention does where it maps a mask_mod.
+    Before PyTorch 2.9 `table[i]` asks for the number itself."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
+
+    return TransformGetItemToIndex()
 
 
 def require_when_run(condition: Tensor, message: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
@@ -23,6 +24,7 @@ def attention_weights(
     is_causal: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
 
@@ -32,7 +34,7 @@ def attention_weights(
     Args:
         q: `(batch, seq, heads, head_dim)`.
         k: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads.
-        pattern, is_causal, scale, key_padding_mask: as in `attention`.
+        pattern, is_causal, scale, key_padding_mask, sinks: as in `attention`; with sinks a row sums to less than 1.
 
     Returns:
         A coalesced sparse COO tensor `(batch, heads, seq, seq)` of q's dtype, computed in at least float32.
@@ -50,6 +52,9 @@ def attention_weights(
         _, lse = attention(
             q, k, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, return_lse=True
         )
+        if sinks is not None:
+            checks.sinks(q, sinks)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         batch, seq_len, heads, head_dim = q.shape
         kv_heads = k.shape[2]
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)

@@ -53,7 +53,6 @@ _REMEDIES = {
     "sliding_window": _NO_WINDOWS,
     "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights, or eager",
     "softcap": "scores are not capped",
-    "s_aux": "attention sinks are not supported",
     "position_bias": "no bias is added to scores",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
@@ -141,7 +140,7 @@ def dilate(
 
     Raises:
         ValueError: before anything is changed, for a pattern that is none, and for a model that does not call
-            transformers' attention interface, caps its scores, or has windows or sinks.
+            transformers' attention interface, caps its scores, or has windows.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -180,8 +179,6 @@ def _require_plain_attention(part: PreTrainedModel) -> None:
             f"{name} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does not: weights "
             "that were trained with a cap need a model's own attention; choose a model without one"
         )
-    if any(getattr(module, "sinks", None) is not None for module in part.modules()):
-        raise UnsupportedError(f"{name} has attention sinks, which are not supported; choose a model without them")
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds:
         windows = sorted({"sliding_attention", "chunked_attention"} & set(kinds))
@@ -315,10 +312,11 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
-    head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights."""
+    head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
@@ -330,17 +328,19 @@ def attention_forward(
         if dropout:
             raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
         if seen.samples is None:
-            return cached_attention(q, k, v, pattern, scale=scaling), None
+            return cached_attention(q, k, v, pattern, scale=scaling, sinks=s_aux), None
         parts = []
         for i, (new, every) in enumerate(seen.samples):
-            part = cached_attention(q[i, new][None], k[i, every][None], v[i, every][None], pattern, scale=scaling)
+            part = cached_attention(
+                q[i, new][None], k[i, every][None], v[i, every][None], pattern, scale=scaling, sinks=s_aux
+            )
             parts.append(torch.zeros_like(q[i]).index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
         return torch.stack(parts), None
     if seen.order is not None:
         q, k, v = (_permuted(x, seen.order) for x in (q, k, v))
     out = dilated_attention(
         q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets=pattern.offsets,
-        head_groups=pattern.head_groups, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout,
+        head_groups=pattern.head_groups, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux,
         lengths=seen.lengths, backend=backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -86,7 +86,7 @@ def load_pairs(X, rows, inside, R: tl.constexpr):
     A load of fewer elements than there are threads is repeated by every thread that uses a part of it: 32 gathers a
     thread for 64 rows. Hence a tile wide enough for 256 threads, of which two columns are read.
     """
-    c = tl.arange(0, max(2, 256 // R))
+    c = tl.arange(0, 256 // R if R < 128 else 2)
     pair = tl.load(X + (2 * rows)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0)
     return tl.sum(tl.where(c[None, :] == 0, pair, 0), 1), tl.sum(tl.where(c[None, :] == 1, pair, 0), 1)
 

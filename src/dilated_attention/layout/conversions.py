@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
+from dilated_attention.torch_internals import mapped_indices
 
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
 
@@ -74,6 +75,37 @@ def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]
             "one list serves all heads"
         )
     return indptr.reshape(*(1,) * (3 - indptr.ndim), *indptr.shape), indices
+
+
+def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_causal: bool) -> tuple[BlockGrid, Lists]:
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices must be an int64 or int32 tensor, what torch.topk(...).indices is; got {kind}")
+    if not 2 <= indices.ndim <= 4:
+        raise ValueError(
+            "indices must be (query blocks, k), (batch, query blocks, k) or (batch, heads, query blocks, k), "
+            f"got shape {tuple(indices.shape)}"
+        )
+    q_block, k_block = block_pair((1, block_size) if isinstance(block_size, int) else block_size)
+    grid = BlockGrid.of(indices.shape[-2] * q_block if seq_len is None else seq_len, (q_block, k_block), is_causal)
+    if indices.shape[-2] != grid.rows:
+        raise ValueError(
+            f"indices must have {grid.rows} rows for seq_len={grid.seq_len} and query blocks of {q_block}, "
+            f"got shape {tuple(indices.shape)}"
+        )
+    outside = (indices < -1) | (indices >= grid.columns)
+    if bool(outside.any()):
+        raise ValueError(
+            f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
+            f"{k_block}; got {_few(indices[outside])}"
+        )
+    lead = (1,) * (4 - indices.ndim) + indices.shape[:-2] if indices.ndim != 3 else (len(indices), 1)
+    ordered = indices.sort(-1).values
+    named = ordered >= 0
+    named[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
+    lists = named.sum(-1).reshape(*lead, grid.rows), ordered[named].to(torch.int64)
+    check_causal(grid, *lists)
+    return grid, lists
 
 
 def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
@@ -176,18 +208,17 @@ def _sees(
     """A mask_mod that looks a block up by bisection, in `steps` steps."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
-    listed = listed[None]  # torch 2.8 cannot map one index: it takes a single number out of the tensor
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         b, h = b * 0 if shared_batch else b, h * 0 if shared_head else h
-        i, j, first = q // grid.q_block, k // grid.k_block, q * 0
+        i, j = q // grid.q_block, k // grid.k_block
         end = indptr[b, h, i + 1]
         low, high = indptr[b, h, i], end
         for _ in range(steps):
             middle = (low + high) // 2
-            right = (low < high) & (listed[first, middle.clamp(max=listed.numel() - 1)] < j)
+            right = (low < high) & (listed[middle.clamp(max=listed.numel() - 1)] < j)
             low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
-        found = (low < end) & (listed[first, low.clamp(max=listed.numel() - 1)] == j)
+        found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
         return found & (k <= q) if grid.is_causal else found
 
     return mask_mod
@@ -231,7 +262,8 @@ def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> 
         inside = (i <= last) & (j <= last)
         index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
         flat = [x.expand(inside.shape).reshape(-1) for x in index]
-        sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
+        with mapped_indices():
+            sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
         is_whole = is_whole and bool((sees | ~inside).all())
         is_lower = is_lower and bool((sees == (j <= i))[inside].all())
     return is_whole, is_lower

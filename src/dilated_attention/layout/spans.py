@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-MIN_BLOCK, MAX_BLOCK = 16, 256
+MAX_BLOCK = 256
 
 BlockSize = int | tuple[int, int]
 """Tokens of a block, or of a query block and of a key block."""
@@ -33,10 +33,9 @@ def check_density(density: float) -> None:
 
 def block_pair(block_size: BlockSize) -> tuple[int, int]:
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    if len(pair) != 2 or not all(isinstance(b, int) and MIN_BLOCK <= b <= MAX_BLOCK for b in pair):
+    if len(pair) != 2 or not all(isinstance(b, int) and 1 <= b <= MAX_BLOCK for b in pair):
         raise ValueError(
-            f"block_size must be a whole number from {MIN_BLOCK} to {MAX_BLOCK}, or a pair (q_block, k_block), "
-            f"got {block_size}"
+            f"block_size must be a whole number from 1 to {MAX_BLOCK}, or a pair (q_block, k_block), got {block_size}"
         )
     return pair[0], pair[1]
 

@@ -245,6 +245,24 @@ class BlockLayout:
         conversions.check_lists(layout.grid, layout.indptr, layout.indices)
         return layout
 
+    @classmethod
+    def from_topk(
+        cls, indices: Tensor, block_size: BlockSize = 1, *, seq_len: int | None = None, is_causal: bool = False
+    ) -> BlockLayout:
+        """From what an indexer chose: row i of `indices` names the key blocks that query block i sees, -1 for none.
+
+        The order within a row does not matter, and a block that is named twice is seen once. Rows may be of any
+        content, chosen by query, so a query block has one token by default.
+
+        Args:
+            indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or
+                `(batch, heads, query blocks, k)`; heads of q, or of k and v.
+            block_size: tokens of a key block; or a pair (q_block, k_block).
+            seq_len: where the last query block is partial.
+            is_causal: then no row may name a block that lies wholly behind its queries; -1 in its place.
+        """
+        return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
+
     # ---- shape and content
 
     @property
