@@ -128,7 +128,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=_positive, default=32768, help="in a sequence that is asked about", metavar="N"
     )
-    parser.add_argument("--seconds", type=float, default=130.0, help="of training on text", metavar="X")
+    parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
     parser.add_argument("--seed", type=_natural, default=0, help="of weights, questions and text", metavar="N")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=_demo)

@@ -36,7 +36,7 @@ CONTEXTS = (16, 64, NEAR, 1024)
 SCORED = CONTEXT // 8
 """Bytes at the end of each held-out window that are scored, whatever context they are given."""
 MOST_STEPS = {128: 400, 512: 300, 2048: 60}
-QUESTIONS, FAR_QUESTIONS = 8, 96
+QUESTIONS, FAR_QUESTIONS = 4, 80
 HELD_OUT = 32  # windows
 
 Advance = Callable[[float, str], None]
@@ -84,7 +84,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     console.print(
         f"1. recall: a fact anywhere in {tokens:,} tokens, a question at the end\n"
         f"2. text: {seconds:.0f} s of training on the Python standard library's sources, byte by byte\n"
-        f"On 2 CPU cores the first takes about {90 * tokens / 32768 + 20:.0f} s.",
+        f"On 2 CPU cores the first takes about {100 * tokens / 32768 + 40:.0f} s.",
         highlight=False,
     )
     found = Demo(tokens=tokens, **_recall(console, tokens, seed, device), **_text(console, text, seconds, seed, device))
