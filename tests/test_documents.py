@@ -82,7 +82,7 @@ def test_commands_exist(document):
 
 
 # Of these the options are checked alone: they read files of the reader's, or train in processes of their own.
-NOT_RUN = {"demo", "generate", "convert"}
+NOT_RUN = {"compare", "demo", "generate", "convert"}
 # Appended: the last one counts.
 SMALLER = {"profile": ["--tokens", "256"]}
 

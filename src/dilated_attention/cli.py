@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 MEASURING = {
     "bench": "measure speed and memory against dense attention",
+    "compare": "put every variant, and other implementations that you have, into one table",
     "profile": "show where the time and the memory of a call go",
     "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
@@ -115,24 +116,20 @@ def _load_measuring(name: str, parser: _Parser) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    summary = "train a small language model with dilated and with dense attention, and compare"
     parser = commands.add_parser(
         "demo",
-        help=summary,
-        description=f"{summary.capitalize()}: the same bytes of the Python standard library's sources, the same steps. "
-        "Prints speed, memory and held-out bits per byte; a few minutes on 2 CPU cores.",
+        help="show what dilated attention is for: recall over a long sequence, and a model of real text",
+        description="A small model learns to answer about a fact anywhere in --tokens tokens, beside the same model "
+        "with a local window, and dense attention is priced. A byte model of the Python standard library's sources is "
+        "compared with a table of order 3 and with itself on less context. At most 5 minutes on 2 CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
-    for name, default, text in (
-        ("context", 8192, "bytes per sequence"),
-        ("steps", 200, "optimizer steps of each training"),
-        ("layers", 2, "transformer blocks"),
-        ("dim", 64, "width of the model"),
-        ("heads", 4, "attention heads"),
-        ("seed", 0, "of the weights and of the order of the text"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
+    parser.add_argument(
+        "--tokens", type=_positive, default=32768, help="in a sequence that is asked about", metavar="N"
+    )
+    parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
+    parser.add_argument("--seed", type=_natural, default=0, help="of weights, questions and text", metavar="N")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=_demo)
 
@@ -142,9 +139,13 @@ def _demo(options: argparse.Namespace) -> int:
 
     from dilated_attention.training.demo import demo
 
-    names = ("context", "steps", "layers", "dim", "heads", "seed", "device")
-    words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
-    return demo(options.out, words, Console())
+    for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0), ("seed", 0, (1 << 63) - 1)):
+        if not least <= getattr(options, name) <= most:
+            raise ValueError(f"--{name} {getattr(options, name)}: must lie in [{least}, {most:g}]")
+    device = require_device(options.device)
+    return demo(
+        options.out, Console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
+    )
 
 
 def _add_train(commands: Any) -> None:

@@ -69,6 +69,29 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
     figure.savefig(path, dpi=150)
 
 
+def save_recall_and_context(
+    path: Path, accuracy: Mapping[str, Mapping[int, float]], bits: Mapping[int, float], table_bits: float
+) -> None:
+    """accuracy: by line and distance in tokens. bits: per byte, by bytes of context; table_bits: of a table, a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    recall, context = figure.subplots(1, 2)
+    for (name, points), line in zip(accuracy.items(), LINES, strict=False):
+        recall.plot(list(points), list(points.values()), line, color="black", label=name)
+    recall.set(xlabel="distance of the fact from the question, tokens", ylabel="right answers", ylim=(-0.03, 1.03))
+    context.plot(list(bits), list(bits.values()), "-o", color="black", fillstyle="none", label="byte model")
+    context.axhline(table_bits, color="black", linestyle=":", label="table of trigrams' next bytes")
+    context.set(xlabel="bytes of context that it may use", ylabel="bits per held-out byte")
+    for axes in (recall, context):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
     """Causal visibility, one square a (query, key), of up to 4 heads.
 
