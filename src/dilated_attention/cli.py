@@ -23,6 +23,7 @@ from dilated_attention.models import LongNetConfig
 from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = command_line().parse_args(arguments)
-        if options.run is not _info:
+        if options.run not in (_info, _suggest):
             require("rich", "matplotlib")
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -93,6 +94,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_convert(commands)
+    _add_suggest(commands)
     _add_info(commands)
     for name, text in MEASURING.items():
         commands.add_parser(name, help=text, load=partial(_load_measuring, name))
@@ -451,6 +453,39 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_suggest(commands: Any) -> None:
+    parser = commands.add_parser(
+        "suggest",
+        help="suggest segments and rates for a length, a number of heads and a budget",
+        description="Print a pattern of dilated branches that costs at most the budget, and why it is as it is.",
+    )
+    parser.add_argument("--tokens", type=_positive, required=True, help="of the sequence", metavar="N")
+    parser.add_argument("--heads", type=_positive, required=True, help="of keys and values", metavar="N")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        required=True,
+        help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
+        metavar="X",
+    )
+    parser.add_argument("--causal", action="store_true", help="no key after the query")
+    parser.add_argument("--largest-rate", type=_positive, help="of a branch (default: the heads)", metavar="N")
+    parser.set_defaults(run=_suggest)
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    print(
+        suggest_pattern(
+            options.tokens,
+            options.heads,
+            budget=options.budget,
+            is_causal=options.causal,
+            largest_rate=options.largest_rate,
+        )
+    )
+    return 0
+
+
 def _add_info(commands: Any) -> None:
     text = "print device, versions and backends, and why each is or is not available"
     parser = commands.add_parser("info", help=text, description=text.capitalize() + ".")
@@ -476,6 +511,10 @@ def _natural(text: str) -> int:
     return value
 
 
+def _budget(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
+
+
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -484,3 +523,4 @@ def _integers(text: str) -> tuple[int, ...]:
 _positive.__name__ = "positive integer"
 _natural.__name__ = "non-negative integer"
 _integers.__name__ = "list of integers"
+_budget.__name__ = "number"
