@@ -24,7 +24,7 @@ LAYERS = (
     {"execution", "parallel"},
     {"operators"},
     {"functional"},
-    {"decoding", "environment", "explain", "weights"},
+    {"decoding", "environment", "explain", "verification", "weights"},
     {"nn"},
     {"models"},
     {"conversion", "integrations", "released", "training"},
