@@ -19,7 +19,7 @@ LAYERS = (
     {"checks", "pictures"},
     {"layout", "plan"},
     {"patterns"},
-    {"backends", "routing"},
+    {"backends", "routing", "suggestion"},
     {"call"},
     {"execution", "parallel"},
     {"operators"},

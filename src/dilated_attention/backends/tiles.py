@@ -67,14 +67,23 @@ class Table:
 
 
 def tables(
-    plan: Plan, side: Side, is_causal: bool, shape: Shape, layouts: Layouts | None, device: torch.device
+    plan: Plan,
+    side: Side,
+    is_causal: bool,
+    shape: Shape,
+    layouts: Layouts | None,
+    device: torch.device,
+    *,
+    join: bool = True,
 ) -> list[Table]:
     """The launches, in order, of a plan with groups; with layouts, of their blocks in every segment of every group.
 
-    The diagonals of blocks count if the layout is causal, whatever `is_causal` says.
+    The diagonals of blocks count if the layout is causal, whatever `is_causal` says. `join`: whether to look for turns
+    that can run together.
     """
     if layouts is None:
-        return [_span_table(parts, side, is_causal, shape, device) for parts in _unions(plan, side, is_causal, shape)]
+        cells = _unions(plan, side, is_causal, shape, join and not is_causal)
+        return [_span_table(parts, side, is_causal, shape, device) for parts in cells]
     out = []
     for turn in turns(plan.groups, side):
         for count in sorted({group.queries.count for group in turn}, reverse=True):
@@ -203,8 +212,9 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     return out
 
 
-def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape) -> list[list[Part]]:
-    """Cells per launch: a launch per turn, or one for consecutive turns where the loops take hardly more steps for it.
+def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape, join: bool) -> list[list[Part]]:
+    """Cells per launch: a launch per turn, or with `join` one for consecutive turns where the loops take hardly more
+    steps for it.
 
     Then branches share one softmax and the running state stays in registers. It pays where the residue classes of the
     sparsest branch fill tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a
@@ -214,7 +224,7 @@ def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape) -> list[list[
     for turn in turns(plan.groups, side):
         parts: list[Part] = [(_segment_cells(group, side, is_causal), _heads(group)) for group in turn]
         steps = _steps(parts, shape)
-        if launches and not is_causal:
+        if launches and join:
             groups, _, before = launches[-1]
             union = _union_parts([*groups, *turn], side)
             if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):

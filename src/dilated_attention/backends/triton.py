@@ -73,6 +73,8 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
+    if facts.over_mesh and (given := [name for name in facts.needs if name != "a block layout"]):
+        return f"{' and '.join(given)} over a mesh: the rows of other ranks are not the kernels' own; use native"
     return None
 
 
