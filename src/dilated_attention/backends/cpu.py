@@ -201,7 +201,11 @@ def backward(
     arguments.set(dq=dq)
     for launch in queries:
         run("dq", arguments, launch, layouts)
-    return state or (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    if state is not None:
+        return state
+    sums = [dv, dk, dq]
+    del arguments, dq, dk, dv  # so that each sum goes when its result is there
+    return sums.pop().to(q.dtype), sums.pop().to(k.dtype), sums.pop().to(v.dtype)
 
 
 # ---- launches
