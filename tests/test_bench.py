@@ -17,12 +17,13 @@ from dilated_attention.cli import main
 from dilated_attention.environment import device_name
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.training.text import read_text
 from dilated_attention.weights import attention_weights
 from dilated_attention_bench import check, command, measure, profile, results, rivals
 from dilated_attention_bench.cases import Case, contender
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Recorder, Row
-from dilated_attention_bench.suites import Step, block_sparse, compare, strategies
+from dilated_attention_bench.suites import Step, block_sparse, compare, quality, strategies
 from dilated_attention_bench.suites import cpu as cpu_suite
 
 CPU = torch.device("cpu")
@@ -551,3 +552,21 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
     assert exit_code("plot", tmp_path, "--out", tmp_path / "pictures", "--documents") == 0
     drawn = {path.stem for path in (tmp_path / "pictures").rglob("*.png")}
     assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}
+
+
+def test_quality_has_every_attention_floors_and_both_ratios(monkeypatch):
+    monkeypatch.setattr(quality, "_sources", lambda context: read_text([Path(__file__)]).split(context))
+    steps = quality.steps(torch.device("cpu"), quick=True)
+    rows = [row for step in steps for row in step.measure()]
+    asked = [row for row in rows if row.name.startswith("recall")]
+    assert {row.parameters["method"] for row in asked} == {"dilated", "window"}
+    assert [row.parameters["distance"] for row in asked[:2]] == [[1, asked[0].parameters["reach"]], [160, 511]]
+    told = [row for row in rows if row.name == "text: held-out bits per byte"]
+    assert [row.parameters["method"] for row in told] == ["dilated", "dense", "window", quality.IN_TIME]
+    bits = {row.parameters["method"]: row.value for row in told}
+    ratios = {row.name.rpartition(" ")[2]: row for row in rows if "dilated over dense" in row.name}
+    assert ratios["steps"].value == bits["dilated"] / bits["dense"]
+    assert (ratios["steps"].bar, ratios["time"].bar) == (1.02, 0.95)
+    floors = [row.value for row in rows if row.name == "text: table of n-grams"]
+    assert len(floors) == 3
+    assert all(0 < floor < 8 for floor in floors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training import demo, session
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
@@ -56,6 +58,15 @@ def test_info(capsys):
     printed = capsys.readouterr().out
     for word in ("PyTorch", "threads", "cpu:", "cuda:", "native", "reference", "not chosen by auto: quadratic"):
         assert word in printed
+
+
+def test_suggest(capsys):
+    words = ["suggest", "--tokens", "32768", "--heads", "8", "--causal", "--budget", "0.1"]
+    assert exit_code(words) == 0
+    assert capsys.readouterr().out == f"{suggest_pattern(32768, 8, budget=0.1, is_causal=True)}\n"
+    said = failure(capsys, *words[:-1], "64")
+    assert said.startswith("dilated-attention suggest: error: budget=64 is too small for 32,768 tokens and 8 heads")
+    assert "argument --budget: invalid number value: 'much'" in failure(capsys, *words[:-1], "much")
 
 
 def test_wrong_arguments(capsys, tmp_path, text):
@@ -191,34 +202,56 @@ def test_control_c_in_a_terminal(tmp_path, text):
     assert losses("run") == losses("straight")
 
 
-def test_demo(tmp_path, capsys):
-    words = [word for item in {**SIZE, "--context": 512, "--steps": 3}.items() for word in item]
-    assert exit_code(["demo", "--out", tmp_path, *words]) == 0
+def test_demo(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "MOST_STEPS", dict.fromkeys(demo.MOST_STEPS, 1))
+    for name, value in (("QUESTIONS", 1), ("FAR_QUESTIONS", 1), ("HELD_OUT", 1), ("CONTEXTS", (256,))):
+        monkeypatch.setattr(demo, name, value)
+    assert exit_code(["demo", "--out", tmp_path, "--tokens", 512, "--seconds", 0.1]) == 0
     printed = capsys.readouterr().out
-    for word in ("dilated / dense", "tokens/s", "peak memory", "million (query, key) pairs"):
+    for word in ("recall, dilated", "recall, window", "dense attention", "table of order 3", "0 s of training"):
         assert word in printed
-    dilated, dense, both = (json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines())
-    assert (dilated["attention"], dense["attention"]) == ("dilated", "dense")
-    assert dilated["recipe"] == dense["recipe"]
-    assert both["score_entries_per_head_dense"] == 512 * 513 // 2
-    assert both["score_entries_per_head_dilated"] == sum(
-        512 // w * (w // r) * (w // r + 1) // 2 for w, r in ((32, 1), (128, 2), (512, 2))
+    (row,) = (json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines())
+    assert row["lessons"] == {"128": 1, "512": 1}
+    assert row["near"].keys() == row["far"].keys() == row["by_distance"].keys() == {"dilated", "window"}
+    assert row["step_seconds"].keys() == {"dilated", "dense"}
+    assert set(row["bits"]) == {"256", "8192"}
+    assert 1 <= row["window_cost"] < 1.5
+    assert (tmp_path / "demo.png").stat().st_size > 0
+    assert "--tokens 255: must lie in" in failure(capsys, "demo", "--out", tmp_path, "--tokens", 255)
+
+
+def test_the_demo_says_what_its_figures_justify_and_nothing_else():
+    good = demo.Demo(
+        tokens=32768,
+        window=48,
+        window_reach=159,
+        window_cost=1.1,
+        near={"dilated": 1.0, "window": 1.0},
+        far={"dilated": 0.97, "window": 0.07},
+        by_distance={},
+        lessons={128: 80, 2048: 20},
+        step_seconds={"dilated": 1.0, "dense": 10.0},
+        text_bytes=3_000_000,
+        text_seconds=90.0,
+        table_bits=2.2,
+        bits={256: 2.0, 8192: 1.9},
     )
-    assert (tmp_path / "loss.png").exists()
-    assert exit_code(["demo", "--out", tmp_path, "--context", "1"]) == 2
-
-
-def test_explanation_says_which_way_the_figures_point():
-    row = {
-        "dilated_over_dense_tokens_per_second": 0.5,
-        "dilated_over_dense_bits_per_byte": 1.01,
-        "score_entries_per_head_dilated": 2e6,
-        "score_entries_per_head_dense": 3e7,
-        "context": 8192,
+    said = demo.sentences(good)
+    assert len(said) == 5
+    assert said[0] == "Trained on at most 2,048 tokens, dilated attention answers about a fact anywhere in 32,768."
+    assert "takes 0.10 of the time of dense attention" in said[2]
+    assert "14% fewer bits than a table of order 3" in said[3]
+    assert "5.0% fewer bits than with the last 256 bytes" in said[4]
+    bad = {
+        "far": {"dilated": 0.9, "window": 0.2},
+        "step_seconds": {"dilated": 1.0, "dense": 0.5},
+        "table_bits": 1.8,
+        "bits": {256: 1.9, 8192: 1.9},
     }
-    assert "0.50 times the speed" in demo.explanation(row)
-    assert "1.0% more bits" in demo.explanation(row)
-    assert "fewer bits" in demo.explanation({**row, "dilated_over_dense_bits_per_byte": 0.99})
+    for number, (name, value) in enumerate(bad.items()):
+        left = demo.sentences(dataclasses.replace(good, **{name: value}))
+        assert len(left) == 4 - (number == 0), name
+    assert demo.sentences(dataclasses.replace(good, **bad)) == ["These figures show no advantage."]
 
 
 def test_peak_memory_is_of_this_process_alone(fresh_python):

@@ -7,6 +7,7 @@ the work itself where that is a training, or a process of its own.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -116,7 +117,7 @@ def right(name: str, option: str, given: Path, out: Path) -> tuple[dict[str, obj
         return {"what": what}, {**its, "--tokens": 1024, "--out": out / "a.png"}
     branches = {**BRANCHES, "--tokens": 20}
     return {
-        "demo": ({}, {**TINY, "--out": out}),
+        "demo": ({}, {"--out": out}),
         "train": ({"paths": given / "text"}, {**TINY, "--warmup": 1, "--out": out}),
         "generate": ({"model": given / "model"}, {"--bytes": 2}),
         "convert": ({"checkpoint": given / "weights", "out": out}, {"--kind": "torchscale", **branches}),
@@ -140,7 +141,9 @@ def no_work(monkeypatch):
     write = writing.write
     ended = [simulate.Rehearsal, "auto", (1.0,), (1.0,), 1, 1, 1, 1, 1, 1]
     monkeypatch.setattr(session, "run", lambda *arguments, **options: 0)
-    monkeypatch.setattr(demo, "demo", lambda out, words, console: exit_code(["train", "--out", out, *words]))
+    monkeypatch.setattr(demo, "_recall", lambda *arguments: {})
+    monkeypatch.setattr(demo, "_text", lambda *arguments: {})
+    monkeypatch.setattr(demo, "Demo", lambda **found: sys.exit(0))
     monkeypatch.setattr(writing, "write", lambda *arguments, **options: islice(write(*arguments, **options), 2))
     monkeypatch.setattr(simulate, "rehearse", lambda worlds: [ended[0](worlds[0], *ended[1:])])
     monkeypatch.setattr(check, "GUARDS", ())

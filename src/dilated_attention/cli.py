@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dilated_attention.environment import environment, own_version, report, require_device
+from dilated_attention.environment import (
+    device_name,
+    environment,
+    own_version,
+    report,
+    require_device,
+    unavailable,
+)
 from dilated_attention.errors import ContextParallelError, MissingPackageError, require
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
 MEASURING = {
     "bench": "measure speed and memory against dense attention",
+    "compare": "put every variant, and other implementations that you have, into one table",
     "profile": "show where the time and the memory of a call go",
     "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
@@ -66,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = command_line().parse_args(arguments)
-        if options.run is not _info:
+        if options.run not in (_info, _suggest):
             require("rich", "matplotlib")
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -92,6 +101,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_convert(commands)
+    _add_suggest(commands)
     _add_info(commands)
     for name, text in MEASURING.items():
         commands.add_parser(name, help=text, load=partial(_load_measuring, name))
@@ -115,24 +125,20 @@ def _load_measuring(name: str, parser: _Parser) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    summary = "train a small language model with dilated and with dense attention, and compare"
     parser = commands.add_parser(
         "demo",
-        help=summary,
-        description=f"{summary.capitalize()}: the same bytes of the Python standard library's sources, the same steps. "
-        "Prints speed, memory and held-out bits per byte; a few minutes on 2 CPU cores.",
+        help="show what dilated attention is for: recall over a long sequence, and a model of real text",
+        description="A small model learns to answer about a fact anywhere in --tokens tokens, beside the same model "
+        "with a local window, and dense attention is priced. A byte model of the Python standard library's sources is "
+        "compared with a table of order 3 and with itself on less context. At most 5 minutes on 2 CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
-    for name, default, text in (
-        ("context", 8192, "bytes per sequence"),
-        ("steps", 200, "optimizer steps of each training"),
-        ("layers", 2, "transformer blocks"),
-        ("dim", 64, "width of the model"),
-        ("heads", 4, "attention heads"),
-        ("seed", 0, "of the weights and of the order of the text"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
+    parser.add_argument(
+        "--tokens", type=_positive, default=32768, help="in a sequence that is asked about", metavar="N"
+    )
+    parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
+    parser.add_argument("--seed", type=_natural, default=0, help="of weights, questions and text", metavar="N")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=_demo)
 
@@ -142,9 +148,13 @@ def _demo(options: argparse.Namespace) -> int:
 
     from dilated_attention.training.demo import demo
 
-    names = ("context", "steps", "layers", "dim", "heads", "seed", "device")
-    words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
-    return demo(options.out, words, Console())
+    for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0), ("seed", 0, (1 << 63) - 1)):
+        if not least <= getattr(options, name) <= most:
+            raise ValueError(f"--{name} {getattr(options, name)}: must lie in [{least}, {most:g}]")
+    device = require_device(options.device)
+    return demo(
+        options.out, Console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
+    )
 
 
 def _add_train(commands: Any) -> None:
@@ -450,15 +460,83 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_suggest(commands: Any) -> None:
+    parser = commands.add_parser(
+        "suggest",
+        help="suggest segments and rates for a length, a number of heads and a budget",
+        description="Print a pattern of dilated branches that costs at most the budget, and why it is as it is.",
+    )
+    parser.add_argument("--tokens", type=_positive, required=True, help="of the sequence", metavar="N")
+    parser.add_argument("--heads", type=_positive, required=True, help="of keys and values", metavar="N")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        required=True,
+        help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
+        metavar="X",
+    )
+    parser.add_argument("--causal", action="store_true", help="no key after the query")
+    parser.add_argument("--largest-rate", type=_positive, help="of a branch (default: the heads)", metavar="N")
+    parser.set_defaults(run=_suggest)
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    print(
+        suggest_pattern(
+            options.tokens,
+            options.heads,
+            budget=options.budget,
+            is_causal=options.causal,
+            largest_rate=options.largest_rate,
+        )
+    )
+    return 0
+
+
 def _add_info(commands: Any) -> None:
     text = "print device, versions and backends, and why each is or is not available"
     parser = commands.add_parser("info", help=text, description=text.capitalize() + ".")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="instead run a dozen calls on every backend that serves the device, compare with the definition in double "
+        "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
+    )
+    parser.add_argument("--device", help="of --check: a PyTorch device (default: cuda where there is one, else cpu)")
     parser.set_defaults(run=_info)
 
 
-def _info(_: argparse.Namespace) -> int:
+def _info(options: argparse.Namespace) -> int:
+    if options.check:
+        return _verify(require_device(options.device or ("cpu" if unavailable("cuda") else "cuda")))
+    if options.device is not None:
+        raise ValueError(f"--device {options.device}: goes with --check; info without it prints every device")
     print(report())
     return 0
+
+
+def _verify(device: torch.device) -> int:
+    from dilated_attention import verification
+
+    dtype = verification.dtype_on(device)
+    serving, absent = verification.serving(device)
+    print(f"{device_name(device)}, {str(dtype).removeprefix('torch.')}")
+    for name, why in absent.items():
+        print(f"  not {name}: {why}")
+    print(f"largest error over what rounding may cause, {verification.BARS[dtype]:g}: right up to 1\n")
+    calls = verification.dozen()
+    width = max(len(check.name) for check in calls)
+    print(" " * width + "".join(f"{name:>12}" for name in serving))
+    wrong = []
+    for check in calls:
+        print(f"{check.name:<{width}}", end="", flush=True)
+        for verdict in verification.verdicts(check, serving, device):
+            print(f"{verdict!s:>12}", end="", flush=True)
+            if not verdict.right:
+                wrong.append(f"{verdict.backend}, {check.name}: {verdict.why}")
+        print()
+    print("\n" + ("\n".join(wrong) if wrong else f"{', '.join(serving)}: right"))
+    return 1 if wrong else 0
 
 
 def _positive(text: str) -> int:
@@ -475,6 +553,10 @@ def _natural(text: str) -> int:
     return value
 
 
+def _budget(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
+
+
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -483,3 +565,4 @@ def _integers(text: str) -> tuple[int, ...]:
 _positive.__name__ = "positive integer"
 _natural.__name__ = "non-negative integer"
 _integers.__name__ = "list of integers"
+_budget.__name__ = "number"

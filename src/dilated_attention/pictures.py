@@ -69,6 +69,29 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
     figure.savefig(path, dpi=150)
 
 
+def save_recall_and_context(
+    path: Path, accuracy: Mapping[str, Mapping[int, float]], bits: Mapping[int, float], table_bits: float
+) -> None:
+    """accuracy: by line and distance in tokens. bits: per byte, by bytes of context; table_bits: of a table, a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    recall, context = figure.subplots(1, 2)
+    for (name, points), line in zip(accuracy.items(), LINES, strict=False):
+        recall.plot(list(points), list(points.values()), line, color="black", label=name)
+    recall.set(xlabel="distance of the fact from the question, tokens", ylabel="right answers", ylim=(-0.03, 1.03))
+    context.plot(list(bits), list(bits.values()), "-o", color="black", fillstyle="none", label="byte model")
+    context.axhline(table_bits, color="black", linestyle=":", label="table of trigrams' next bytes")
+    context.set(xlabel="bytes of context that it may use", ylabel="bits per held-out byte")
+    for axes in (recall, context):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
     """Causal visibility, one square a (query, key), of up to 4 heads.
 
@@ -165,6 +188,21 @@ def plot_blocks(
     return ax
 
 
+def plot_places(places: np.ndarray, values: np.ndarray, title: str, ax: Axes | None = None) -> Axes:
+    """A square for each place (x, y): brighter the larger its value, from 0 on. y runs downwards, as in slides.
+
+    The colours are told apart by the colour-blind too, and in grey.
+    """
+    ax = _new_axes() if ax is None else ax
+    points = ax.scatter(places[:, 0], places[:, 1], c=values, cmap="cividis", vmin=0, s=9, marker="s", linewidths=0)
+    figure = ax.get_figure()
+    assert figure is not None
+    figure.colorbar(points, ax=ax, label="attention, 1: as if spread evenly over tiles", shrink=0.8)
+    ax.set(aspect="equal", xlabel="x (pixels)", ylabel="y (pixels)", title=title)
+    ax.invert_yaxis()
+    return ax
+
+
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
     """How many tokens of each of `number` blocks of `size` fall into each pixel, given the pixel of each token."""
     tokens = np.zeros((number, pixel[-1] + 1))
@@ -178,14 +216,17 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], most: int, ax: Axes | None) -> Axes:
     """White for 0 and black for `most`. Without `ax`, on a figure of pyplot, which a notebook shows."""
-    require("matplotlib")
+    ax = _new_axes() if ax is None else ax
     from matplotlib.ticker import MaxNLocator
 
-    if ax is None:
-        import matplotlib.pyplot as plt
-
-        ax = plt.figure(figsize=(5, 5), layout="constrained").add_subplot()
     ax.imshow(image, cmap="Greys", vmin=0, vmax=most, extent=extent, interpolation="nearest")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
     return ax
+
+
+def _new_axes() -> Axes:
+    require("matplotlib")
+    import matplotlib.pyplot as plt
+
+    return plt.figure(figsize=(5, 5), layout="constrained").add_subplot()

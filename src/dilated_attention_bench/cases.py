@@ -14,6 +14,11 @@ from torch import Tensor
 from dilated_attention.cache import plan_cache
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.nn import (
+    BlockSparseRingMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, plan_dilated
 from dilated_attention_bench.rivals import RIVALS
@@ -23,11 +28,13 @@ Contender = Callable[[], Iterator[str]]
 
 Blocks = Literal["local", "global", "dilated", "random"]
 Method = Literal[
-    "dilated", "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex", "gather", "mask", "torch.sparse"
-]
+    "dilated", "head groups", "ring", "multihead", "multihead block-sparse",
+    "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex", "gather", "mask", "torch.sparse",
+]  # fmt: skip
 
-DILATED = ("dilated", "dense calls", "block-sparse dilated")
-SPARSE = ("block-sparse", "block-sparse dilated", *RIVALS)
+MULTIHEAD = ("multihead", "multihead block-sparse")
+DILATED = ("dilated", "head groups", "ring", *MULTIHEAD, "dense calls", "block-sparse dilated")
+SPARSE = ("block-sparse", "block-sparse dilated", "multihead block-sparse", *RIVALS)
 
 
 def contender(call: Callable[[], object]) -> Contender:
@@ -72,7 +79,9 @@ class Case:
             calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
             contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
             right place already and nothing is merged; `block-sparse`: `block_sparse_attention`; `block-sparse dilated`:
-            the product of both patterns; others: the block-sparse layout run otherwise, as rivals.py tells.
+            the product of both patterns; `head groups`: `dilated_attention` with a branch a run of heads; `ring`: the
+            module `RingDilatedAttention` without a mesh; `multihead`, `multihead block-sparse`: the modules with their
+            projections, heads x head_dim wide; others: the block-sparse layout run otherwise, as rivals.py tells.
         segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
         blocks, density, block_size: of the layout: a builder of `BlockLayout` and the density asked of it; dilated
             layouts take every second block.
@@ -120,7 +129,8 @@ class Case:
     def pattern(self) -> Dilated:
         """The dilated factor: one segment of all tokens where there is none."""
         if self.method in DILATED:
-            return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+            groups = self.method == "head groups"
+            return Dilated(self.segment_lengths, self.dilation_rates, self.offsets, head_groups=groups)
         return Dilated((self.seq_len,), (1,))
 
     @property
@@ -147,6 +157,13 @@ class Case:
     @property
     def flops(self) -> int:
         """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        width = self.heads * self.head_dim
+        projections = 8 * self.batch * self.seq_len * width**2 if self.method in MULTIHEAD else 0
+        return projections + self.attention_flops
+
+    @property
+    def attention_flops(self) -> int:
+        """Those of the two matrix products of attention: 4 head_dim a score entry."""
         if self.method not in SPARSE:
             return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
         groups = self.plan.groups
@@ -204,13 +221,37 @@ class Case:
         if self.method == "block-sparse dilated":
             product = self.pattern * cache(self.layout)
             return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
+        if self.method == "ring":
+            ring = RingDilatedAttention(self.segment_lengths, self.dilation_rates, offsets=self.offsets)
+            return lambda q, k, v: ring(q, k, v, is_causal=self.is_causal)
+        if self.method in MULTIHEAD:
+            on = cache(self.module().to)
+
+            def projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                out, _ = on(q.device)(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=self.is_causal)
+                return out.unflatten(2, (self.heads, self.head_dim))
+
+            return projected
         if self.method in RIVALS:
             return RIVALS[self.method](self.layout(self.seq_len))
         return self._call
 
+    def module(self) -> MultiheadDilatedAttention | BlockSparseRingMultiheadDilatedAttention:
+        """The multihead module, its weights drawn with a seed of their own and not trained."""
+        width, options = self.heads * self.head_dim, {"dtype": getattr(torch, self.dtype)}
+        branches: dict[str, Any] = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+        kind: Any = MultiheadDilatedAttention
+        if self.method == "multihead block-sparse":
+            kind, branches = BlockSparseRingMultiheadDilatedAttention, {**branches, "layout": cache(self.layout)}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = kind(width, self.heads, **branches, offsets=self.offsets, **options)
+        return made.requires_grad_(False)
+
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.method == "dilated":
+        if self.method in ("dilated", "head groups"):
             options: dict[str, Any] = {"offsets": self.offsets, "is_causal": self.is_causal, "backend": self.backend}
+            options["head_groups"] = self.method == "head groups"
             return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)  # type: ignore[return-value]
         if self.method == "dense":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

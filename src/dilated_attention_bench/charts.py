@@ -15,10 +15,9 @@ from dilated_attention.patterns import Dilated
 from dilated_attention.pictures import plot_counts
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.profile import Stage, save_bars
-from dilated_attention_bench.results import read
+from dilated_attention_bench.results import Record, read
 from dilated_attention_bench.simulate import World
 
-Record = dict[str, Any]
 Points = dict[str, dict[float, float]]
 """(x, y) of each method."""
 
@@ -48,13 +47,18 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
             stages = tuple(Stage(name, value, 0) for name, value in own if name)
             save_bars(folder / f"{path.stem}.png", path.stem.replace("-", ", ", 1), stages)
             yield folder / f"{path.stem}.png"
-        for name, picture in PICTURES.get(path.stem, {}).items():  # results/aot has rows that `read` does not know
-            rows = read(path)
-            if (figure := picture(rows)) is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
-                figure.savefig(folder / f"{name}.png", dpi=150)
-                yield folder / f"{name}.png"
+        yield from draw_file(path, folder)
+
+
+def draw_file(path: Path, folder: Path) -> Iterator[Path]:
+    """Draw into a folder the pictures that one file has rows for; the paths written."""
+    for name, picture in PICTURES.get(path.stem, {}).items():  # results/aot has rows that `read` does not know
+        rows = read(path)
+        if (figure := picture(rows)) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+            figure.savefig(folder / f"{name}.png", dpi=150)
+            yield folder / f"{name}.png"
 
 
 def draw_patterns(out: Path) -> Iterator[Path]:
@@ -185,6 +189,60 @@ def _decoding(rows: list[Record]) -> Figure | None:
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
     return figure
+
+
+def _compared(rows: list[Record]) -> list[Record]:
+    """Rows of `compare` in the plain setting: float32, one sample, the reports' segments, not compiled."""
+    plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
+    return [
+        row
+        for row in rows
+        if row["name"] == "compare" and row["value"] is not None and plain.items() <= row["parameters"].items()
+    ]
+
+
+def _compare_lengths(rows: list[Record]) -> Figure | None:
+    """Time against length, of variants whose share of entries does not hang on a density."""
+    shown = {
+        "dense": ("-", "o", "black"),
+        "LongNet branches": ("-", "s", "0.5"),
+        "head groups": ("--", "^", "black"),
+        "ring of two processes": (":", "x", "black"),
+        "local blocks, 10%": ("--", "v", "0.5"),
+    }
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    (axes,) = _axes(figure, 1)
+    for name, (line, marker, color) in shown.items():
+        points = sorted((x["parameters"]["seq_len"], x["value"] / 1e3) for x in _compared(rows) if _variant(x) == name)
+        if points:
+            axes.plot(*zip(*points, strict=True), line, marker=marker, color=color, fillstyle="none", label=name)
+    if not axes.lines:
+        return None
+    axes.set(xlabel="tokens", ylabel="seconds of a forward", yscale="log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _compare_shares(rows: list[Record]) -> Figure | None:
+    """Time over dense against the share of its score entries, at the reports' 4,096 tokens."""
+    chosen = [row for row in _compared(rows) if row["parameters"]["seq_len"] == 4096 and "dense" in row.get("over", {})]
+    if not chosen:
+        return None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    (axes,) = _axes(figure, 1)
+    for row in chosen:
+        at = (row["figures"]["share of score entries"], row["over"]["dense"]["median"])
+        axes.plot(*at, "o", color="black", markersize=4, fillstyle="none")
+        axes.annotate(_variant(row), at, textcoords="offset points", xytext=(5, 0), fontsize=6, va="center")
+    axes.axline((0, 0), slope=1, color="0.7", linewidth=0.8)
+    axes.set(xlabel="share of dense attention's score entries", ylabel="time of a forward over dense attention")
+    return figure
+
+
+def _variant(row: Record) -> str:
+    return str(row["parameters"]["variant"])
 
 
 def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
@@ -319,6 +377,7 @@ PATTERNS: dict[str, Callable[[], Figure]] = {
 
 PICTURES: dict[str, dict[str, Callable[[list[Record]], Figure | None]]] = {
     "attention": {"time": _time, "memory": _memory, "density": _density},
+    "compare": {"compare-lengths": _compare_lengths, "compare-shares": _compare_shares},
     "dilation": {"dilation": _dilation},
     "strategies": {"strategies": _strategies},
     "model": {"decoding": _decoding},

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from dilated_attention.environment import require_device, unavailable
 from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
-from dilated_attention_bench import charts, check, pattern_options, simulate
+from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import Profile, once, profile, rows, save_bars, training_step
-from dilated_attention_bench.results import Recorder, Row, failed, read
+from dilated_attention_bench.results import Record, Recorder, Row, failed, read
 from dilated_attention_bench.suites import (
     Step,
     block_sparse,
@@ -30,10 +30,12 @@ from dilated_attention_bench.suites import (
     cpu,
     dilation,
     foundation,
+    from_dense,
     gpu,
     methods,
     minilm,
     model,
+    quality,
     real,
     strategies,
 )
@@ -55,8 +57,10 @@ SUITES = {
     "strategies": strategies,
     "real": real,
     "huggingface": minilm,
+    "from-dense": from_dense,
     "model": model,
     "cpu": cpu,
+    "quality": quality,
     "gpu": gpu,
     "parallel": context_parallel,
 }
@@ -64,7 +68,13 @@ SUITES = {
 
 def add_options(command: str, parser: argparse.ArgumentParser) -> None:
     """What a command takes, and the function that runs it."""
-    {"bench": _add_bench, "profile": _add_profile, "plot": _add_plot, "simulate": _add_simulate}[command](parser)
+    {
+        "bench": _add_bench,
+        "compare": _add_compare,
+        "profile": _add_profile,
+        "plot": _add_plot,
+        "simulate": _add_simulate,
+    }[command](parser)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +90,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
+    parser.add_argument("--part", type=int, choices=gpu.PARTS, help="of gpu: one of its parts, nine minutes at most")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="of gpu, without a GPU: compile a part's kernels (with --quick each tenth) and print what it will take",
+    )
     parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
@@ -89,12 +105,18 @@ def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
         return _check(options.baseline, options.update)
+    if (options.part or options.dry_run) and [*names] != ["gpu"]:
+        raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
+    if options.dry_run:
+        return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
         raise ValueError(f"the gpu suite needs a GPU: {why}")
     device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
     if "all" in names:
-        names = dict.fromkeys(name for name in SUITES if name != "gpu" or device.type == "cuda")
-    steps = {name: SUITES[name].steps(device, options.quick) for name in names}
+        names = dict.fromkeys(name for name in SUITES if name != "quality" and (name != "gpu" or device.type == "cuda"))
+    steps = {name: SUITES[name].steps(device, options.quick) for name in names if name != "gpu"}
+    if "gpu" in names:
+        steps["gpu"] = gpu.steps(device, options.part)
     steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
     if not any(steps.values()):
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
@@ -114,6 +136,84 @@ def _bench(options: argparse.Namespace) -> int:
             console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
         else:
             code = 1
+    return code
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Every variant of the reports in the same rounds: dense, LongNet branches, head groups, rings, block-sparse, "
+        "both multihead modules; time, memory, error against float64, keys reached. One table a setting, rows under "
+        "<out>/<device>/compare.jsonl, two pictures. What the file holds is not measured again."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2,048 and 4,096 tokens: 2 minutes on 2 cores, not an hour"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="the settings whose title holds it")
+    parser.add_argument("--again", action="store_true", help="measure also what the file holds already")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=f"also another implementation, {', '.join(peers.ADAPTERS)}, from a folder that you have",
+    )
+    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    device = require_device(options.device)
+    others = [peer for argument in options.peer for peer in peers.load(argument)]
+    chosen = [setting for setting in compare.settings(options.quick) if options.only in setting.label]
+    if not chosen:
+        raise ValueError(f"--only {options.only!r}: no setting fits; titles are as {compare.settings(True)[0].label!r}")
+    recorder = Recorder(
+        _writable(options.out or Path("runs/results" if options.quick else "results")), "compare", device
+    )
+    expected = len(compare.variants(compare.REPORTED)) + len(others)
+    for setting in _along(chosen, lambda setting: setting.label):
+        known = compare.rows_at(recorder.rows, setting)
+        if len(known) < expected or options.again:
+            for row in compare.measured(setting, device, others):
+                recorder.add(row)
+            if setting.plain and setting.base.seq_len <= 32768:
+                for row in compare.ring_of_two(setting, rounds=3 if options.quick else 7):
+                    recorder.add(row)
+        console = Console()
+        console.width = max(console.width, 110)
+        console.print(_compared(setting.label, compare.rows_at(recorder.rows, setting)))
+    if recorder.failure is not None:
+        return 1
+    _tell(recorder.path)
+    _tell(*charts.draw_file(recorder.path, recorder.path.parent), word="drawn:")
+    return 0
+
+
+def _compared(title: str, rows: list[Record]) -> Table:
+    headings, lines = compare.table(rows)
+    shown = _table(title, *headings)
+    for line in lines:
+        shown.add_row(*line)
+    return shown
+
+
+def _rehearse(parts: Sequence[int], sample: int) -> int:
+    """Exit code 1 where a part takes too long, or a kernel does not compile."""
+    title = f"without a GPU: seconds of processors / {gpu.CORES} + limits of groups, at most {gpu.SECONDS:g}"
+    shown = _table(title, "part", "kernels", "compiled", "seconds", "limits", "in all")
+    faults, code = [], 0
+    for part in _along(parts, lambda part: f"part {part}: compiling"):
+        found = gpu.rehearse(part, sample)
+        sizes = f"{found.kernels}", f"{found.sampled}", f"{found.seconds:.0f}"
+        shown.add_row(f"{part}", *sizes, f"{found.limits:.0f}", f"{found.in_all:.0f}")
+        faults += [f"part {part}: {x.specialization}: {x.why}" for x in found.faults]
+        code |= bool(found.faults) or found.in_all > gpu.SECONDS
+    Console().print(shown)
+    for line in faults:
+        print(line, file=sys.stderr)
     return code
 
 

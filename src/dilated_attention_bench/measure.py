@@ -8,6 +8,7 @@ its rate is the ceiling of this machine at this moment.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -197,10 +198,16 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
 
 
 def forget_peak(device: torch.device) -> None:
-    """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs."""
+    """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs.
+
+    What the C library keeps of memory that was freed goes back first: a call that takes it again would not be seen.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except PermissionError:

@@ -158,7 +158,30 @@ def _overlap(case: Case, rounds: int) -> dict[str, Any]:
     return samples | {"bytes": sent, "messages": messages}
 
 
-_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap}
+def _ring(case: Case, rounds: int) -> dict[str, Any]:
+    """A forward, and a forward and backward, on all ranks; and how far the output is from one process's."""
+    mesh, tensors = dist.group.WORLD, _tensors(case)
+    assert mesh is not None
+    shards = [shard_sequence(x, mesh) for x in tensors]
+
+    @torch.no_grad()
+    def out(inputs: Sequence[torch.Tensor], **whole: Any) -> torch.Tensor:
+        q, k, v, _ = inputs
+        segments, rates = case.segment_lengths, case.dilation_rates
+        found = dilated_attention(q, k, v, segments, rates, is_causal=case.is_causal, **whole)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def forward() -> None:
+        out(shards, mesh=mesh, seq_len=case.seq_len)
+
+    difference = (out(shards, mesh=mesh, seq_len=case.seq_len) - shard_sequence(out(tensors), mesh)).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    samples = _interleave({"forward": forward, "forward+backward": _training_step(case, shards, mesh)}, rounds)
+    return samples | {"difference": float(difference)}
+
+
+_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring}
 
 
 def _main(request: dict[str, Any]) -> None:

@@ -22,6 +22,9 @@ from dilated_attention.environment import device_name, environment
 from dilated_attention.storage import write_text
 from dilated_attention_bench.measure import Spread
 
+Record = dict[str, Any]
+"""A row as the file has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -36,6 +39,7 @@ class Row:
         over: the ratio of the value to those of others in the same rounds, by their names.
         times: quantiles of the seconds that it comes from, by contender and phase.
         rates: GFLOP/s of useful work, and of the matrix product in the same run.
+        figures: what else is known of the same case, by name.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Row:
     over: Mapping[str, Spread] = field(default_factory=dict)
     times: Mapping[str, Spread] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
     refused: str | None = None
 
     @classmethod
@@ -110,6 +115,10 @@ class Recorder:
                 self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"
                 print(self.failure, file=sys.stderr)
         print(json.dumps(record), flush=True)
+
+    @property
+    def rows(self) -> list[Record]:
+        return list(self._rows.values())
 
     def forget(self, name: str) -> None:
         """Leave out the rows of that name from the next time that a row is written."""

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention.storage import write_text
-from dilated_attention_bench.results import read
+from dilated_attention_bench.results import Record, read
 
-Record = dict[str, Any]
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
 
 

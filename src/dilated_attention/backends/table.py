@@ -61,7 +61,7 @@ class Backend:
 
 _REGISTERED = (
     Backend(
-        "triton", "one kernel for all branches, measured faster from this much work on",
+        "triton", "one kernel for all branches or blocks, shown right on this GPU and faster for such calls",
         triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
     ),
     Backend(

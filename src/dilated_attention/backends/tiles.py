@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.cache import lasting
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.layout import BlockLayout
@@ -45,7 +46,7 @@ class Table:
     """The tiles of one launch.
 
     Attributes:
-        lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
+        lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         chain: some tile of queries continues from what an earlier launch wrote.
         is_causal: the diagonals count.
         even: no tile, held or streamed, reaches past its rows.
@@ -92,7 +93,7 @@ def tables(
 
 
 def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape, device: torch.device) -> Table:
-    lines = _lines(parts, side, shape.own)
+    lines = (heaviest_first if is_causal else by_head)(_lines(parts, side, shape.own))
     spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
@@ -107,7 +108,7 @@ def _block_table(
     parts = [
         (_block_cells(_segment_cells(group, side, layout.is_causal), side, own), _heads(group)) for group in groups
     ]
-    lines = _lines(parts, side, shape.own)
+    lines = heaviest_first(_lines(parts, side, shape.own))
     even = loop % shape.loop == 0 and layout.seq_len % loop == 0
     if side == "queries" and loop % shape.loop:
         edge = -1
@@ -135,7 +136,8 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
     more."""
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
-    return torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
+    table = torch.from_numpy(np.ascontiguousarray(lines, np.int32))
+    return lasting(lambda: table.to(device), device)
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
@@ -336,7 +338,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Cells cut into tiles and given to heads. Tiles of one cell and head are neighbours, since they share their loops'
-    rows; the heaviest cells come first, and in a causal cell the heaviest tiles."""
+    rows; in a causal cell the heaviest come first."""
     blocks = []
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
@@ -350,5 +352,16 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
         block[:, HEAD] = np.asarray(heads)[head]
         _advance(block, tile, own, side)
         blocks.append(block)
-    lines = np.concatenate(blocks)
+    return np.concatenate(blocks)
+
+
+def heaviest_first(lines: np.ndarray) -> np.ndarray:
+    """No long tile is left for the end."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
+
+
+def by_head(lines: np.ndarray) -> np.ndarray:
+    """Head by head, one stretch as long as the longest span after another: programs that run at the same time see the
+    same rows, which stay in the L2 cache. The heaviest tiles of a stretch come first."""
+    longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
+    return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]

@@ -1,130 +1,289 @@
-"""The same language model trained with dilated and with dense attention, side by side."""
+"""What dilated attention is for, in a few minutes: recall over a long sequence, and a model of real text."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
-from dilated_attention.models import LongNetConfig
+from dilated_attention.environment import environment
+from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
-from dilated_attention.pictures import save_loss_curves
+from dilated_attention.pictures import save_recall_and_context
 from dilated_attention.storage import write_text
+from dilated_attention.training import recall
+from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention.training.text import Split, read_text
 
-NAMES = ("dilated", "dense")
+CONTEXT, NEAR, ORDER = 8192, 256, 3
+"""Bytes that the byte model may use, and those that its use of more is compared with; order of the table to beat."""
+TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((2048, CONTEXT), (1, 4)), positions=None)
+CONTEXTS = (16, 64, NEAR, 1024)
+SCORED = CONTEXT // 8
+"""Bytes at the end of each held-out window that are scored, whatever context they are given."""
+MOST_STEPS = {128: 400, 512: 300, 2048: 60}
+QUESTIONS, FAR_QUESTIONS = 4, 80
+HELD_OUT = 32  # windows
+
+Advance = Callable[[float, str], None]
 
 
-def demo(out: Path, options: Sequence[str], console: Console) -> int:
-    """Run `train` with `options` twice, each in a process of its own, so that peak memory is its own; then compare.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """What the demo found, a line of `figures.jsonl`.
 
-    Returns the exit code: that of the training that did not end with 0, if any.
+    Attributes:
+        window, window_reach: tokens that a row sees, and how far back the last row reaches through all layers.
+        window_cost: its score entries over those of dilated attention.
+        near, far: right answers by model where the fact is within the window's reach, and where it is beyond.
+        by_distance: right answers by model and distance.
+        lessons: optimizer steps by sequence length, the same for both models.
+        step_seconds: of a forward and backward over one sequence of `tokens`, by attention.
+        text_bytes: read in training; table_bits: of the table counted from the same bytes.
+        bits: bits per held-out byte by how much context the model may use.
     """
-    rows = {}
-    for number, name in enumerate(NAMES, 1):
-        console.print(f"\n[bold]{number} of 2: {name} attention[/bold]")
-        console.file.flush()
-        code = _train([*options, "--out", str(out / name), "--overwrite", *(["--dense"] if name == "dense" else [])])
-        if code:
-            return code
-        rows[name] = json.loads((out / name / "figures.jsonl").read_text(encoding="utf-8"))
-    comparison = compare(rows["dilated"], rows["dense"])
-    write_text(out / "figures.jsonl", "".join(json.dumps(row) + "\n" for row in (*rows.values(), comparison)))
-    save_loss_curves(
-        out / "loss.png",
-        {name: _losses(out / name / "steps.jsonl") for name in NAMES},
-        {name: rows[name]["held_out_bits_per_byte"] for name in NAMES},
+
+    tokens: int
+    window: int
+    window_reach: int
+    window_cost: float
+    near: Mapping[str, float]
+    far: Mapping[str, float]
+    by_distance: Mapping[str, Mapping[int, float]]
+    lessons: Mapping[int, int]
+    step_seconds: Mapping[str, float]
+    text_bytes: int
+    text_seconds: float
+    table_bits: float
+    bits: Mapping[int, float]
+
+
+def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int, device: torch.device) -> int:
+    """Run both parts, print and save what they found: figures.jsonl, demo.png. Returns the exit code, 0.
+
+    Args:
+        tokens: of a sequence that is asked about. seconds: of training on text.
+    """
+    text = read_text([]).split(CONTEXT)
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    console.print(
+        f"1. recall: a fact anywhere in {tokens:,} tokens, a question at the end\n"
+        f"2. text: {seconds:.0f} s of training on the Python standard library's sources, byte by byte\n"
+        f"On 2 CPU cores the first takes about {100 * tokens / 32768 + 40:.0f} s.",
+        highlight=False,
     )
-    console.print()
-    console.print(_table(rows, comparison))
-    console.print(explanation(comparison), highlight=False)
-    console.print(f"saved in {out}: figures.jsonl, loss.png, dilated/ and dense/ (pattern.png, sample.txt, model/)")
+    found = Demo(tokens=tokens, **_recall(console, tokens, seed, device), **_text(console, text, seconds, seed, device))
+    row = {**{name: getattr(found, name) for name in Demo.__slots__}, "environment": environment(device)}
+    row |= {"seconds": time.perf_counter() - begin, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    write_text(out / "figures.jsonl", json.dumps(row) + "\n")
+    lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}
+    save_recall_and_context(out / "demo.png", lines, found.bits, found.table_bits)
+    console.print(_table(found))
+    console.print("\n".join(sentences(found)), highlight=False)
+    console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", highlight=False)
     return 0
 
 
-def compare(dilated: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
-    """The ratios of two rows of `train`, and the score entries that each head of each model computes in a forward."""
-    context = dilated["recipe"]["context"]
-    config = LongNetConfig.from_json(json.dumps(dilated["config"]))
-    causal = Dilated((context,), (1,))
-
-    def entries(pattern: Dilated) -> float:
-        return pattern.flops(context, config.kv_heads, 1, is_causal=True) / 4 / config.kv_heads
-
+def _recall(console: Console, tokens: int, seed: int, device: torch.device) -> dict[str, Any]:
+    models = recall.models(tokens, seed, device)
+    window = recall.window_of_equal_cost(tokens)
+    reach = recall.window_reach(tokens, window)
+    lessons = _learn(console, models, tokens, seed)
+    step_seconds = _step_seconds(console, models["dilated"], tokens, device)
+    distances = [*(4**i for i in range(tokens.bit_length() // 2) if 4**i < tokens - 1), tokens - 1]
+    by_distance: dict[str, dict[int, float]] = {name: {} for name in models}
+    far: dict[str, float] = {}
+    with _bar(console, f"questions at {tokens:,} tokens", len(models) * (len(distances) + 1)) as advance:
+        for name, model in models.items():
+            generator = torch.Generator().manual_seed(seed)
+            for distance in distances:
+                places = range(distance, distance + 1)
+                by_distance[name][distance] = recall.accuracy(model, tokens, generator, QUESTIONS, places)
+                advance(1, f"{name}, distance {distance:,}")
+            far[name] = recall.accuracy(model, tokens, generator, FAR_QUESTIONS, range(reach + 1, tokens))
+            advance(1, f"{name}, beyond {reach:,}: {far[name]:.0%} right")
     return {
-        "name": "demo",
-        "dilated_over_dense_tokens_per_second": (
-            dilated["tokens_per_second"]["median"] / dense["tokens_per_second"]["median"]
-        ),
-        "dilated_over_dense_bits_per_byte": dilated["held_out_bits_per_byte"] / dense["held_out_bits_per_byte"],
-        "score_entries_per_head_dilated": entries(config.pattern or causal),
-        "score_entries_per_head_dense": entries(causal),
-        "context": context,
-        "environment": dilated["environment"],
-        "date": dense["date"],
+        "window": window,
+        "window_reach": reach,
+        "window_cost": recall.window_entries(tokens, window) / recall.dilated_entries(tokens),
+        "near": {
+            name: statistics.fmean(x for d, x in rates.items() if d <= reach) for name, rates in by_distance.items()
+        },
+        "far": far,
+        "by_distance": by_distance,
+        "lessons": lessons,
+        "step_seconds": step_seconds,
     }
 
 
-def explanation(comparison: dict[str, Any]) -> str:
-    speed, bits = comparison["dilated_over_dense_tokens_per_second"], comparison["dilated_over_dense_bits_per_byte"]
-    few, many = comparison["score_entries_per_head_dilated"], comparison["score_entries_per_head_dense"]
-    return (
-        f"Dilated attention trained at {speed:.2f} times the speed of dense attention: over {comparison['context']:,} "
-        f"bytes each of its heads scores {few / 1e6:.2f} million (query, key) pairs where a dense head scores "
-        f"{many / 1e6:.2f} million, {many / few:.1f} times as many; all else in the two models is the same. "
-        f"After the same steps on the same bytes it needs {abs(bits - 1):.1%} {'more' if bits > 1 else 'fewer'} bits "
-        "per held-out byte."
-    )
+def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed: int) -> dict[int, int]:
+    """Train the dilated model until it answers, the other with as many steps of each length. Returns the steps."""
+    steps: dict[int, int] = {}
+    for name, model in models.items():
+        generator, limit = torch.Generator().manual_seed(seed), dict(steps) or MOST_STEPS
+        until = math.inf if steps else 0.98
+        total, spent = sum(limit.values()), 0
+        with _bar(console, f"recall, {name}", total) as advance:
+            for lesson in recall.learn(model, tokens, generator, limit, until=until):
+                steps[lesson.tokens] = lesson.step
+                spent += 1
+                advance(1, f"{lesson.tokens:,} tokens: {lesson.accuracy:.0%} right")
+            advance(total - spent, f"{lesson.tokens:,} tokens: {lesson.accuracy:.0%} right")
+    return steps
 
 
-def _table(rows: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
-    table = Table("attention", title="The same model, text and steps")
-    for heading in ("tokens/s", "training time", "peak memory", "held-out bits per byte"):
-        table.add_column(heading, justify="right")
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            f"{row['tokens_per_second']['median']:,.0f}",
-            f"{row['train_seconds']:.0f} s",
-            f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB" if row["peak_memory_bytes"] else "not measured",
-            f"{row['held_out_bits_per_byte']:.3f}",
-        )
-    measured = rows["dense"]["peak_memory_bytes"]
-    table.add_section()
-    table.add_row(
-        "dilated / dense",
-        f"{comparison['dilated_over_dense_tokens_per_second']:.2f}",
-        f"{rows['dilated']['train_seconds'] / rows['dense']['train_seconds']:.2f}",
-        f"{rows['dilated']['peak_memory_bytes'] / rows['dense']['peak_memory_bytes']:.2f}" if measured else "",
-        f"{comparison['dilated_over_dense_bits_per_byte']:.3f}",
-    )
+def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: torch.device) -> dict[str, float]:
+    """Of the dilated model and the same with dense attention; the least of a few."""
+    dense = LongNetLM(recall.config(None)).to(device)
+    pair = [x.to(device) for x in recall.draw(1, tokens, torch.Generator().manual_seed(0))]
+    found = {}
+    with _bar(console, f"a step over {tokens:,} tokens", 5) as advance:
+        for name, model, repeats in (("dilated", dilated, 3), ("dense", dense, 2)):
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                recall.step(model, *pair)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                times.append(time.perf_counter() - begin)
+                advance(1, f"{name}: {times[-1]:.2f} s")
+            found[name] = min(times)
+    return found
+
+
+def _text(console: Console, split: Split, seconds: float, seed: int, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = NgramLM(TEXT).to(device)
+    read, spent = train(console, model, split, seconds, seed)
+    held_out = split.sample_held_out(HELD_OUT)
+    with _bar(console, "held-out text", len(CONTEXTS) + 2) as advance:
+        table = NgramTable(read, ORDER)
+        table_bits = statistics.fmean(table.bits_per_byte(window, CONTEXT - SCORED + 1) for window in held_out)
+        advance(1, f"table of order {ORDER}")
+        bits = {}
+        for context in (*CONTEXTS, CONTEXT):
+            bits[context] = bits_per_byte(model, held_out.to(device), context)
+            advance(1, f"{context:,} bytes of context")
+    return {
+        "text_bytes": sum(len(x) for x in read),
+        "text_seconds": spent,
+        "table_bits": table_bits,
+        "bits": bits,
+    }
+
+
+def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: int) -> tuple[list[Tensor], float]:
+    """Train for about so many seconds. Returns the bytes that were read, and the seconds."""
+    generator, read = torch.Generator().manual_seed(seed), []
+    begin = time.perf_counter()
+
+    def spent() -> float:
+        return time.perf_counter() - begin
+
+    with _bar(console, "text", seconds) as advance:
+        shown = 0.0
+        for windows, loss in learn(model, split, generator, lambda _: spent() / seconds if seconds else 1.0):
+            read += list(windows.to(torch.uint8))
+            now = spent()
+            advance(now - shown, f"{loss / math.log(2):.2f} bits per byte")
+            shown = now
+    return read, spent()
+
+
+@torch.no_grad()
+def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], context: int) -> float:
+    """Over the last `SCORED` bytes of each window, given the `context` bytes before them, or a quarter more."""
+    bits = []
+    stretch = min(SCORED, max(1, context // 4))
+    before = min(context, windows.shape[1] - 1 - SCORED)
+    first = windows.shape[1] - 1 - SCORED
+    for window in windows:
+        pieces = torch.stack([window[at - before : at + stretch + 1] for at in range(first, first + SCORED, stretch)])
+        logits = model(pieces[:, :-1].long())[:, before:]
+        bits.append(F.cross_entropy(logits.flatten(0, 1), pieces[:, before + 1 :].flatten().long()).item())
+    return statistics.fmean(bits) / math.log(2)
+
+
+@contextmanager
+def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
+    """A progress bar with elapsed and expected time; where there is no terminal, one line at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    begin, last = time.perf_counter(), ""
+    with Progress(
+        *columns, TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=total, shown="")
+
+        def advance(by: float, shown: str) -> None:
+            nonlocal last
+            last = shown
+            bar.update(task, advance=by, shown=shown)
+
+        yield advance
+    if not console.is_terminal:
+        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s", highlight=False)
+        console.file.flush()
+
+
+def _table(found: Demo) -> Table:
+    table = Table("", title="What was found", title_justify="left")
+    table.add_column("dilated", justify="right")
+    table.add_column("other", justify="right")
+    table.add_column("what the other is")
+    seconds, bits, reach = found.step_seconds, found.bits, found.window_reach
+    window = f"window of {found.window} tokens, {found.window_cost:.2f} times the score entries"
+    size = f"table of order {ORDER}, counted from the same {found.text_bytes / 1e6:.1f} MB"
+    for name, ours, other, what in (
+        (f"right answers, fact at most {reach:,} tokens away", *_shares(found.near), window),
+        (f"right answers, fact anywhere farther in {found.tokens:,}", *_shares(found.far), f"{window}; chance 6.2%"),
+        (f"training step, {found.tokens:,} tokens", *(f"{x:.2f} s" for x in seconds.values()), "dense attention"),
+        ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{found.table_bits:.3f}", size),
+        ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{bits[NEAR]:.3f}", f"its context cut to {NEAR} bytes"),
+    ):
+        table.add_row(name, ours, other, what)
     return table
 
 
-def _losses(path: Path) -> list[float]:
-    return [json.loads(line)["bits_per_byte"] * math.log(2) for line in path.read_text(encoding="utf-8").splitlines()]
+def _shares(rates: Mapping[str, float]) -> tuple[str, str]:
+    return f"{rates['dilated']:.1%}", f"{rates['window']:.1%}"
 
 
-def _train(options: Sequence[str]) -> int:
-    """Run `train` in the foreground; a signal reaches it and it, not this process, decides when to end."""
-    process = subprocess.Popen([sys.executable, "-m", "dilated_attention", "train", *options])
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM:  # the terminal sends SIGINT to both
-            process.terminate()
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+def sentences(found: Demo) -> list[str]:
+    """What the figures justify saying, and nothing else."""
+    said = []
+    longest = max(found.lessons)
+    if min(found.far["dilated"], found.near["dilated"]) >= 0.95:
+        trained = f"Trained on at most {longest:,} tokens, dilated" if longest < found.tokens else "Dilated"
+        said.append(f"{trained} attention answers about a fact anywhere in {found.tokens:,}.")
+    if abs(found.far["window"] - recall.CHANCE) <= 0.05 and found.far["dilated"] >= 0.95:
+        said.append(
+            f"The same model with a local window of at least its cost guesses where the fact is more than "
+            f"{found.window_reach:,} tokens away."
+        )
+    ratio = found.step_seconds["dilated"] / found.step_seconds["dense"]
+    if ratio < 1:
+        said.append(f"A training step over {found.tokens:,} tokens takes {ratio:.2f} of the time of dense attention.")
+    bits, near = found.bits[CONTEXT], found.bits[NEAR]
+    if bits < found.table_bits:
+        said.append(
+            f"The byte model needs {1 - bits / found.table_bits:.0%} fewer bits than a table of order {ORDER} "
+            "counted from the same bytes."
+        )
+    if bits < near:
+        said.append(f"With all its context it needs {1 - bits / near:.1%} fewer bits than with the last {NEAR} bytes.")
+    return said or ["These figures show no advantage."]

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention import released
-from dilated_attention.models import GigaPathSlideEncoder, KeyValueCache, LongNetConfig, LongNetLM, load_gigapath
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    KeyValueCache,
+    LongNetConfig,
+    LongNetLM,
+    load_gigapath,
+    tile_attention,
+)
 from dilated_attention.models.gigapath import PATTERN
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
@@ -24,7 +31,7 @@ from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step, seconds
 
 HEADS, WIDTH, IN_CHANS, GRID = 16, 768, 1536, 1000
-OURS, RIVAL = "ours, compat", "released algorithm"
+OURS, RIVAL, TILES = "ours, compat", "released algorithm", "tile attention"
 SLIDES = (500, 1000, 2000, 3000, 4000, 6000, 8000, 10_000)
 POSITIONS = (1000, 5000, 10_000, 20_000, 50_000, 100_000)
 DENSE_POSITIONS = (1000, 5000, 10_000, 20_000)
@@ -39,6 +46,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     return [
         Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, device, 5.0 if quick else 300.0)),
         Step("memory of the slide encoder", lambda: _slide_memory(tiles, layers, device)),
+        Step("tile attention", lambda: _tiles(tiles, layers, device, 5.0 if quick else 100.0)),
         Step("ragged slides", lambda: _ragged(SLIDES[: 3 if quick else None], device, 5.0 if quick else 120.0)),
         Step("decoding", lambda: _decoding(device, 5.0 if quick else 60.0, quick)),
         Step("training", lambda: _training(device, 3 if quick else 200)),
@@ -145,10 +153,29 @@ def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row
         yield Row(name, parameters, found[0] / found[1], "x", bar=0.5)
 
 
+def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
+    model = load_gigapath(slide_weights(layers)).to(device)
+    return lambda: tile_attention(model, x, coords)
+
+
+def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
+    parameters = _parameters(tiles, layers)
+    x, coords = slide(tiles, device)
+    calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
+    yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
+    request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
+    peaks = [measure.in_new_process(__name__, {**request, "name": name}) for name in (TILES, OURS)]
+    told = None not in peaks
+    name = "tile attention: peak memory above weights and input, over one encoding"
+    yield Row(
+        name, parameters, peaks[0] / peaks[1] if told else None, "x", bar=1.3, refused=None if told else measure.UNTOLD
+    )
+
+
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
     device = torch.device(request["device"])
     torch.set_num_threads(request["threads"])
-    make = _ours if request["name"] == OURS else _rival
+    make = {OURS: _ours, RIVAL: _rival, TILES: _tile_attention}[request["name"]]
     make(1, *slide(64, device), device)()  # loads the operators and starts the threads
     call = make(request["layers"], *slide(request["tiles"], device), device)
     return measure.peak_above_now(call, device)

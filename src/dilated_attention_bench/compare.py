@@ -1,0 +1,283 @@
+"""Every variant of the reports in the same rounds: time, memory, error against float64, keys reached, score entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_bench import measure, peers, rank_processes
+from dilated_attention_bench.cases import SPARSE, Case, Contender, Method
+from dilated_attention_bench.exact import exact, keys_reached, rows_of
+from dilated_attention_bench.measure import Spread
+from dilated_attention_bench.peers import Peer
+from dilated_attention_bench.results import Record, Row
+
+REPORTED = Case(method="dilated", seq_len=4096, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+LONG = replace(REPORTED, segment_lengths=(2048, 4096, 8192))
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 262144)
+DENSITIES = (0.02, 0.05, 0.10, 0.25, 0.50)
+INSIDE = 0.10
+"""Density of the blocks inside branches."""
+ERROR = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2e-3}
+"""The most that a row's error may be, relative and in norm, as in tests/tolerances.py."""
+ROWS = 24
+MOST_FLOPS = 3e12
+"""Of a call: some half a minute on two cores."""
+PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
+"""What the reports' plan asks of block-sparse attention at 4,096 tokens: time over the dilated baseline, by density."""
+NAME, WORST, RING = "compare", "largest error of a variant", "ring of one process: time over dilated_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the variants of one set of rounds have in common.
+
+    Attributes:
+        base: the shape, the dtype, and the branches of those variants that have some.
+        backward, compiled: whether forward and backward are timed too, and the calls compiled.
+        seconds: about how long the rounds take.
+    """
+
+    base: Case
+    backward: bool = True
+    compiled: bool = False
+    seconds: float = 10.0
+
+    @property
+    def plain(self) -> bool:
+        """The setting of most rows: its memory is measured, and its ring of two processes."""
+        return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
+
+    @property
+    def label(self) -> str:
+        base = self.base
+        words = [f"{base.seq_len:,} tokens", base.dtype, f"batch {base.batch}"]
+        words += [f"segments from {base.segment_lengths[0]:,}"] + ["compiled"] * self.compiled
+        return ", ".join(words)
+
+
+def settings(quick: bool) -> list[Setting]:
+    if quick:
+        first = replace(REPORTED, seq_len=2048)
+        others = [replace(first, dtype="bfloat16"), replace(first, dtype="float16"), replace(first, batch=4)]
+        return [Setting(first, seconds=3.0), Setting(REPORTED), *(Setting(case, seconds=3.0) for case in others)]
+    found = []
+    for branches in (REPORTED, LONG):
+        for dtype in ERROR:
+            for seq_len in LENGTHS:
+                main = branches is REPORTED and dtype == "float32"
+                base = replace(branches, dtype=dtype, seq_len=seq_len)
+                found.append(Setting(base, seq_len <= (16384 if main else 8192), seconds=60.0 if main else 20.0))
+    found += [Setting(replace(REPORTED, seq_len=seq_len, batch=4), seconds=30.0) for seq_len in (2048, 4096, 8192)]
+    return [*found, Setting(REPORTED, backward=False, compiled=True, seconds=30.0)]
+
+
+def variants(base: Case) -> dict[str, Case]:
+    """By the name that the table shows."""
+
+    def of(method: Method, **more: Any) -> Case:
+        return replace(base, method=method, **more)
+
+    found = {
+        "dense": of("dense"),
+        "LongNet branches": of("dilated"),
+        "head groups": of("head groups"),
+        "ring of one process": of("ring"),
+    }
+    for density in DENSITIES:
+        block_size = 64 if density <= 0.05 else 128  # a row sees at least one block
+        for blocks in ("local", "random"):
+            sparse = of("block-sparse", blocks=blocks, density=density, block_size=block_size)
+            found[f"{blocks} blocks, {density:.0%}"] = sparse
+    inside: dict[str, Any] = {"density": INSIDE, "block_size": 64}
+    for blocks in ("local", "random"):
+        product = of("block-sparse dilated", blocks=blocks, **inside)
+        found[f"{blocks} blocks inside branches, {INSIDE:.0%}"] = product
+    found["multihead module"] = of("multihead")
+    found["block-sparse multihead module"] = of("multihead block-sparse", blocks="local", **inside)
+    return found
+
+
+def parameters(setting: Setting, variant: str, case: Case) -> dict[str, Any]:
+    branches = list(setting.base.segment_lengths)
+    return {**case.parameters, "variant": variant, "branches": branches, "compiled": setting.compiled}
+
+
+def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> Iterator[Row]:
+    """A row a variant, and what the bars are on."""
+    cases = variants(setting.base)
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    figures: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        refused = None
+        if case.flops > MOST_FLOPS:
+            refused = f"{case.flops / 1e12:.3g} TFLOP a call; at most {MOST_FLOPS / 1e12:.3g} are run"
+        elif len(case.segment_lengths) and case.method in SPARSE and _too_short(case):
+            refused = "a branch has fewer keys than a block"
+        if refused:
+            yield Row(NAME, parameters(setting, name, case), None, "ms", refused=refused)
+            continue
+        call = case.prepare()
+        calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
+        figures[name] = {}
+    stands_in: dict[str, str] = {}
+    for peer in others:
+        case = next(case for case in cases.values() if case.method == peer.method and case.density in (None, 0.1))
+        cases[peer.name] = replace(case, offsets=peer.offsets)  # type: ignore[arg-type]
+        stands_in[peer.name] = peer.stands_in
+        try:
+            calls[peer.name] = peer.make(cases[peer.name])
+            figures[peer.name] = dict(peers.checks(calls[peer.name], *_inputs(setting.base, device)))
+        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            calls.pop(peer.name, None)
+            reason = f"it does not run: {type(error).__name__}: {_line(error)}"
+            yield Row(NAME, parameters(setting, peer.name, cases[peer.name]), None, "ms", refused=reason)
+    rows, inputs = rows_of(setting.base, ROWS), _inputs(setting.base, device)
+    backward: dict[str, bool] = {}
+    for name, call in list(calls.items()):
+        case = cases[name]
+        figures[name] |= {
+            "share of score entries": case.attention_flops / replace(case, method="dense").flops,
+            "keys reached": keys_reached(case, rows),
+        }
+        with torch.no_grad():
+            held = measure.peak_above_now(partial(call, *inputs), device) if setting.plain else None
+            found = call(*inputs)[:, rows].double().cpu()
+        q, k, v = (x.cpu() for x in inputs)
+        expected = exact(case, q, k, v, rows)
+        figures[name]["error"] = float((found - expected).norm() / expected.norm())
+        if held is not None:
+            figures[name]["peak memory, bytes"] = float(held)
+        backward[name] = setting.backward
+        if name in stands_in and setting.backward:
+            backward[name] = _differentiable(call, inputs)
+    ours = {name: value["error"] for name, value in figures.items() if name in calls and name not in stands_in}
+    where = setting.base.parameters | {"compiled": setting.compiled}
+    worst = max(ours, key=ours.__getitem__)
+    yield Row(WORST, where, ours[worst], "", bar=ERROR[setting.base.dtype], figures=ours)
+    contenders = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
+    phases = ("forward", "forward+backward")
+    for name in calls:
+        yield Row.of(
+            NAME,
+            parameters(setting, name, cases[name]) | ({"stands in": stands_in[name]} if stands_in.get(name) else {}),
+            rounds.spread(name).scaled(1e3),
+            "ms",
+            over={"dense": rounds.ratio(name, "dense")} if "dense" in calls and name != "dense" else {},
+            times={phase: rounds.spread(name, phase) for phase in phases if (name, phase) in rounds.seconds},
+            figures=figures[name],
+        )
+    if setting.base == REPORTED and not setting.compiled:
+        for baseline in ("LongNet branches", "head groups"):
+            for name, bar in ((f"{kind} blocks, {d:.0%}", PLAN[d]) for kind in ("local", "random") for d in PLAN):
+                shares = {x: figures[x]["share of score entries"] for x in (name, baseline)}
+                work = shares[name] / shares[baseline]
+                yield Row.of(
+                    f"the plan: time over {baseline}",
+                    parameters(setting, name, cases[name]),
+                    rounds.ratio(name, baseline),
+                    bar=bar,
+                    figures={"score entries over the baseline's": work},
+                )
+    for phase in phases[: 1 + setting.backward]:
+        ratio = rounds.ratio("ring of one process", "LongNet branches", phase)
+        yield Row.of(f"{phase}: {RING}", where, ratio, bar=1.02)
+
+
+def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
+    """The variants of one setting among the rows of a file."""
+    shared = parameters(setting, "", setting.base)
+    names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
+    wanted = {name: shared[name] for name in names} | {"branches": list(setting.base.segment_lengths)}
+    return [row for row in rows if row["name"] == NAME and wanted.items() <= row["parameters"].items()]
+
+
+def ring_of_two(setting: Setting, rounds: int) -> Iterator[Row]:
+    """Two processes of one thread each, in rounds of their own: their time beside one process of two threads."""
+    case = variants(setting.base)["LongNet branches"]
+    found = rank_processes.measure("ring", case, 2, rounds=rounds)
+    times = {phase: Spread.of(found[phase]) for phase in ("forward", "forward+backward")}
+    yield Row.of(
+        NAME,
+        parameters(setting, "ring of two processes", case),
+        times["forward"].scaled(1e3),
+        "ms",
+        times=times,
+        figures={"difference from one process": found["difference"]},
+    )
+
+
+def _too_short(case: Case) -> bool:
+    return min(group.queries.count for group in case.plan.groups) < case.block_size
+
+
+def _inputs(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return base.inputs(device)[0]
+
+
+def _contender(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], case: Case, device: torch.device, backward: bool
+) -> Contender:
+    inputs = [x.requires_grad_(backward) for x in _inputs(replace(case, method="dilated"), device)]
+    gradient = torch.randn_like(inputs[0]) if backward else None
+
+    def work() -> Iterator[str]:
+        with torch.set_grad_enabled(backward):
+            out = call(*inputs)
+            yield "forward"
+            if backward:
+                torch.autograd.grad(out, inputs, gradient)
+                yield "forward+backward"
+
+    return work
+
+
+def _differentiable(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]) -> bool:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    try:
+        torch.autograd.grad(call(*leaves).sum(), leaves)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings, and the cells of one setting's rows."""
+    headings = ("variant", "forward ms", "/ dense", "+ backward", "MiB", "error", "keys", "share")
+    return headings, [(_name(row), *_cells(row)) for row in rows]
+
+
+def _name(row: Record) -> str:
+    """The variant, why it has no figures, and what is wrong with what it computes."""
+    name, figures = str(row["parameters"]["variant"]), row.get("figures", {})
+    if row["value"] is None:
+        return f"{name}: {row['refused']}"
+    least, greatest = (figures.get(f"row sum, {end}", 1.0) for end in ("least", "greatest"))
+    if not 0.99 < least <= greatest < 1.01:
+        name += f" (rows sum to {least:.3g} to {greatest:.3g})"
+    return name if figures.get("depends on other tokens", 1.0) else f"{name} (no token sees another)"
+
+
+def _cells(row: Record) -> tuple[str, ...]:
+    figures, both = row.get("figures", {}), row.get("times", {}).get("forward+backward")
+    if row["value"] is None:
+        return ("",) * 7
+    shown = (("peak memory, bytes", 2**-20, ",.0f"), ("error", 1, ".1e"), ("keys reached", 1, ",.0f"))
+    return (
+        f"{row['value']:.3g}",
+        f"{row['over']['dense']['median']:.2f}" if row.get("over") else "",
+        "" if both is None else f"{1e3 * both['median']:.3g}",
+        *(f"{figures[name] * unit:{form}}" if name in figures else "" for name, unit, form in shown),
+        f"{figures['share of score entries']:.1%}" if "share of score entries" in figures else "",
+    )

@@ -1,0 +1,197 @@
+"""Other implementations, loaded from a checkout that the user has: what `compare --peer NAME=PATH` measures.
+
+A peer is run as it is. Where it needs xFormers or flash-attn, and that is not there or has no CPU version, PyTorch's
+fused attention stands in for that one call, and its row says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention_bench.cases import Case, Method
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One class of another implementation.
+
+    Attributes:
+        name: in the table. method: the variant of ours that is meant to compute the same.
+        make: from a case to the call. stands_in: what was put in the place of a package that is not installed.
+        offsets: where the peer's differ from ours, which then take them.
+    """
+
+    name: str
+    method: Method
+    make: Callable[[Case], Call]
+    stands_in: str = ""
+    offsets: str = "head"
+
+
+def load(argument: str) -> list[Peer]:
+    """The peers behind one `NAME=PATH`."""
+    name, equals, path = argument.partition("=")
+    if name not in ADAPTERS or not equals:
+        raise ValueError(f"--peer {argument}: give NAME=PATH, NAME one of {', '.join(ADAPTERS)}")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"--peer {argument}: {path or 'an empty path'} is not a folder")
+    try:
+        with _first_on_path(folder.resolve()):
+            return ADAPTERS[name]()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--peer {argument}: cannot be loaded from {path}: {error}") from error
+
+
+@contextmanager
+def _first_on_path(folder: Path):  # type: ignore[no-untyped-def]
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _dilated_attention_pytorch() -> list[Peer]:
+    missing = _stand_in("xformers.ops", memory_efficient_attention=_xformers, LowerTriangularMask=_Causal)
+    kind = importlib.import_module("dilated_attention_pytorch.dilated_attention").DilatedAttention
+    return [Peer("dilated-attention-pytorch", "head groups", lambda case: _module(case, kind), missing)]
+
+
+FORK = {
+    "dilated_attention.DilatedAttention": "head groups",
+    "improved_dilated_attention.ImprovedDilatedAttention": "head groups",
+    "ring_dilated_attention.RingDilatedAttention": "head groups",
+    "block_sparse_ring_dilated_attention.BlockSparseRingDilatedAttention": "block-sparse",
+}
+"""Classes of the reported fork, and what each is meant to compute."""
+
+
+def _fork() -> list[Peer]:
+    found, reasons = [], []
+    for path, method in FORK.items():
+        module, _, name = path.partition(".")
+        try:
+            kind = getattr(importlib.import_module(f"dilated_attention_pytorch.{module}"), name)
+        except (ImportError, AttributeError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        block_sparse = method == "block-sparse"
+        make = (lambda case, kind=kind: _fork_sparse(case, kind)) if block_sparse else (
+            lambda case, kind=kind: _module(case, kind)
+        )  # fmt: skip
+        found.append(Peer(f"fork: {name}", method, make))  # type: ignore[arg-type]
+    if not found:
+        raise ImportError("; ".join(reasons))
+    return found
+
+
+def _module(case: Case, kind: Any) -> Call:
+    module = kind(list(case.segment_lengths), list(case.dilation_rates)).eval()
+    return lambda q, k, v: module(q, k, v, is_causal=case.is_causal)
+
+
+def _fork_sparse(case: Case, kind: Any) -> Call:
+    """Its pattern generator asked for the density; what it gives is another one, so no error is told."""
+    config = importlib.import_module(kind.__module__).SparsePatternConfig
+    sparse = config(pattern_type="local_window", sparsity_ratio=case.density, block_size=case.block_size)
+    module = kind(list(case.segment_lengths), list(case.dilation_rates), sparse_config=sparse).eval()
+    return lambda q, k, v: module(q, k, v, is_causal=case.is_causal)
+
+
+def _torchscale() -> list[Peer]:
+    kind = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
+    base: Any = importlib.import_module("torchscale.component.multihead_attention")
+    missing = ""
+    if base.flash_attn_func is None:  # without a GPU
+        base.flash_attn_func, missing = _flash, "without flash-attn: its call is PyTorch's fused attention"
+
+    def make(case: Case) -> Call:
+        """Its attention without its projections, as ours: each is replaced by the identity."""
+        arguments = SimpleNamespace(
+            segment_length=list(case.segment_lengths), dilated_ratio=list(case.dilation_rates), flash_attention=True,
+            multiway=False, xpos_rel_pos=False, layernorm_eps=1e-5, seq_parallel=False, xpos_scale_base=512,
+        )  # fmt: skip
+        module = kind(arguments, case.heads * case.head_dim, case.heads, self_attention=True).eval()
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(module, name, nn.Identity())
+        module.inner_attn_ln = None
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, _ = module(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=case.is_causal)
+            return out.unflatten(2, (case.heads, case.head_dim))
+
+        return call
+
+    return [Peer("torchscale", "dilated", make, missing, "head_block")]
+
+
+ADAPTERS: dict[str, Callable[[], list[Peer]]] = {
+    "torchscale": _torchscale,
+    "dilated-attention-pytorch": _dilated_attention_pytorch,
+    "fork": _fork,
+}
+
+
+class _Causal:
+    """xFormers' name of the causal mask."""
+
+
+def _xformers(query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None) -> Tensor:
+    """(batch, tokens, heads, head_dim), as xFormers takes them."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: object, scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, heads, head_dim), as flash-attn takes them; out and lse."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _stand_in(package: str, **names: object) -> str:
+    """Put a module of these names where `package` is not installed; says so, or nothing."""
+    top = package.partition(".")[0]
+    if top in sys.modules and not getattr(sys.modules[top], "_stands_in", False):
+        return ""
+    if top not in sys.modules and importlib.util.find_spec(top) is not None:
+        return ""
+    for name in (top, package):
+        module = sys.modules.setdefault(name, ModuleType(name))
+        module._stands_in = True  # type: ignore[attr-defined]
+    for name, value in {"AttentionOp": object, **names}.items():
+        setattr(sys.modules[package], name, value)
+    if package != top:
+        setattr(sys.modules[top], package.partition(".")[2], sys.modules[package])
+    return f"without {top}: its call is PyTorch's fused attention"
+
+
+def checks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Mapping[str, float]:
+    """Least and greatest sum of a row's weights, read from values that are all 1; 1 where a row depends on other tokens
+    than its own, 0 where it attends over heads or not at all."""
+    sums = call(q, k, torch.ones_like(v))
+    kept = sums[sums != 0]
+    half = q.shape[1] // 2
+    other = v.clone()
+    other[:, half] += 1.0
+    changed = (call(q, k, v) != call(q, k, other)).flatten(2).any(-1)[0]
+    changed[half] = False
+    least, greatest = (float(kept.min()), float(kept.max())) if kept.numel() else (0.0, 0.0)
+    return {"row sum, least": least, "row sum, greatest": greatest, "depends on other tokens": float(changed.any())}

@@ -1,0 +1,161 @@
+"""`bench quality`: what a pattern keeps of dense attention's quality: recall by distance and length, bits per byte."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.models import LongNetConfig
+from dilated_attention.nn import SelfAttention
+from dilated_attention.patterns import Dilated
+from dilated_attention.training import recall
+from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention.training.text import Split, read_text
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step
+
+ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), "dense, equal time"
+ORDERS = (2, 3, 4)
+WINDOW = 1024
+"""Tokens of the text model's local window: what the dilated model sees at rate 1, on average."""
+MOST_STEPS = {128: 400, 512: 300, 2048: 60}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is done. lengths: of recall; contexts: of text, each with the steps of a training; seeds: of it."""
+
+    lengths: tuple[int, ...]
+    questions: int
+    most_steps: Mapping[int, int]
+    contexts: tuple[tuple[int, int], ...]
+    seeds: int
+    held_out: int
+
+
+WHOLE = Size(
+    lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=MOST_STEPS,
+    contexts=((8192, 2000), (32768, 1000)), seeds=3, held_out=32,
+)  # fmt: skip
+QUICK = Size(
+    lengths=(512,), questions=1, most_steps=dict.fromkeys(MOST_STEPS, 1), contexts=((512, 2),), seeds=1, held_out=1
+)
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    size = QUICK if quick else WHOLE
+    longest = max(size.lengths)
+    found = [Step("recall", partial(_recall, size, longest, device))]
+    for context, count in size.contexts:
+        found += [
+            Step(f"text, {context:,} bytes, seed {seed}", partial(_text, context, count, seed, size.held_out, device))
+            for seed in range(size.seeds)
+        ]
+    return found
+
+
+@cache
+def _sources(context: int) -> Split:
+    """PyTorch's own Python sources, some tens of megabytes, which every machine that runs this has."""
+    files = sorted(Path(torch.__file__).parent.rglob("*.py"))
+    return read_text([file for file in files if file.stat().st_size]).split(context)
+
+
+def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
+    models = recall.models(longest, 0, device)
+    window = recall.window_of_equal_cost(longest)
+    reach = recall.window_reach(longest, window)
+    taken: dict[int, int] = {}
+    for name, model in models.items():
+        generator, limit = torch.Generator().manual_seed(0), dict(taken) or size.most_steps
+        for lesson in recall.learn(model, longest, generator, limit, until=math.inf if taken else 0.98):
+            if name == "dilated":
+                taken[lesson.tokens] = lesson.step
+    for length in size.lengths:
+        for name, model in models.items():
+            generator = torch.Generator().manual_seed(1)
+            parameters = {"seq_len": length, "heads": recall.HEADS, "method": name, "reach": reach, "layers": 2}
+            for first, last in _distances(reach, length):
+                answered = recall.accuracy(model, length, generator, size.questions, range(first, last))
+                where = {**parameters, "distance": [first, last - 1], "questions": size.questions}
+                yield Row("recall: right answers; chance is 0.0625", where, answered, "")
+
+
+def _distances(reach: int, length: int) -> list[tuple[int, int]]:
+    """Within the window's reach, and beyond it in steps of four."""
+    edges = [1, min(reach + 1, length)]
+    while edges[-1] < length:
+        edges.append(min(4 * edges[-1], length))
+    return list(pairwise(edges))
+
+
+def _model(attention: str, context: int, seed: int, device: torch.device) -> NgramLM:
+    near = min(2048, context)
+    pattern = None if attention == "dense" else Dilated((near, context), (1, 4))
+    torch.manual_seed(seed)
+    model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern, positions=None))
+    if attention == "window":
+        for block in model.blocks:
+            assert isinstance(block.attention, SelfAttention)
+            block.attention.attention = recall.LocalWindow(WINDOW)  # type: ignore[assignment]
+    return model.to(device)
+
+
+def _text(context: int, count: int, seed: int, held_out: int, device: torch.device) -> Iterator[Row]:
+    """The same bytes in the same order for every attention, as many steps; and dense in the time that dilated took."""
+    split = _sources(context)
+    windows = split.sample_held_out(held_out).to(device)
+    parameters: dict[str, Any] = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
+    bits: dict[str, float] = {}
+    limit = math.inf
+    for run in (*ATTENTIONS, IN_TIME):
+        attention = run.partition(",")[0]
+        model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
+        progress = _clock(limit) if run == IN_TIME else lambda done: done / count
+        begin = time.perf_counter()
+        read = [piece for pieces, _ in learn(model, split, generator, progress) for piece in pieces.to(torch.uint8)]
+        seconds = time.perf_counter() - begin
+        found = by_position(model, windows)
+        bits[run] = statistics.fmean(found.values())
+        case = {**parameters, "method": run}
+        yield Row("text: held-out bits per byte", case, bits[run], "bits per byte")
+        yield Row("text: seconds of training", case, seconds, "s")
+        for first, value in found.items():
+            yield Row("text: bits per byte by position", {**case, "from": first}, value, "bits per byte")
+        if run == "dilated":
+            limit = seconds
+            for order in ORDERS:
+                table = NgramTable(read, order)
+                floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
+                yield Row("text: table of n-grams", {**parameters, "order": order}, floor, "bits per byte")
+    for words, run, bar in (("steps", "dense", 1.02), ("time", IN_TIME, 0.95)):
+        ratio = bits["dilated"] / bits[run]
+        yield Row(f"text: dilated over dense, equal {words}", parameters, ratio, "x", bar=bar)
+
+
+def _clock(seconds: float) -> Callable[[int], float]:
+    """The share of so many seconds that has gone by, from now on."""
+    begin = time.perf_counter()
+    return lambda _: (time.perf_counter() - begin) / seconds
+
+
+@torch.no_grad()
+def by_position(model: NgramLM, windows: Tensor) -> dict[int, float]:
+    """Mean bits per byte over eighths of the windows, by the position where each begins."""
+    losses = [
+        F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows
+    ]
+    eighths = torch.stack(losses).mean(0).tensor_split(8)
+    edges = [0, *torch.tensor([len(x) for x in eighths]).cumsum(0).tolist()]
+    return {edge: float(x.mean()) / math.log(2) for edge, x in zip(edges, eighths, strict=False)}

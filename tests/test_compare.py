@@ -1,0 +1,175 @@
+"""`dilated-attention compare`: its oracle, its variants, resuming, and what it says of other implementations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dilated_attention.backends.reference import count_matrix
+from dilated_attention.cli import main
+from dilated_attention_bench import compare, peers
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.exact import exact, keys_of, keys_reached
+
+TINY = Case(method="dilated", seq_len=256, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=3, head_dim=8)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Four of the variants."""
+    kept, variants = ("dense", "LongNet branches", "head groups", "ring of one process"), compare.variants
+    monkeypatch.setattr(compare, "variants", lambda base: {name: variants(base)[name] for name in kept})
+
+
+def test_keys_of_a_row_against_the_count_matrix():
+    case = replace(TINY, seq_len=150, is_causal=True)
+    counts = count_matrix(case.segment_lengths, case.dilation_rates, case.pattern.offset_table(3), 150, is_causal=True)
+    for head in range(3):
+        for row in (0, 63, 64, 100, 149):
+            found = torch.bincount(keys_of(case, row, head), minlength=150)
+            assert found.tolist() == counts[head, row].tolist()
+
+
+@pytest.mark.parametrize("method", ["block-sparse", "block-sparse dilated", "head groups", "multihead block-sparse"])
+def test_the_oracle_agrees_with_every_variant_and_notices_another(method):
+    case = replace(TINY, method=method, blocks="random", density=0.5, block_size=32)
+    torch.manual_seed(0)
+    q, k, v = case.inputs(CPU)[0]
+    rows = [0, 5, 77, 255]
+    with torch.no_grad():
+        out = case.prepare()(q, k, v)[:, rows].double()
+    torch.testing.assert_close(out, exact(case, q, k, v, rows), rtol=0, atol=2e-6)
+    assert (exact(case, q, k.flip(1), v, rows) - out).abs().max() > 1e-3
+
+
+def test_keys_reached_are_those_of_all_heads():
+    case = replace(TINY, segment_lengths=(64,), dilation_rates=(4,), heads=2)
+    assert keys_reached(case, [0]) == 16  # head 0 sees its residue; head 1 has another
+    assert keys_reached(replace(case, heads=1), [1]) == 0
+
+
+def test_measured_has_a_row_a_variant_and_its_errors_meet_the_bar():
+    setting = compare.Setting(replace(TINY, heads=4), seconds=0.01)
+    rows = list(compare.measured(setting, CPU, []))
+    shown = [row for row in rows if row.name == compare.NAME]
+    assert [row.parameters["variant"] for row in shown] == list(compare.variants(setting.base))
+    assert all(row.value > 0 and row.figures["error"] < 3e-6 and "forward+backward" in row.times for row in shown)
+    (worst,) = (row for row in rows if row.name == compare.WORST)
+    assert worst.met
+    share = {row.parameters["variant"]: row.figures["share of score entries"] for row in shown}
+    assert share["dense"] == 1
+    assert share["LongNet branches"] == share["ring of one process"] == pytest.approx(64 / 256 + 128 / 4 / 256)
+    records = [json.loads(json.dumps({"name": row.name, "value": row.value, "parameters": row.parameters,
+                                      "times": {}, "figures": row.figures})) for row in rows]  # fmt: skip
+    assert len(compare.rows_at(records, setting)) == len(shown)
+    assert not compare.rows_at(records, replace(setting, base=replace(setting.base, dtype="bfloat16")))
+    headings, cells = compare.table(compare.rows_at(records, setting))
+    assert all(len(line) == len(headings) for line in cells)
+
+
+def test_what_is_too_large_or_too_short_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(compare, "MOST_FLOPS", compare.variants(TINY)["dense"].flops - 1)
+    setting = compare.Setting(replace(TINY, segment_lengths=(32, 64)), backward=False, seconds=0.0)
+    refused = {r.parameters["variant"]: r.refused for r in compare.measured(setting, CPU, []) if r.refused}
+    assert "TFLOP a call" in refused.pop("dense")
+    assert set(refused.values()) == {"a branch has fewer keys than a block"}
+    assert len(refused) == 3
+
+
+def test_settings_are_those_of_the_reports():
+    whole = compare.settings(False)
+    assert {x.base.seq_len for x in whole} == set(compare.LENGTHS)
+    assert {x.base.dtype for x in whole} == set(compare.ERROR)
+    assert {x.base.batch for x in whole} == {1, 4}
+    assert {x.base.segment_lengths for x in whole} == {(1024, 2048, 4096), (2048, 4096, 8192)}
+    assert sum(x.compiled for x in whole) == 1
+
+
+def test_what_a_file_holds_is_not_measured_again(few, tmp_path, monkeypatch, capsys):
+    setting = compare.Setting(replace(TINY, dtype="bfloat16"), backward=False, seconds=0.0)
+    monkeypatch.setattr(compare, "settings", lambda quick: [setting])
+    words = ["compare", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert "head groups" in capsys.readouterr().out
+    monkeypatch.setattr(compare, "measured", lambda *arguments: pytest.fail("measured again"))
+    assert main(words) == 0
+    assert "head groups" in capsys.readouterr().out
+    assert main([*words, "--only", "no such title"]) == 2
+
+
+FORK = """
+import torch.nn.functional as F
+from torch import nn
+class DilatedAttention(nn.Module):
+    def __init__(self, segment_lengths, dilation_rates):
+        super().__init__()
+    def forward(self, q, k, v, is_causal=False):
+        return {body}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A package of the reported fork's name, whose class computes `body`."""
+
+    def make(body: str) -> str:
+        package = tmp_path / "dilated_attention_pytorch"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "dilated_attention.py").write_text(FORK.format(body=body))
+        return f"fork={tmp_path}"
+
+    yield make
+    for name in [name for name in sys.modules if name.startswith("dilated_attention_pytorch")]:
+        del sys.modules[name]
+
+
+def test_a_peer_that_attends_over_heads_is_told_apart(few, checkout):
+    (peer,) = peers.load(checkout("F.scaled_dot_product_attention(q, k, v) * 3"))
+    setting = compare.Setting(TINY, seconds=0.0)
+    rows = list(compare.measured(setting, CPU, [peer]))
+    (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
+    assert row.figures["depends on other tokens"] == 0
+    assert row.figures["row sum, least"] == pytest.approx(3)
+    assert row.figures["error"] > 0.1
+    assert "forward+backward" in row.times
+    (worst,) = (row for row in rows if row.name == compare.WORST)
+    assert worst.met  # it is of our own variants
+    record = {"value": row.value, "parameters": row.parameters, "figures": row.figures, "times": {}}
+    ((name, *_),) = compare.table([record])[1]
+    assert name == "fork: DilatedAttention (rows sum to 3 to 3) (no token sees another)"
+
+
+def test_a_peer_that_does_not_run_has_the_reason(few, checkout):
+    (peer,) = peers.load(checkout("q.training"))
+    rows = compare.measured(compare.Setting(TINY, backward=False, seconds=0.0), CPU, [peer])
+    (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
+    assert "AttributeError" in row.refused
+
+
+def test_wrong_peers_are_refused(tmp_path):
+    for argument, said in (
+        ("fork", "give NAME=PATH"),
+        (f"none={tmp_path}", "NAME one of torchscale"),
+        (f"fork={tmp_path}/none", "is not a folder"),
+        (f"torchscale={tmp_path}", "cannot be loaded"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            peers.load(argument)
+
+
+def test_checks_of_plain_attention():
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+    found = peers.checks(dense, q, k, v)
+    assert found["depends on other tokens"] == 1
+    assert found["row sum, least"] == pytest.approx(1, abs=1e-5)
