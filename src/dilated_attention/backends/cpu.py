@@ -42,7 +42,7 @@ faster."""
 
 LEAST_ROWS = {torch.float32: 48, torch.bfloat16: 8, torch.float16: 8}
 """Rows of the longest segments from which on `auto` takes this backend: a tile's gathers and edges cost more than the
-products of a shorter one (results/cpu-2-threads-amd-epyc/cpu.jsonl, `time over native`)."""
+products of a shorter one (notebook, 2026-11-22)."""
 
 
 def refusal(facts: Facts) -> str | None:
