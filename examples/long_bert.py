@@ -1,8 +1,9 @@
 """Fine-tune a BERT-like model at four times its length with dilated attention.
 
 Of which package of Python's standard library is a piece of source? A small transformers model learns it from pieces of
-128 bytes with its own dense attention. Then its table of positions is repeated to 512, `dilate` gives it segments of
-128 tokens and a sparse branch over all 512, and some steps at 512 bytes teach it to use what it can now see.
+128 bytes with its own dense attention. Then `extend_positions` repeats its table of positions to 512, `dilate` gives it
+segments of 128 tokens and a sparse branch over all 512, and some steps at 512 bytes teach it to use what it can now
+see.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from dilated_attention.integrations.huggingface import dilate
+from dilated_attention.integrations.huggingface import dilate, extend_positions
 from dilated_attention.training.text import read_text, standard_library
 
 SHORT, LONG = 128, 512
@@ -44,12 +45,7 @@ class Classifier(nn.Module):
 
     def lengthen(self) -> None:
         """Positions for LONG tokens, each the trained one at its place modulo SHORT, and dilated attention."""
-        embeddings = self.bert.embeddings
-        repeated = embeddings.position_embeddings.weight.detach().repeat(LONG // SHORT, 1)
-        embeddings.position_embeddings = nn.Embedding.from_pretrained(repeated, freeze=False)
-        embeddings.position_ids = torch.arange(LONG)[None]
-        embeddings.token_type_ids = torch.zeros(1, LONG, dtype=torch.int64)
-        self.bert.config.max_position_embeddings = LONG
+        extend_positions(self.bert, LONG)
         dilate(self.bert, segment_lengths=[SHORT, LONG], dilation_rates=[1, 4])
 
 

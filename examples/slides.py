@@ -4,19 +4,22 @@ A slide is a bag of tiles, each with a feature vector and its place. Synthetic s
 in the positive ones a neighbourhood of tiles shares a weak signal, which no tile shows alone. Batches are padded, and
 `lengths` sees to it that padding costs and influences nothing: a slide's result is what it is alone.
 
+At the end `tile_attention` says which tiles of a positive slide its embedding attends to; `--picture` draws them.
+
 For the published encoder, read its weights instead: `dilated_attention.models.load_gigapath`.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention import Dilated
-from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig
+from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig, tile_attention
 
 FEATURES, GRID, TILE = 32, 64, 256
 
@@ -66,7 +69,7 @@ def accuracy(model: SlideClassifier, batch: tuple[Tensor, ...]) -> float:
     return ((model(*batch[:3]) > 0) == (batch[3] > 0)).float().mean().item()
 
 
-def main(steps: int = 150) -> dict[str, float]:
+def main(steps: int = 150, picture: Path | None = None) -> dict[str, float]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = SlideClassifier()
@@ -88,11 +91,21 @@ def main(steps: int = 150) -> dict[str, float]:
             for i, n in enumerate(lengths.tolist())
         ]
     difference = (together - torch.cat(alone)).abs().max().item()
-    return found | {"largest difference of a slide in a batch to the slide alone": difference}
+    found["largest difference of a slide in a batch to the slide alone"] = difference
+
+    attended = tile_attention(model.eval().encoder, features, coords, lengths=lengths)
+    positive = int((lengths * test[3]).argmax())
+    found["share of a slide's attention that its tiles get, rolled up"] = attended.rolled_up[positive].sum().item()
+    if picture is not None:
+        axes = attended.plot(positive)
+        axes.figure.savefig(picture, dpi=120)
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="batches of 8 slides")
-    for name, value in main(parser.parse_args().steps).items():
+    parser.add_argument("--picture", type=Path, help="draw the attention over a positive slide's tiles into this file")
+    options = parser.parse_args()
+    for name, value in main(options.steps, options.picture).items():
         print(f"{value:.3g}  {name}")

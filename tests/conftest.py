@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
 import pytest
 import torch
+
+# Before the package is imported, which looks for them: the CPU kernels of these sources.
+build = runpy.run_path(str(Path(__file__).parents[1] / "src/dilated_attention/kernels/cpu/build.py"))
+if build["refusal"]() is None and build["outdated"]():
+    build["build"]()
 
 # beartype checks each call against its jaxtyping shapes, above the kernels and below the public functions. These check
 # their own arguments, and beartype's sampling inside a strategy would disturb hypothesis. Triton compiles a kernel from

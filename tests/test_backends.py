@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from dilated_attention import BackendError, Dilated, attention, explain
-from dilated_attention.backends import native
+from dilated_attention.backends import native, table, triton
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS, Backend
 
 # The file: here native with scores in double precision.
@@ -47,3 +49,48 @@ def test_a_new_backend():
     assert not torch.equal(*results.values())
     torch.testing.assert_close(*results.values(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+CASES = [
+    Facts(torch.device(device), dtype, head_dim, 4096, needs, work)
+    for device in ("cuda", "cpu")
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float32, 128), (torch.float64, 64), (torch.float16, 320))
+    for needs in ((), ("dropout_p",), ("key_padding_mask", "a block layout"))
+    for work in (10, 10**9)
+] + [
+    Facts(torch.device("cuda"), torch.bfloat16, 64, 2**31),
+    Facts(torch.device("cuda"), torch.bfloat16, over_mesh=True),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_auto_decides_alike_eager_and_compiled(monkeypatch):
+    """On a GPU that is not there: before the kernels were shown right on it, and after."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(table, "Choice", lambda backend, *reason: backend)  # the checked class cannot be traced
+    (*needing, plain) = triton.RULES
+    chosen = []
+    for right, least in (((), {}), (("sm_90",), {}), (("sm_90",), {"sm_90": 1000})):
+        monkeypatch.setattr(triton, "RIGHT", frozenset(right))
+        monkeypatch.setattr(triton, "RULES", (*needing, replace(plain, least=least)))
+        torch.compiler.reset()
+
+        def names(x):
+            return x + 1, [table.choose("auto", facts).name for facts in CASES]
+
+        chosen.append(names(torch.zeros(1))[1])
+        assert torch.compile(names, backend="eager", fullgraph=True)(torch.zeros(1))[1] == chosen[-1]
+    assert len(CASES) == 50
+    taken = [{facts for facts, name in zip(CASES, names, strict=True) if name == "triton"} for names in chosen]
+    served = {x for x in CASES if x.device.type == "cuda" and x.dtype != torch.float64 and x.head_dim < 320}
+    served -= {x for x in served if x.seq_len > triton.MAX_TOKENS}
+    assert taken == [set(), {x for x in served if x.needs}, {x for x in served if x.needs or x.work >= 1000}]
+
+
+def test_auto_says_what_it_passes_by(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for rule in triton.RULES:
+        why = triton.on_request(Facts(torch.device("cuda"), torch.bfloat16, needs=(rule.asks,) if rule.asks else ()))
+        assert "not shown right on sm_90 yet" in why
+        assert "info --check" in why
+        assert rule.native in why

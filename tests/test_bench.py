@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention.backends import fused, native
+from dilated_attention.backends import cpu, fused, native
 from dilated_attention.cli import main
 from dilated_attention.environment import device_name
 from dilated_attention.layout import BlockLayout
@@ -24,9 +24,11 @@ from dilated_attention_bench.cases import Case, contender
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Recorder, Row
 from dilated_attention_bench.suites import Step, block_sparse, compare, quality, strategies
+from dilated_attention_bench.suites import cpu as cpu_suite
 
 CPU = torch.device("cpu")
 SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)
+NATIVE = replace(SMALL, backend="native")
 
 
 def row(value=1.0, **changes) -> Row:
@@ -120,10 +122,10 @@ def test_quantiles():
 
 def test_fused_calls_are_counted_and_the_operator_is_put_back():
     before = fused.forward
-    one = Case(**{**SMALL.parameters, "segment_lengths": (256,), "dilation_rates": (1,)})
+    one = replace(NATIVE, segment_lengths=(256,), dilation_rates=(1,))
     q, k, v = one.inputs(CPU)[0]
     assert measure.fused_calls(lambda: one.prepare()(q, k, v)) == 1
-    assert measure.fused_calls(lambda: SMALL.prepare()(q, k, v)) > 2
+    assert measure.fused_calls(lambda: NATIVE.prepare()(q, k, v)) > 2
     with pytest.raises(ZeroDivisionError):
         measure.fused_calls(lambda: 1 / 0)
     assert fused.forward is before
@@ -377,11 +379,34 @@ def test_rows_of_a_comparison():
     assert len(step.needs) == 2
 
 
+def test_the_cpu_suite_without_kernels_says_why(monkeypatch):
+    monkeypatch.setattr(cpu, "_MISSING", "the kernels are not compiled")
+    (step,) = command.SUITES["cpu"].steps(CPU, False)
+    (row,) = step.measure()
+    assert row.refused == "the kernels are not compiled"
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+def test_rows_of_the_cpu_suite(monkeypatch):
+    monkeypatch.setattr(cpu_suite, "LAYOUTS", (("local", 0.5),))
+    case = replace(SMALL, seq_len=512, backend="cpu", head_dim=64)
+    dense = list(cpu_suite._beside(case, "dense calls", cpu_suite.FULL, 0.0).measure())
+    blocks = list(cpu_suite._blocks(case, 0.0).measure())
+    for row, rival in [*((x, "dense calls") for x in dense), *((x, "dense") for x in blocks)]:
+        (ours,) = row.times.keys() - {rival} - {name for name in row.times if name.endswith(", native")}
+        assert row.rates[ours] / row.rates[rival] == pytest.approx(
+            row.times[rival].median / row.times[ours].median * (1 if rival == "dense calls" else 0.625)
+        )
+        assert row.over["native"].runs == row.spread.runs
+    assert [row.bar for row in dense] == [0.92, 0.95]
+    assert [row.bar for row in blocks] == [1.05, 1.1]
+
+
 # --- profile
 
 
 def test_a_profile_accounts_for_the_whole_call(tmp_path):
-    case = replace(SMALL, seq_len=1024)
+    case = replace(NATIVE, seq_len=1024)
     work = case.contender(CPU, backward=True)
     before = [getattr(*place) for place in profile.STAGES]
     found = profile.profile(lambda: list(work()), CPU, tmp_path / "trace.json", runs=1)
@@ -401,7 +426,7 @@ def test_a_profile_accounts_for_the_whole_call(tmp_path):
 
 
 def test_a_slow_stage_shows(monkeypatch):
-    work = SMALL.contender(CPU)
+    work = NATIVE.contender(CPU)
     merge = native.merge_into
     monkeypatch.setattr(native, "merge_into", lambda *arguments: (time.sleep(0.05), merge(*arguments)))
     found = profile.profile(lambda: list(work()), CPU, runs=1)
@@ -429,7 +454,7 @@ def test_profile_command(tmp_path, capsys):
     for method in ("block-sparse-dilated", "model"):
         assert exit_code("profile", method, *words, "--out", tmp_path) == 0
         printed = capsys.readouterr().out
-        assert "fused backward" in printed
+        assert (profile.KERNELS if cpu.missing() is None else "fused backward") in printed
         assert "allocated at once" in printed
         for suffix in (".jsonl", ".trace.json", ".png"):
             assert list(tmp_path.rglob(f"profile-{method}{suffix}"))
@@ -448,7 +473,7 @@ def test_profile_command(tmp_path, capsys):
 def quick_guards(monkeypatch):
     """The guards of dilated attention's time, calls and memory, at a size that takes milliseconds."""
     monkeypatch.setattr(check, "PATIENCE", 3.0)
-    case = replace(SMALL, seq_len=1024, heads=4)
+    case = replace(NATIVE, seq_len=1024, heads=4)
     guards = (
         check.Guard("time", "x", 1.0, check._over(case, "dense calls")),
         check.Guard("calls", "calls", 0.0, check._calls(case)),

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
+from dilated_attention import Dilated
 from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
 from dilated_attention_bench import charts, measure
-from dilated_attention_bench.suites import model
+from dilated_attention_bench.suites import from_dense, model
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,19 @@ def test_peak_memory_of_a_call():
     assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22
     with pytest.raises(RuntimeError, match=r"dilated_attention_bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
         measure.in_new_process("dilated_attention_bench.suites.model", {})
+
+
+@pytest.mark.parametrize("name", [name for name in from_dense.STARTS if "transformers" not in name])
+def test_models_that_people_have_compute_the_same_where_one_segment_covers_all(name):
+    outs = []
+    for pattern in (None, Dilated((40,), (1,))):
+        torch.manual_seed(0)
+        made, forward = from_dense.STARTS[name][1](pattern)
+        torch.manual_seed(1)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        outs.append(forward(torch.randn(1, 40, from_dense.WIDTH)))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
 
 
 def test_decoding_is_drawn(tmp_path, capsys):

@@ -6,13 +6,16 @@ import gc
 import random
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from dilated_attention import plan_cache
-from dilated_attention.cache import PlanCache
+from dilated_attention.backends import tiles
+from dilated_attention.cache import PlanCache, lasting
 from dilated_attention.plan import plan_dilated
 
 
@@ -117,3 +120,32 @@ class TestCache:
         arguments = (8, 16), (1, 2), ((0, 0), (0, 1)), 100
         assert plan_dilated(*arguments) is plan_dilated(*arguments)
         assert plan_cache.info()[:2] == (1, 1)
+
+
+def test_what_is_kept_is_made_outside_of_a_graph_s_warm_up(monkeypatch):
+    """There the calling thread and its stream allocate in the graph's memory: the copies come from another thread, on a
+    stream that waits for nothing and that nobody reads before it is done."""
+    happened = []
+
+    class Stream:
+        def synchronize(self):
+            happened.append(("synchronize", threading.get_ident()))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: happened.append(("copy", threading.get_ident())) or x)
+    table = tiles._to(torch.device("cuda", 0), np.ones((1, 12), np.int64))
+    assert table.shape == (1, 12)
+    here = threading.get_ident()
+    assert [(what, thread == here) for what, thread in happened] == [
+        ("synchronize", True), ("copy", False), ("synchronize", False)
+    ]  # fmt: skip
+    happened.clear()
+    assert lasting(threading.get_ident, torch.device("cpu")) == here
+    assert not happened
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lasting(fails, torch.device("cuda", 0))

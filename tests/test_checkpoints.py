@@ -415,6 +415,54 @@ def test_surplus_may_be_left_with_a_warning():
         load_gigapath({name: x for name, x in more.items() if name != "norm.weight"}, **options)
 
 
+def test_part_of_a_larger_model(tmp_path):
+    golden = Golden("ts_longnet_encoder_aligned")
+    larger = {f"LongNet_encoder.{name}": x for name, x in golden.weights.items()}
+    larger |= {"llm.embed.weight": torch.zeros(2, 2), "projector.bias": torch.zeros(2)}
+    path = tmp_path / "model.pth"
+    torch.save({"state_dict": larger}, path)
+    model = load_torchscale(path, **golden.options, prefix="LongNet_encoder.")
+    close(model(golden["x"]), golden["out"])
+    with pytest.raises(
+        ValueError, match=r"prefix='encoder\.': no name in .* begin with LongNet_encoder, llm, projector$"
+    ):
+        load_torchscale(path, **golden.options, prefix="encoder.")
+    gigapath = Golden(GIGAPATH)
+    model = load_gigapath(
+        {f"slide.{name}": x for name, x in gigapath.weights.items()},
+        **gigapath.options,
+        slide_ngrids=16,
+        prefix="slide.",
+    )
+    close(model(gigapath["x"], gigapath["coords"]), gigapath["cls_out"])
+
+
+@pytest.mark.parametrize(("layers", "width", "heads"), [(2, 512, 8), (12, 768, 16)])
+def test_encoders_of_other_widths(layers, width, heads):
+    """Names and shapes of torchscale's encoders; a small MLP keeps the test quick."""
+    with torch.device("meta"):
+        weights = {}
+        for i in range(layers):
+            layer = f"layers.{i}"
+            linears = {f"self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
+            linears |= {"ffn.fc1": (64, width), "ffn.fc2": (width, 64)}
+            norms = {"self_attn.inner_attn_ln": width, "self_attn_layer_norm": width, "final_layer_norm": width}
+            norms |= {"ffn.ffn_layernorm": 64}
+            for name, shape in linears.items():
+                weights |= {f"{layer}.{name}.weight": torch.empty(shape), f"{layer}.{name}.bias": torch.empty(shape[0])}
+            for name, size in norms.items():
+                weights |= {f"{layer}.{name}.{part}": torch.empty(size) for part in ("weight", "bias")}
+        weights |= {f"layer_norm.{part}": torch.empty(width) for part in ("weight", "bias")}
+    weights = {f"LongNet_encoder.{name}": torch.zeros(x.shape) for name, x in weights.items()}
+    model = load_torchscale(
+        weights, segment_lengths=[16, 32], dilation_rates=[1, 2], num_heads=heads, prefix="LongNet_encoder."
+    )
+    assert (model.config.num_layers, model.config.embed_dim, model.config.head_dim) == (layers, width, width // heads)
+    assert model(torch.zeros(1, 5, width)).shape == (1, 5, width)
+    with pytest.warns(UserWarning, match=r"300 samples of one token each; if it is \(seq, batch, ...\)"):
+        model(torch.zeros(300, 1, width))
+
+
 def test_another_architecture():
     gigapath, encoder = Golden(GIGAPATH), Golden("ts_longnet_encoder_aligned")
     bert = {"bert.embeddings.word_embeddings.weight": torch.zeros(4, 4), "bert.pooler.dense.bias": torch.zeros(4)}

@@ -17,6 +17,7 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training import demo, session
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
@@ -57,6 +58,15 @@ def test_info(capsys):
     printed = capsys.readouterr().out
     for word in ("PyTorch", "threads", "cpu:", "cuda:", "native", "reference", "not chosen by auto: quadratic"):
         assert word in printed
+
+
+def test_suggest(capsys):
+    words = ["suggest", "--tokens", "32768", "--heads", "8", "--causal", "--budget", "0.1"]
+    assert exit_code(words) == 0
+    assert capsys.readouterr().out == f"{suggest_pattern(32768, 8, budget=0.1, is_causal=True)}\n"
+    said = failure(capsys, *words[:-1], "64")
+    assert said.startswith("dilated-attention suggest: error: budget=64 is too small for 32,768 tokens and 8 heads")
+    assert "argument --budget: invalid number value: 'much'" in failure(capsys, *words[:-1], "much")
 
 
 def test_wrong_arguments(capsys, tmp_path, text):

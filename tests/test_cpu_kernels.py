@@ -21,17 +21,17 @@ import test_bad_input
 import test_dropout
 import test_properties
 from conformance import evaluate, excesses
+from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
+from dilated_attention.cli import main
+from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
-
-if build.refusal() is None and build.outdated():
-    build.build()
 
 SETS = range(1, cpu.instruction_set() + 1)
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
@@ -136,9 +136,12 @@ class TestOracle:
     def test_patterns(self, batch, seq_len, heads, kv_heads, w, r, dtype, is_causal):
         check_dilated(batch, seq_len, heads, kv_heads, 24, w, r, dtype, is_causal)
 
-    def test_branches_in_one_softmax(self):
+    def test_branches_in_one_softmax(self, monkeypatch):
+        """Which the kernels can do, though no plan asks for it."""
+        make = tiles.tables
+        monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
-        (launch,) = cpu._launches("queries", False, torch.empty(1, 512, 2, 8), plan, False, None)
+        (launch,) = cpu.launches("queries", False, torch.empty(1, 512, 2, 8), plan, False, None)
         assert launch.table.spans == 2
         check(tensors(1, 512, 2, 2, 8), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
 
@@ -391,7 +394,7 @@ def test_rows_beyond_two_to_the_31_elements():
 def test_owners_share_no_queries():
     plan, _ = dilated(512, 2, (64, 128), (1, 2))
     for causal in (False, True):
-        for launch in cpu._launches("keys", True, torch.empty(1, 512, 2, 8), plan, causal, None):
+        for launch in cpu.launches("keys", True, torch.empty(1, 512, 2, 8), plan, causal, None):
             seen = []
             lines = launch.table.lines
             for first, last in zip(launch.jobs[:-1].tolist(), launch.jobs[1:].tolist(), strict=True):
@@ -404,7 +407,7 @@ def test_owners_share_no_queries():
                 seen.append(rows)
             assert sum(map(len, seen)) == len(set().union(*seen))
             assert len(seen) >= 8  # two heads, four segments of 128
-            plain = cpu._launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
+            plain = cpu.launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 
@@ -504,25 +507,74 @@ def test_the_pool_of_a_library_that_is_not_global(loaded):
 # ---- the build
 
 
-@pytest.fixture
-def no_library(monkeypatch, tmp_path):
+def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "kernels.so")
-    cpu._library.cache_clear()
-    yield tmp_path
-    cpu._library.cache_clear()
-
-
-def test_missing_kernels_say_how_to_get_them(no_library, monkeypatch):
-    assert "-m dilated_attention.kernels.cpu.build" in cpu.missing()
-    cpu._library.cache_clear()
-    monkeypatch.setenv("PATH", str(no_library))
+    assert cpu._load()[3].endswith("-m dilated_attention.kernels.cpu")
+    build.LIBRARY.write_bytes(b"of another system")
+    assert "cannot be loaded" in cpu._load()[3]
+    build.LIBRARY.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "install g++ or clang++" in cpu.missing()
+    assert "install g++ or clang++" in cpu._load()[3]
     with pytest.raises(build.BuildError, match="install g\\+\\+ or clang\\+\\+"):
         build.build()
-    cpu._library.cache_clear()
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    assert "aarch64" in cpu.missing()
+    assert "aarch64" in cpu._load()[3]
+
+
+@pytest.mark.parametrize(
+    ("why", "word"),
+    [("the kernels are not compiled", "compiled"), ("the kernels need a processor with AVX-512", "AVX")],
+)
+def test_without_kernels_native_serves_and_says_why(why, word, monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "_MISSING", why)
+    q = torch.randn(1, 64, 2, 16)
+    said = explain(q, q, q, Dilated((64,), (1,)))
+    assert said.backend == "native"
+    assert word in said.refusals["cpu"]
+    with pytest.raises(BackendError, match=why):
+        attention(q, q, q, Dilated((64,), (1,)), backend="cpu")
+    main(["info"])
+    assert f"backend='cpu' cannot serve this call: {why}" in capsys.readouterr().out
+
+
+# ---- the choice
+
+
+def chosen(dtype=torch.float32, rows=64, seq_len=64, **needs):
+    q = torch.empty(1, seq_len, 2, 16, dtype=dtype)
+    return explain(q, q, q, Dilated((rows,), (1,)), **needs)
+
+
+@pytest.mark.parametrize("dtype", [*cpu.TYPES, torch.float64], ids=str)
+def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
+    served = dtype in cpu.TYPES
+    assert chosen(dtype).backend == ("cpu" if served else "native")
+    if not served:
+        return
+    assert cpu.instruction_set_of(dtype) in chosen(dtype).reason
+    assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
+    few = cpu.LEAST_ROWS[dtype] - 1
+    short = chosen(dtype, few, 64)
+    assert short.backend == "native"
+    assert f"got {few}" in short.refusals["cpu"]
+
+
+def test_auto_leaves_bfloat16_to_amx(monkeypatch):
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
+    assert chosen(torch.float32).backend == chosen(torch.bfloat16, backend="cpu").backend == "cpu"
+
+
+def test_a_ragged_batch_is_one_launch(monkeypatch):
+    kernels = []
+    run = cpu.run
+    monkeypatch.setattr(cpu, "run", lambda *x: kernels.append(x[0]) or run(*x))
+    q = torch.randn(3, 50, 2, 16, requires_grad=True)
+    out = dilated_attention(q, q, q, [64], [1], lengths=[50, 7, 20], backend="cpu")
+    out.sum().backward()
+    assert kernels.count("forward") == kernels.count("dkdv") == 1
 
 
 def test_the_library_needs_nothing_of_python_or_torch():

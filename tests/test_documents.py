@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 
@@ -62,6 +64,22 @@ def test_python_blocks_run(document, tmp_path, monkeypatch, fresh_python):
         fresh_python(code)
     else:
         exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Every code cell, in order, in one namespace; what is shown and not printed needs no notebook."""
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 7
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
+    matplotlib.pyplot.close("all")
+    for text in ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"):
+        for target in re.findall(r"\]\((\.\./[^)]+)\)", text):
+            assert (ROOT / "examples" / target).exists(), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+import processes
+
 FOLDER = Path(__file__).parents[1] / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
 
@@ -72,6 +74,16 @@ def test_context_parallel_fsdp2(context):
     losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", text)]
     assert len(losses) == 3
     assert losses[2] < losses[0]
+
+
+def train_on_a_mesh(*axes: int) -> tuple[float, float]:
+    return load("data_context_tensor").main(*axes)
+
+
+def test_data_context_tensor():
+    answers = processes.run(8, train_on_a_mesh, 2, 2, 2)
+    assert len({loss for loss, _ in answers}) == 1
+    assert max(difference for _, difference in answers) < 1e-6
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from playwright.sync_api import Page, sync_playwright
 
-from dilated_attention import BlockLayout, Dilated
+from dilated_attention import BlockLayout, Dilated, suggest_pattern
 from dilated_attention.backends.reference import count_matrix
 
 PAGE = Path(__file__).parents[1] / "docs" / "explorer.html"
@@ -224,6 +224,67 @@ def test_the_address_keeps_the_pattern_and_the_query(page):
     assert page.inner_text("#seen").startswith("Query 41")
 
 
+def test_suggestions_are_those_of_the_library(page):
+    generator = random.Random(2)
+    cases = []
+    for _ in range(300):
+        budget = f"{2 ** generator.uniform(-9, 0):.4f}" if generator.random() < 0.5 else str(generator.randint(1, 3000))
+        heads = generator.choice((1, 2, 3, 4, 6, 8, 12, 16, 24, 64))
+        cases.append((int(2 ** generator.uniform(0, 20)), heads, generator.random() < 0.5, budget))
+    suggested = page.evaluate(
+        "cases => cases.map(c => { try { return explorer.suggest(...c); } catch (error) { return error.message; } })",
+        cases,
+    )
+    refused = 0
+    for (n, heads, is_causal, text), found in zip(cases, suggested, strict=True):
+        try:
+            pattern = suggest_pattern(n, heads, budget=float(text) if "." in text else int(text), is_causal=is_causal)
+            expected = {"segments": list(pattern.segment_lengths), "rates": list(pattern.dilation_rates)}
+        except ValueError as error:
+            refused += 1
+            found = re.search(r"at least (\S+),", found)[1]
+            expected = re.search(r"at least budget=(\S+),", str(error))[1]
+        assert found == expected, (n, heads, is_causal, text)
+    assert 20 <= refused <= 200
+
+
+def test_it_starts_with_a_causal_pattern_and_its_row_in_view(page):
+    page.goto("about:blank")
+    page.goto(PAGE.as_uri())
+    assert page.is_checked("#causal")
+    row = page.evaluate(
+        "(() => { const box = document.getElementById('matrix').getBoundingClientRect();"
+        "return box.top + box.height * Number(document.getElementById('query').value) / 256; })()"
+    )
+    assert 0 < row < 900
+    page.click("#causal")
+    page.wait_for_function("!location.hash.includes('causal')")
+    page.reload()
+    assert not page.is_checked("#causal")
+
+
+def test_buttons_suggest_preset_and_copy(page):
+    page.goto("about:blank")
+    page.goto(PAGE.as_uri())
+    page.fill("#n", "32768")
+    page.fill("#heads_count", "8")
+    page.fill("#budget", "0.1")
+    page.click("#suggest")
+    pattern = suggest_pattern(32768, 8, budget=0.1, is_causal=True)
+    assert numbers(page.input_value("#segments")) == pattern.segment_lengths
+    share = pattern.flops(32768, 8, 1, True) / Dilated((32768,), (1,)).flops(32768, 8, 1, True)
+    assert f"{share:.2%}".replace("%", " %") in page.inner_text("#suggested")
+    page.fill("#budget", "8")
+    page.click("#suggest")
+    assert page.inner_text("#suggested").startswith("A budget of 8 is too small")
+    page.select_option("#preset", "GigaPath, slide encoder")
+    assert page.input_value("#offsets") == "head_block"
+    assert not page.is_checked("#causal")
+    assert "1048576" in page.inner_text("#python")
+    page.click("#copy")
+    page.wait_for_function("document.getElementById('copy').textContent !== 'Copy'")
+
+
 def test_residues_without_a_head_are_named(page):
     page.goto("about:blank")
     page.goto(f"{PAGE.as_uri()}#n=64&segments=16,64&rates=1,8&heads=4")
@@ -260,6 +321,10 @@ def test_it_fits_a_phone_and_every_field_has_a_label(page):
     page.goto(f"{PAGE.as_uri()}#kind=product&offsets=table&table=0,0,0,0;0,1,0,1;0,1,2,3")
     page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.goto("about:blank")
+    page.goto(f"{PAGE.as_uri()}#n=100000&segments=1024,5792,32768,185363,1048576&rates=1,2,4,8,16&heads=16")
+    tables = "[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)"
+    assert page.evaluate(tables) == [0, 0]
     page.set_viewport_size({"width": 1200, "height": 900})
     unlabelled = "[...document.querySelectorAll('input, select')].filter(x => !x.labels.length).map(x => x.id)"
     assert page.evaluate(unlabelled) == []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import dilated_attention
+from dilated_attention import dilated_attention, torch_internals
 from dilated_attention.backends import fused, native
 from dilated_attention.backends.dropout import Pairs, dropout_of
 from dilated_attention.plan import plan_dilated
@@ -27,6 +27,34 @@ def test_schemas_bind(kind, with_lse, is_causal, monkeypatch):
     gradients = native.backward(out, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=0.1)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert len(kinds) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["cuda_flash", "cuda_efficient"])
+def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
+    """Rows that begin one element off, or have gaps of one: a misaligned address would end the CUDA context."""
+    handed = []
+    monkeypatch.setattr(fused, "_kind", lambda *x: kind)
+    for name in ("flash", "flash_backward", "efficient", "efficient_backward"):
+        operator = getattr(torch_internals, name)
+
+        def noted(*arguments, operator=operator, **options):
+            handed.append([x for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4])
+            return operator(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments), **options)
+
+        monkeypatch.setattr(torch_internals, name, noted)
+    q, k, v = (torch.randn(2, 4, 40, 25).to(dtype)[..., 1:] for _ in range(3))
+    dout = torch.randn(2, 4, 40, 25).to(dtype)[..., :24]
+    options = {"is_causal": False, "scale": 0.1, "bias": None}
+    fused.forward(q, k, v, **options)
+    dense = torch.randn(2, 4, 40, 24).to(dtype)
+    fused.backward(dout, None, q, dense, v, dense, torch.zeros(2, 4, 40), **options)
+    assert [len(tensors) for tensors in handed] == [3, 5]
+    for x in (x for tensors in handed for x in tensors):
+        assert x.stride(-1) == 1
+        assert x.data_ptr() % 16 == 0
+        assert not any(stride * dtype.itemsize % 16 for stride in x.stride()[:-1])
+    assert any(x is dense for x in handed[1]), "what needs no copy is not copied"
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import dilate, register
+from dilated_attention.integrations.huggingface import dilate, extend_positions, register
 from dilated_attention_bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
@@ -87,6 +87,45 @@ def logits_of(model, name: str, mask: Tensor | None) -> Tensor:
 
 def same(actual: Tensor, expected: Tensor) -> None:
     assert relative_error(actual, expected) <= TOLERANCE[expected.dtype]
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "DistilBert", "GPT2", "OPT", "Llama"])
+def test_extended_positions_repeat_and_are_saved(name, tmp_path):
+    """Before: refused, or not defined, beyond 16 tokens. After: what 16 tokens gave, and as many more as asked for."""
+    start = 18 if name == "Roberta" else 16  # two rows of its table are for padding
+    model = model_of(name, max_position_embeddings=start, pad_token_id=1 if name == "Roberta" else 0).eval()
+    tokens = torch.randint(4, 60, (2, 16))
+    before = model(tokens).logits
+    assert extend_positions(model, 40) is model
+    torch.testing.assert_close(model(tokens).logits, before)
+    dilate(model, [8, 64], [1, 4])
+    longer = torch.randint(4, 60, (2, 40))
+    out = model(longer)["logits"]
+    assert out.isfinite().all()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(longer).logits, out)
+    table = next(
+        (x for n, x in model.named_modules() if n.endswith(("position_embeddings", "wpe", "embed_positions"))), None
+    )
+    if name != "Llama":
+        places = table.weight[-40:]
+        assert torch.equal(places[16:32], places[:16])
+        assert torch.equal(places[32:], places[:8])
+
+
+def test_positions_that_cannot_be_extended():
+    with pytest.raises(
+        UnsupportedError, match=r"ViTForImageClassification has neither .*interpolate_pos_encoding=True"
+    ):
+        extend_positions(model_of("ViT"), 64)
+    model = model_of("Bert", max_position_embeddings=16)
+    for length, message in ((16, "above the 16 tokens"), (8.0, "an integer; got 8.0"), (True, "got True")):
+        with pytest.raises(ValueError, match=message):
+            extend_positions(model, length)
+    with pytest.raises(ValueError, match="must be a transformers PreTrainedModel; got Linear"):
+        extend_positions(torch.nn.Linear(2, 2), 16)
+    assert model.config.max_position_embeddings == 16
 
 
 @pytest.mark.parametrize("name", MODELS)

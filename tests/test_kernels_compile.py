@@ -65,18 +65,28 @@ ONE_KERNEL = [
 ]
 
 
+installed = Version(triton.__version__)
 SPILLED_BY_TRITON_3_9 = {
     Variant("sm_90", "dkdv", 128, "bf16", "causal"): 24,
     Variant("sm_90", "dkdv", 128, "bf16", "causal blocks"): 8,
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"): 24,
 }
+SPILLED_BY_TRITON_3_4 = {
+    Variant("sm_90", "dqdkdv", 128, "bf16", "even"): 24,
+    Variant("sm_90", "dqdkdv", 128, "bf16", "union"): 8,
+    Variant("sm_80", "forward", 128, "bf16", "causal"): 24,
+    Variant("sm_80", "dqdkdv", 128, "bf16", "causal"): 8,
+}
 """Bytes, of kernels that spill nothing with 3.7.1."""
 
 
 def case(variant: Variant):
-    spilled = SPILLED_BY_TRITON_3_9.get(variant)
-    known = spilled is not None and Version(triton.__version__) >= Version("3.9")
-    marks = [pytest.mark.xfail(reason=f"Triton 3.9 spills {spilled} bytes", strict=True)] if known else []
+    marks = []
+    of_others = SPILLED_BY_TRITON_3_9 if installed >= Version("3.9") else SPILLED_BY_TRITON_3_4
+    if variant in of_others and not Version("3.6") <= installed < Version("3.9"):
+        marks.append(pytest.mark.xfail(reason=f"Triton {installed} spills {of_others[variant]} bytes", strict=True))
+    if variant.target.startswith("gfx") and installed < Version("3.6"):
+        marks.append(pytest.mark.skip(reason=f"Triton {installed} brings no linker for ROCm"))
     return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
 
 
@@ -144,7 +154,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", warm_up)
     monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(driver, "_active", AbsentGPU())
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", AbsentGPU())
     return names
 
 

@@ -151,6 +151,76 @@ def run_cases(names, is_causal: bool, dtypes):
     return answers
 
 
+PAIRS = {  # case: options of the call
+    "geometric": {"key_padding_mask": True, "dropout_p": 0.3},
+    "grouped queries": {"key_padding_mask": True, "dropout_p": 0.3},
+    "zero keys": {"dropout_p": 0.3},
+    "uneven shards": {"key_padding_mask": True, "dropout_p": 0.3},
+    "padded batch": {"key_padding_mask": True},
+    "packed batch": {"key_padding_mask": True, "dropout_p": 0.3},
+}
+
+
+def pairs_call(name: str, tensors, own: slice, is_causal: bool, rank: int, **options):
+    case, asked = CASES[name], dict(PAIRS[name])
+    if "key_padding_mask" in asked:
+        mask = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(2)) < 0.3
+        mask[0, : case.seq_len // 3] = True  # more than one shard of three
+        asked["key_padding_mask"] = mask[:, own]
+    torch.manual_seed(rank)  # the ranks draw different seeds
+    return attention(
+        *tensors,
+        Dilated(case.segments, case.rates, case.offsets, case.head_groups, case.compat),
+        is_causal=is_causal,
+        lengths=None if case.lengths is None else torch.tensor(case.lengths),
+        cu_seqlens=None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens),
+        return_lse=True,
+        **asked,
+        **options,
+    )
+
+
+def run_pairs(is_causal: bool, transports):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    answers = {}
+    for name in PAIRS:
+        case = CASES[name]
+        edges = balanced_bounds(case.seq_len, size)
+        own = slice(edges[rank], edges[rank + 1])
+        tensors, (d_out, d_lse) = inputs(case, torch.float64)
+        for transport in transports[name]:
+            leaves = [x[:, own].clone().requires_grad_() for x in tensors]
+            mesh = {"mesh": dist.group.WORLD, "seq_len": case.seq_len, "transport": transport}
+            out, lse = pairs_call(name, leaves, own, is_causal, rank, **mesh)
+            cotangents = [d_out[:, own], d_lse[:, own].transpose(1, 2)]
+            results = out, lse.transpose(1, 2)
+            gradients = torch.autograd.grad((out, lse), leaves, cotangents)
+            answers[name, transport] = [x.detach().numpy() for x in (*results, *gradients)]
+    return answers
+
+
+@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
+def test_masks_and_dropout_leave_the_pairs_that_one_device_leaves(size: int, is_causal: bool) -> None:
+    transports = {name: served(replace(CASES[name], shares=None), size, is_causal) for name in PAIRS}
+    answers = processes.run(size, run_pairs, is_causal, transports)
+    drawn = []
+    for rank in range(size):
+        torch.manual_seed(rank)
+        drawn.append(torch.randint(-(1 << 63), (1 << 63) - 1, ()))
+    largest = int(torch.stack(drawn).argmax())
+    for name in PAIRS:
+        tensors, (d_out, d_lse) = inputs(CASES[name], torch.float64)
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out, lse = pairs_call(name, leaves, slice(None), is_causal, largest)
+        gradients = torch.autograd.grad((out, lse), leaves, [d_out, d_lse.transpose(1, 2)])
+        wanted = [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
+        for transport in transports[name]:
+            pieces = zip(*[rank[name, transport] for rank in answers], strict=True)
+            for what, right, found in zip(NAMES, wanted, pieces, strict=True):
+                error = relative_error(torch.cat([torch.from_numpy(x) for x in found], 1), right)
+                assert error <= TOLERANCE[torch.float64], (name, transport, what)
+
+
 def sharding_of(case: Case, size: int, is_causal: bool) -> Sharding:
     pattern = Dilated(case.segments, case.rates, case.offsets, case.head_groups)
     edges = case.bounds(size) or balanced_bounds(case.seq_len, size)
@@ -435,7 +505,7 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "heads": "1 query and 1 key-value heads do not divide by 3 ranks",
         "two axes": r"mesh must have one axis, the context axis; got 2 axes of sizes \(3, 1\)",
         "no mesh": "mesh must be a 1-D torch.distributed.DeviceMesh or a ProcessGroup; got str",
-        "mask": "key_padding_mask with a mesh",
+        "mask": "key_padding_mask must have shape",
         "samples": "cu_seqlens must ascend",
         "outsider": "mesh",
     }

@@ -307,7 +307,14 @@ def bad_calls():
         "seq_len": lambda mesh: attend(mesh, seq_len=-4),
         "heads": lambda mesh: attend(mesh, transport="ulysses"),
         "transport": lambda mesh: attend(mesh, q[:, rank - 1 :], seq_len=31, transport="doubling"),
-        "mask": lambda mesh: attend(mesh, key_padding_mask=torch.zeros(1, 16, dtype=torch.bool)),
+        "mask": lambda mesh: attend(mesh, key_padding_mask=torch.zeros(1, 7, dtype=torch.bool)),
+        "one rank's mask": lambda mesh: attend(
+            mesh, key_padding_mask=torch.zeros(1, 16, dtype=torch.bool) if rank == 1 else None
+        ),
+        "blocks and dropout": lambda mesh: attention(
+            q, q, q, BlockLayout.local(32, 4, 16), mesh=mesh, seq_len=32, dropout_p=0.1
+        ),
+        "lengths and dropout": lambda mesh: attend(mesh, lengths=[20], seq_len=32, dropout_p=0.1),
         "backend": lambda mesh: attend(mesh, backend="reference"),
         "layout": lambda mesh: attention(q, q, q, BlockLayout.local(16, 4, 16), mesh=mesh),
         "layouts differ": lambda mesh: attention(q, q, q, BlockLayout.local(32, 1 + 16 * rank, 16), mesh=mesh),
@@ -330,7 +337,10 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         "seq_len": "^seq_len must be a non-negative integer",
         "heads": "transport='ulysses' does not serve this call: .* 3 query and 3 key-value heads do not divide by 2",
         "transport": "transport='doubling' does not serve this call: doubling needs equal shards",
-        "mask": "^key_padding_mask with a mesh is not supported",
+        "mask": r"^key_padding_mask must have shape \(batch, seq\) = \(1, 16\); got \(1, 7\)",
+        "one rank's mask": "the ranks .* call with different arguments: rank . has key_padding_mask=",
+        "blocks and dropout": "^dropout_p with a mesh and a block layout is not supported",
+        "lengths and dropout": "^dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens",
         "backend": "^backend='reference' sees one device",
         "layout": "^layout is for 16 tokens, got seq_len=32",
         "layouts differ": r"the ranks .* call with different arguments: rank \d has layouts=",

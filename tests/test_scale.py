@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from dilated_attention import BlockLayout, Dilated, attention
+from dilated_attention.backends import cpu
 from dilated_attention.decoding import cached_attention
 from tolerances import TOLERANCE, relative_error
+
+without_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 N = 40
 PATTERNS = {
@@ -97,3 +100,17 @@ def test_what_single_precision_cannot_hold_is_refused(scale):
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="scale must be a finite number, in single precision too; got "):
         attention(q, q, q, Dilated((4,), (1,)), scale=scale)
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("cpu", marks=without_kernels)])
+@pytest.mark.parametrize("scale", [1e38, 3e38, -3.4e38])
+def test_a_scale_that_only_just_fits(scale, backend):
+    """It is multiplied by log2 e on the way."""
+    q, k, v = torch.randn(3, 1, N, 2, 8)
+    q, k = q * 1e-18, k * 1e-20
+    call = {"is_causal": True, "return_lse": True}
+    expected = attention(q.double(), k.double(), v.double(), PATTERNS["dense"], scale=scale, backend="native", **call)
+    for found, wanted in zip(
+        attention(q, k, v, PATTERNS["dense"], scale=scale, backend=backend, **call), expected, strict=True
+    ):
+        assert relative_error(found, wanted) <= 3 * TOLERANCE[torch.float32]

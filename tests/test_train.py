@@ -120,22 +120,24 @@ def test_learning_rate():
     assert 0.1 < rates[99] < 0.101
 
 
-@pytest.mark.parametrize("name", ["context", "batch_size", "steps", "warmup_steps", "seed", "learning_rate"])
+@pytest.mark.parametrize("name", ["context", "batch_size", "steps", "warmup_steps", "seed", "learning_rate", "dtype"])
 def test_wrong_recipe(name, unchecked):
     for value in (-1, "3", math.nan):
         with pytest.raises(ValueError, match=f"{name}="):
             Recipe(**{name: value})
 
 
-def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path):
-    straight = Training(CONFIG, RECIPE, text)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path, dtype):
+    recipe = dataclasses.replace(RECIPE, dtype=dtype)
+    straight = Training(CONFIG, recipe, text)
     for _ in range(6):
         straight.step()
-    first = Training(CONFIG, RECIPE, text)
+    first = Training(CONFIG, recipe, text)
     for _ in range(3):
         first.step()
     first.save(tmp_path)
-    second = Training(CONFIG, RECIPE, text)
+    second = Training(CONFIG, recipe, text)
     second.load(*read_checkpoint(tmp_path))
     assert second.finished_steps == 3
     assert second.seconds == first.seconds
@@ -146,6 +148,23 @@ def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path):
     for name, tensor in straight.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name])
     assert second.held_out_bits_per_byte(3) == straight.held_out_bits_per_byte(3)
+
+
+def test_bfloat16_learns_as_float32_does(text):
+    runs = {
+        dtype: Training(CONFIG, dataclasses.replace(RECIPE, dtype=dtype), text) for dtype in ("float32", "bfloat16")
+    }
+    seen = []
+    attention = runs["bfloat16"].model.blocks[0].attention
+    attention.register_forward_hook(lambda module, arguments, out: seen.append(out.dtype))
+    losses = {dtype: [run.step() for _ in range(6)] for dtype, run in runs.items()}
+    assert seen == [torch.bfloat16] * 6
+    assert all(p.dtype == torch.float32 for p in runs["bfloat16"].model.parameters())
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01)
+    assert runs["bfloat16"].held_out_bits_per_byte(2) == pytest.approx(
+        runs["float32"].held_out_bits_per_byte(2), rel=0.01
+    )
 
 
 def test_resumes_from_step_zero(text, tmp_path):

@@ -25,6 +25,7 @@ def _shown() -> list[Path]:
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
         ROOT / "SECURITY.md",
+        *sorted(path for path in (ROOT / "examples").iterdir() if path.is_file()),
         *sorted(path for path in (ROOT / "results").rglob("*") if path.is_file()),
     ]
 
@@ -50,7 +51,7 @@ def _results() -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A link that leaves docs/ in the repository stays inside the site: its target was added by `on_files`."""
     depth = page.file.src_uri.count("/")
-    inside = page.file.src_uri.startswith("results/") or page.file.src_uri in (
+    inside = page.file.src_uri.startswith(("results/", "examples/")) or page.file.src_uri in (
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "SECURITY.md",

@@ -7,6 +7,7 @@ from dilated_attention.functional import attention, block_sparse_attention, dila
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
 from dilated_attention.patterns import Dilated, Product
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.weights import attention_weights
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "explain",
     "merge",
     "plan_cache",
+    "suggest_pattern",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -107,6 +108,27 @@ plan_cache = PlanCache(max_bytes=256 << 20)
 
 The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
 """
+
+
+def lasting(make: Callable[[], Value], device: torch.device) -> Value:
+    """`make()`, whose tensors on `device` are kept while others come and go.
+
+    While `torch.compile(mode="reduce-overhead")` warms up, what this thread allocates on its stream lies in the memory
+    of the graph, which writes over it when it runs. A thread of its own, on the default stream, allocates where it
+    always does.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def run() -> Value:
+        with torch.cuda.device(device):
+            value = make()
+            torch.cuda.current_stream(device).synchronize()
+        return value
+
+    torch.cuda.current_stream(device).synchronize()  # what `make` reads
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The public functions make a `Call`. `explain` prints it, `operators` carries it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -120,10 +121,12 @@ class Call:
         checks.tensors(q, k, v)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-        if ranks is not None:
+        if ranks is not None and not isinstance(pattern, Dilated):
             for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p != 0)):
                 if given:
-                    raise UnsupportedError(f"{name} with a mesh is not supported; leave it out")
+                    raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; leave it out")
+        if ranks is not None and dropout_p and lengths is not None:
+            raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
@@ -135,7 +138,8 @@ class Call:
         }
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(
-            q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None
+            q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None,
+            _rows(branches),
         )  # fmt: skip
         call = cls(
             branches,
@@ -250,12 +254,14 @@ def split_scale(scale: float) -> tuple[float, float]:
     """(factor, rest) with scale = factor * rest: q is multiplied by factor, and backends are given rest.
 
     Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
-    so rest is positive, and not so small that it is 0 in single precision.
+    so rest is positive, not so small that it is 0 in single precision, and not so great that log2 e times it is
+    infinite there.
     """
-    least = torch.finfo(torch.float32).tiny
-    if scale >= least:
-        return 1.0, scale
-    return (-1.0, -scale) if scale <= -least else (scale, 1.0)
+    least, greatest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
+    if abs(scale) < least:
+        return scale, 1.0
+    factor = math.copysign(1.0 if abs(scale) <= greatest else 2.0, scale)
+    return factor, scale / factor
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
@@ -288,3 +294,7 @@ def _work(branches: Branches, q: Tensor) -> int:
     """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+
+
+def _rows(branches: Branches) -> int:
+    return max([w // r for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True)])

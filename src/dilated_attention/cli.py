@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dilated_attention.environment import environment, own_version, report, require_device
+from dilated_attention.environment import (
+    device_name,
+    environment,
+    own_version,
+    report,
+    require_device,
+    unavailable,
+)
 from dilated_attention.errors import ContextParallelError, MissingPackageError, require
 from dilated_attention.models import LongNetConfig
 from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
+from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -67,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = command_line().parse_args(arguments)
-        if options.run is not _info:
+        if options.run not in (_info, _suggest):
             require("rich", "matplotlib")
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -93,6 +101,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_convert(commands)
+    _add_suggest(commands)
     _add_info(commands)
     for name, text in MEASURING.items():
         commands.add_parser(name, help=text, load=partial(_load_measuring, name))
@@ -203,6 +212,7 @@ def _add_train(commands: Any) -> None:
     _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
     _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
     _given(recipe, "seed", int, "seed", "of the weights and of the order of the text")
+    _given(recipe, "dtype", str, "dtype", "of matrix products and attention, float32 or bfloat16; weights stay float32")
     parser.set_defaults(run=_train)
 
 
@@ -221,7 +231,7 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
     """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
         text += f" (default: {DEFAULTS[field]})"
-    metavar = {int: "N", float: "X"}.get(kind, "N,N,...")  # type: ignore[call-overload]
+    metavar = {int: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")  # type: ignore[call-overload]
     group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
 
 
@@ -450,15 +460,83 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_suggest(commands: Any) -> None:
+    parser = commands.add_parser(
+        "suggest",
+        help="suggest segments and rates for a length, a number of heads and a budget",
+        description="Print a pattern of dilated branches that costs at most the budget, and why it is as it is.",
+    )
+    parser.add_argument("--tokens", type=_positive, required=True, help="of the sequence", metavar="N")
+    parser.add_argument("--heads", type=_positive, required=True, help="of keys and values", metavar="N")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        required=True,
+        help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
+        metavar="X",
+    )
+    parser.add_argument("--causal", action="store_true", help="no key after the query")
+    parser.add_argument("--largest-rate", type=_positive, help="of a branch (default: the heads)", metavar="N")
+    parser.set_defaults(run=_suggest)
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    print(
+        suggest_pattern(
+            options.tokens,
+            options.heads,
+            budget=options.budget,
+            is_causal=options.causal,
+            largest_rate=options.largest_rate,
+        )
+    )
+    return 0
+
+
 def _add_info(commands: Any) -> None:
     text = "print device, versions and backends, and why each is or is not available"
     parser = commands.add_parser("info", help=text, description=text.capitalize() + ".")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="instead run a dozen calls on every backend that serves the device, compare with the definition in double "
+        "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
+    )
+    parser.add_argument("--device", help="of --check: a PyTorch device (default: cuda where there is one, else cpu)")
     parser.set_defaults(run=_info)
 
 
-def _info(_: argparse.Namespace) -> int:
+def _info(options: argparse.Namespace) -> int:
+    if options.check:
+        return _verify(require_device(options.device or ("cpu" if unavailable("cuda") else "cuda")))
+    if options.device is not None:
+        raise ValueError(f"--device {options.device}: goes with --check; info without it prints every device")
     print(report())
     return 0
+
+
+def _verify(device: torch.device) -> int:
+    from dilated_attention import verification
+
+    dtype = verification.dtype_on(device)
+    serving, absent = verification.serving(device)
+    print(f"{device_name(device)}, {str(dtype).removeprefix('torch.')}")
+    for name, why in absent.items():
+        print(f"  not {name}: {why}")
+    print(f"largest error over what rounding may cause, {verification.BARS[dtype]:g}: right up to 1\n")
+    calls = verification.dozen()
+    width = max(len(check.name) for check in calls)
+    print(" " * width + "".join(f"{name:>12}" for name in serving))
+    wrong = []
+    for check in calls:
+        print(f"{check.name:<{width}}", end="", flush=True)
+        for verdict in verification.verdicts(check, serving, device):
+            print(f"{verdict!s:>12}", end="", flush=True)
+            if not verdict.right:
+                wrong.append(f"{verdict.backend}, {check.name}: {verdict.why}")
+        print()
+    print("\n" + ("\n".join(wrong) if wrong else f"{', '.join(serving)}: right"))
+    return 1 if wrong else 0
 
 
 def _positive(text: str) -> int:
@@ -475,6 +553,10 @@ def _natural(text: str) -> int:
     return value
 
 
+def _budget(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
+
+
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -483,3 +565,4 @@ def _integers(text: str) -> tuple[int, ...]:
 _positive.__name__ = "positive integer"
 _natural.__name__ = "non-negative integer"
 _integers.__name__ = "list of integers"
+_budget.__name__ = "number"

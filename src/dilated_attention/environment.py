@@ -126,13 +126,15 @@ def _backend(name: str, device: torch.device) -> Iterator[str]:
     yield f"{name:<10} " + (f"available for {', '.join(served)}" if served else "not available")
     for why in refused:
         yield f"{'':<10} refused: {why}"
-    try:
-        auto = table.choose("auto", Facts(device, torch.float32))
-    except BackendError:
-        return
-    if served:
-        yield f"{'':<10} " + (
-            f"chosen by auto: {auto.reason}"
-            if auto.backend.name == name
-            else f"not chosen by auto: {auto.refusals[name]}"
-        )
+    said: dict[tuple[str, str], list[str]] = {}
+    for word in served:
+        try:
+            auto = table.choose("auto", Facts(device, getattr(torch, word)))
+        except BackendError:
+            continue
+        taken = auto.backend.name == name
+        key = ("chosen by auto", auto.reason) if taken else ("not chosen by auto", auto.refusals[name])
+        said.setdefault(key, []).append(word)
+    for (verdict, reason), words in said.items():
+        which = f" for {', '.join(words)}" if len(said) > 1 else ""
+        yield f"{'':<10} {verdict}{which}: {reason}"

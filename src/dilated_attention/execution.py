@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.tiles import concatenate
-from dilated_attention.cache import name_of, plan_cache, plan_layout
+from dilated_attention.cache import lasting, name_of, plan_cache, plan_layout
 from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
@@ -133,7 +133,8 @@ def _layout(
 
     def make() -> BlockLayout:
         made = layout.select(batch=batch).for_heads(heads).prefix(length)
-        return (made.causal() if is_causal else made).to(device)
+        made = made.causal() if is_causal else made
+        return made if made.device == device else lasting(lambda: made.to(device), device)
 
     names = name_of(layout.indptr), name_of(layout.indices), layout.seq_len, layout.block_size, layout.is_causal
     return plan_layout((*names, batch, heads, length, is_causal, device), make)

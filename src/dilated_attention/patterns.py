@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,12 @@ class Dilated:
         compat: `"torchscale"`: the forward of released torchscale, GigaPath and LongViT checkpoints. Offsets `"head"`
             mean `"head_block"`; and when not causal, a query also sees the zero keys that pad its segment to a multiple
             of the rate. The gradient is the true one of that forward.
+
+    Attributes:
+        reasons: why `suggest_pattern` gave it, which `print` shows; no part of the value.
     """
+
+    reasons: ClassVar[tuple[str, ...]] = ()
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -109,6 +114,9 @@ class Dilated:
         object.__setattr__(self, "segment_lengths", segments)
         object.__setattr__(self, "dilation_rates", rates)
         object.__setattr__(self, "offsets", offsets)
+
+    def __str__(self) -> str:
+        return "\n".join((repr(self), *self.reasons))
 
     def offset_table(self, num_heads: int, head_offset: int = 0) -> OffsetTable:
         """The offset of every head in every branch; -1 where the head takes no part in the branch.

@@ -188,6 +188,21 @@ def plot_blocks(
     return ax
 
 
+def plot_places(places: np.ndarray, values: np.ndarray, title: str, ax: Axes | None = None) -> Axes:
+    """A square for each place (x, y): brighter the larger its value, from 0 on. y runs downwards, as in slides.
+
+    The colours are told apart by the colour-blind too, and in grey.
+    """
+    ax = _new_axes() if ax is None else ax
+    points = ax.scatter(places[:, 0], places[:, 1], c=values, cmap="cividis", vmin=0, s=9, marker="s", linewidths=0)
+    figure = ax.get_figure()
+    assert figure is not None
+    figure.colorbar(points, ax=ax, label="attention, 1: as if spread evenly over tiles", shrink=0.8)
+    ax.set(aspect="equal", xlabel="x (pixels)", ylabel="y (pixels)", title=title)
+    ax.invert_yaxis()
+    return ax
+
+
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
     """How many tokens of each of `number` blocks of `size` fall into each pixel, given the pixel of each token."""
     tokens = np.zeros((number, pixel[-1] + 1))
@@ -201,14 +216,17 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], most: int, ax: Axes | None) -> Axes:
     """White for 0 and black for `most`. Without `ax`, on a figure of pyplot, which a notebook shows."""
-    require("matplotlib")
+    ax = _new_axes() if ax is None else ax
     from matplotlib.ticker import MaxNLocator
 
-    if ax is None:
-        import matplotlib.pyplot as plt
-
-        ax = plt.figure(figsize=(5, 5), layout="constrained").add_subplot()
     ax.imshow(image, cmap="Greys", vmin=0, vmax=most, extent=extent, interpolation="nearest")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
     return ax
+
+
+def _new_axes() -> Axes:
+    require("matplotlib")
+    import matplotlib.pyplot as plt
+
+    return plt.figure(figsize=(5, 5), layout="constrained").add_subplot()

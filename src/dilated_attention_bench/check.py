@@ -23,7 +23,10 @@ from dilated_attention_bench.measure import fused_calls
 from dilated_attention_bench.profile import Profile, profile
 
 CPU = torch.device("cpu")
-DILATED = Case(method="dilated", seq_len=4096, heads=2, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+DILATED = Case(
+    method="dilated", seq_len=4096, heads=2, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4),
+    backend="native",  # which every machine has
+)  # fmt: skip
 ONE = replace(DILATED, seq_len=1024, segment_lengths=(1024,), dilation_rates=(1,))
 BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 

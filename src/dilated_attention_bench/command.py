@@ -27,8 +27,10 @@ from dilated_attention_bench.suites import (
     Step,
     block_sparse,
     context_parallel,
+    cpu,
     dilation,
     foundation,
+    from_dense,
     gpu,
     methods,
     minilm,
@@ -55,7 +57,9 @@ SUITES = {
     "strategies": strategies,
     "real": real,
     "huggingface": minilm,
+    "from-dense": from_dense,
     "model": model,
+    "cpu": cpu,
     "quality": quality,
     "gpu": gpu,
     "parallel": context_parallel,
@@ -86,6 +90,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
+    parser.add_argument("--part", type=int, choices=gpu.PARTS, help="of gpu: one of its parts, nine minutes at most")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="of gpu, without a GPU: compile a part's kernels (with --quick each tenth) and print what it will take",
+    )
     parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
@@ -95,12 +105,18 @@ def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
         return _check(options.baseline, options.update)
+    if (options.part or options.dry_run) and [*names] != ["gpu"]:
+        raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
+    if options.dry_run:
+        return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
         raise ValueError(f"the gpu suite needs a GPU: {why}")
     device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
     if "all" in names:
         names = dict.fromkeys(name for name in SUITES if name != "quality" and (name != "gpu" or device.type == "cuda"))
-    steps = {name: SUITES[name].steps(device, options.quick) for name in names}
+    steps = {name: SUITES[name].steps(device, options.quick) for name in names if name != "gpu"}
+    if "gpu" in names:
+        steps["gpu"] = gpu.steps(device, options.part)
     steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
     if not any(steps.values()):
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
@@ -182,6 +198,23 @@ def _compared(title: str, rows: list[Record]) -> Table:
     for line in lines:
         shown.add_row(*line)
     return shown
+
+
+def _rehearse(parts: Sequence[int], sample: int) -> int:
+    """Exit code 1 where a part takes too long, or a kernel does not compile."""
+    title = f"without a GPU: seconds of processors / {gpu.CORES} + limits of groups, at most {gpu.SECONDS:g}"
+    shown = _table(title, "part", "kernels", "compiled", "seconds", "limits", "in all")
+    faults, code = [], 0
+    for part in _along(parts, lambda part: f"part {part}: compiling"):
+        found = gpu.rehearse(part, sample)
+        sizes = f"{found.kernels}", f"{found.sampled}", f"{found.seconds:.0f}"
+        shown.add_row(f"{part}", *sizes, f"{found.limits:.0f}", f"{found.in_all:.0f}")
+        faults += [f"part {part}: {x.specialization}: {x.why}" for x in found.faults]
+        code |= bool(found.faults) or found.in_all > gpu.SECONDS
+    Console().print(shown)
+    for line in faults:
+        print(line, file=sys.stderr)
+    return code
 
 
 def _writable(folder: Path) -> Path:

@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, record_function
 
-from dilated_attention.backends import blocks, fused, native
+from dilated_attention.backends import blocks, cpu, fused, native
 from dilated_attention.cache import PlanCache
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention_bench.cases import SPARSE, Case, Contender, planning
@@ -27,9 +27,11 @@ from dilated_attention_bench.measure import Spread, elapsed, synchronize
 from dilated_attention_bench.results import Row
 
 _MARK = "stage: "
+KERNELS = "kernels in C++"
 STAGES: dict[tuple[ModuleType | type, str], str] = {
     (fused, "forward"): "fused forward",
     (fused, "backward"): "fused backward",
+    (cpu, "run"): KERNELS,
     (native, "merge_into"): "merging",
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -42,59 +40,80 @@ MOST_IDLE = 1.3
 faster."""
 
 
+LEAST_ROWS = {torch.float32: 48, torch.bfloat16: 8, torch.float16: 8}
+"""Rows of the longest segments from which on `auto` takes this backend: a tile's gathers and edges cost more than the
+products of a shorter one (results/cpu-2-threads-amd-epyc/cpu.jsonl, `time over native`)."""
+
+
 def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if facts.device.type != "cpu":
         return f"the kernels run on CPUs, not {facts.device.type}"
-    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
-        return None
     if (why := missing()) is not None:
         return why
     if facts.dtype not in TYPES:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
-    if facts.seq_len > MAX_TOKENS:
+    if not torch.compiler.is_compiling() and facts.seq_len > MAX_TOKENS:  # no guard on a length in a graph
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None
 
 
-def on_request(facts: Facts) -> str:
-    """Why `auto` passes this backend by."""
-    return "its rows are not measured on a quiet machine yet; only on request"
+def on_request(facts: Facts) -> str | None:
+    """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
+    if facts.dtype == torch.bfloat16 and has_amx():
+        return "not measured against native's bfloat16 on AMX yet; only on request"
+    least = LEAST_ROWS.get(facts.dtype, 0)
+    if facts.rows < least:
+        return f"native is faster in segments of fewer than {least} rows; got {facts.rows}"
+    return None
+
+
+# ---- the library
+
+
+def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
+    """The library, the machine's highest instruction set of INSTRUCTION_SETS, whether it has AMX for bfloat16, and why
+    there are no kernels."""
+    if not build.LIBRARY.exists():
+        return None, 0, False, f"the kernels are not compiled: {build.refusal() or f'run {build.COMMAND}'}"
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+    except OSError as error:  # of another system
+        return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
+    names = [f"dilated_attention_{name}" for name in ("call_size", "instruction_set", "has_amx", "run")]
+    found = [getattr(library, name, None) for name in names]
+    for function in filter(None, found):
+        function.restype = ctypes.c_int64
+    if None in found or library.dilated_attention_call_size() != ctypes.sizeof(_Call):
+        return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
+    highest = int(library.dilated_attention_instruction_set())
+    why = None if highest else "the kernels need a processor with AVX-512"
+    return library, highest, bool(library.dilated_attention_has_amx()), why
 
 
 def missing() -> str | None:
     """Why there are no kernels on this machine, and how to get them; None if there are."""
-    found = _library()
-    if isinstance(found, str):
-        return found
-    if instruction_set() == 0:
-        return "the kernels need a processor with AVX-512"
-    return None
+    return _MISSING
 
 
-@cache
-def _library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
-    if not build.LIBRARY.exists():
-        why = build.refusal() or f"run {sys.executable} -m dilated_attention.kernels.cpu.build"
-        return f"the kernels are not compiled: {why}"
-    library = ctypes.CDLL(str(build.LIBRARY))
-    for name in ("instruction_set", "call_size", "run"):
-        getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
-    if library.dilated_attention_call_size() != ctypes.sizeof(_Call):
-        return (
-            f"the compiled kernels are of another version; run {sys.executable} -m dilated_attention.kernels.cpu.build"
-        )
-    return library
-
-
-@cache
 def instruction_set() -> int:
     """The highest instruction set of the machine that the kernels know, by its place in INSTRUCTION_SETS."""
-    found = _library()
-    return 0 if isinstance(found, str) else int(found.dilated_attention_instruction_set())
+    return _HIGHEST
+
+
+def instruction_set_of(dtype: torch.dtype) -> str:
+    """That in which tensors of a type are multiplied."""
+    return INSTRUCTION_SETS[instruction_set() if dtype == torch.bfloat16 else min(instruction_set(), 1)]
+
+
+def has_amx() -> bool:
+    """Whether the machine multiplies tiles of bfloat16, which PyTorch's operators use and these kernels do not."""
+    return _AMX
+
+
+# ---- forward and backward
 
 
 def forward(
@@ -126,8 +145,8 @@ def forward(
     out, lse = state or _outputs(q, plan)
     arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
     arguments.set(out=out, lse=lse)
-    for launch in _launches("queries", False, q, plan, is_causal, layouts):
-        arguments.run("forward", launch, layouts)
+    for launch in launches("queries", False, q, plan, is_causal, layouts):
+        run("forward", arguments, launch, layouts)
     return out, lse
 
 
@@ -158,10 +177,10 @@ def backward(
         state: running (dq, dk, dv), float32, contiguous, added to in place.
     """
     arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
-    together = _launches("keys", True, q, plan, is_causal, layouts)
+    together = launches("keys", True, q, plan, is_causal, layouts)
     one = all(launch.idle(arguments.call.threads, q.shape[0]) <= MOST_IDLE for launch in together)
-    keys = together if one else _launches("keys", False, q, plan, is_causal, layouts)
-    queries = () if one else _launches("queries", False, q, plan, is_causal, layouts)
+    keys = together if one else launches("keys", False, q, plan, is_causal, layouts)
+    queries = () if one else launches("queries", False, q, plan, is_causal, layouts)
 
     add_dkdv = state is not None or len(keys) > 1
     add_dq = state is not None or one or len(queries) > 1
@@ -175,13 +194,13 @@ def backward(
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32)
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
     if together:
-        arguments.run("stats", together[0], None)
+        run("stats", arguments, together[0], None)
     arguments.set(dq=dq if one else None)
     for launch in keys:
-        arguments.run("dkdv", launch, layouts)
+        run("dkdv", arguments, launch, layouts)
     arguments.set(dq=dq)
     for launch in queries:
-        arguments.run("dq", launch, layouts)
+        run("dq", arguments, launch, layouts)
     return state or (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -225,7 +244,7 @@ class _Launches:
         return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
 
 
-def _launches(
+def launches(
     side: Side, owned: bool, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None
 ) -> tuple[Launch, ...]:
     """The launches of a plan. `owned`: the rows that a job's tiles see, no other job's tiles of its launch see."""
@@ -236,7 +255,7 @@ def _launches(
 
     def make() -> _Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device)
+        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device, join=False)
         return _Launches(plan, tuple(_launch(side, owned, table) for table in tables))
 
     return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own), make).launches
@@ -303,6 +322,10 @@ class _Call(ctypes.Structure):
     ]
 
 
+# When this module is imported: torch.compile reads what `refusal` asks as constants.
+_LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
+
+
 class _Arguments:
     """The arguments of a call of the library. It keeps alive the tensors whose addresses it holds."""
 
@@ -345,29 +368,30 @@ class _Arguments:
                 x = x.data_ptr()
             setattr(self.call, name, x)
 
-    def run(self, kernel: str, launch: Launch, layouts: Layouts | None) -> None:
-        table = launch.table
-        self.set(lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans)
-        self.call.own = int(table.lines[:, tiles.ROWS].max())
-        if layouts is None or table.count is None:
-            self.set(indptr=None, indices=None)
-        else:
-            layout = layouts[table.count]
-            lists = layout if launch.side == "queries" else layout.transposed
-            lines = lists.indptr.shape[2]
-            self.set(
-                indptr=lists.indptr, indices=lists.indices,
-                lsb=layout.num_heads * lines if layout.batch_size > 1 else 0, lsh=lines,
-                LH=self.call.H * self.call.G // layout.num_heads,
-                size=layout.k_block if launch.side == "queries" else layout.q_block,
-            )  # fmt: skip
-        library = _library()
-        assert not isinstance(library, str), "refusal() comes first"
-        if library.dilated_attention_run(
-            ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(self.type), ctypes.c_int64(instruction_set()),
-            ctypes.byref(self.call),
-        ):  # fmt: skip
-            raise MemoryError("the CPU kernels found no memory for their threads")
+
+def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | None) -> None:
+    """One call of the library. MemoryError where there is none for its threads."""
+    table, call = launch.table, arguments.call
+    arguments.set(lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans)
+    call.own = int(table.lines[:, tiles.ROWS].max())
+    if layouts is None or table.count is None:
+        arguments.set(indptr=None, indices=None)
+    else:
+        layout = layouts[table.count]
+        lists = layout if launch.side == "queries" else layout.transposed
+        lines = lists.indptr.shape[2]
+        arguments.set(
+            indptr=lists.indptr, indices=lists.indices,
+            lsb=layout.num_heads * lines if layout.batch_size > 1 else 0, lsh=lines,
+            LH=call.H * call.G // layout.num_heads,
+            size=layout.k_block if launch.side == "queries" else layout.q_block,
+        )  # fmt: skip
+    assert _LIBRARY is not None, "refusal() comes first"
+    if _LIBRARY.dilated_attention_run(
+        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(arguments.type), ctypes.c_int64(instruction_set()),
+        ctypes.byref(call),
+    ):  # fmt: skip
+        raise MemoryError("the CPU kernels found no memory for their threads")
 
 
 def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """FlashAttention's operators under `fused`'s signature, where one of its packages is installed: never required.
 
-FlashAttention reads rows at any stride, so the native backend's views pass as they are; its backward takes out and lse,
-the merged ones. It has no mask but the causal one and a dropout of its own: calls that need more are refused.
+FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass as they are; its
+backward takes out and lse, the merged ones. It has no mask but the causal one and a dropout of its own: calls that need
+more are refused.
 
 The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
 Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dilated_attention.backends.dropout import Pairs
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, append_column
+from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, aligned, append_column
 
 MODULES = {
     2: "flash_attn.flash_attn_interface",
@@ -78,7 +79,7 @@ def forward(
     assert bias is None
     assert pairs is None
     number, module = _library(q)
-    views = [x.transpose(1, 2) for x in (q, k, v)]
+    views = [aligned(x).transpose(1, 2) for x in (q, k, v)]
     if number == 2:
         out, lse = module._flash_attn_forward(
             *views, dropout_p=0.0, softmax_scale=scale, causal=is_causal, window_size_left=-1, window_size_right=-1,
@@ -118,7 +119,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     number, module = _library(q)
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (aligned(x).transpose(1, 2) for x in (dout, q, k, v, out))
     lse = lse.contiguous()
     if number == 4:
         gradients = module._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal)[:3]

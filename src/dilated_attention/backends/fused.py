@@ -112,6 +112,19 @@ def append_column(
     return dout, q, k, v, out
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, copied if a row of it does not begin at a multiple of 16 bytes.
+
+    The operators of CUDA load as many at once, check nothing but the last stride, and a misaligned address ends the
+    whole CUDA context.
+    """
+    unit = 16 // x.element_size()
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    if x.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides):
+        return x
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 def _fused_forward(
     kind: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -119,6 +132,7 @@ def _fused_forward(
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     if kind == "cuda_flash":
         out, lse = torch_internals.flash(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
@@ -144,6 +158,7 @@ def _fused_backward(
         return torch_internals.flash_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
+    dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     if kind == "cuda_flash":
         # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative
         # lengths.

@@ -27,7 +27,7 @@ from dilated_attention.plan import Plan, Rows, StridedGroup
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
 TokenStatistic = Float[Tensor, "batch seq heads"]
-KeyBias = Float[Tensor, "batch keys"]
+KeyBias = Float[Tensor, "batch keys"] | Float[Tensor, "batch keys kv_heads"]
 Layouts = dict[int, BlockLayout]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -110,8 +110,13 @@ class _Tile:
         return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1, 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
-        """(problems, 1, 1, keys) of a bias (batch, seq)."""
-        return None if x is None else self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0).unsqueeze(-2)
+        """(problems, 1, 1, keys) of a bias (batch, seq), or (batch, seq, heads), equal over the heads of a group."""
+        if x is None:
+            return None
+        view = (
+            self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0) if x.dim() == 2 else self._view(x, rows, self.k_head, 0, 1, 1)
+        )
+        return view.unsqueeze(-2)
 
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
         """The dropout of the group's queries and keys; k has the keys' batch and heads."""
@@ -299,7 +304,7 @@ def forward(
     """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
 
     Args:
-        key_bias: 0 or -inf a key, in q's dtype.
+        key_bias: 0 or -inf a key, in q's dtype; by head, too, where rows of other ranks were gathered by head.
         layouts: for each number of rows that a group's segments have, the block layout inside such a segment.
         dropout: which pairs survive.
         operators: `fused`, or a module with its `forward` and `backward`.

@@ -34,6 +34,7 @@ class Backend:
         attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
         over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
         packs_samples: takes the samples of a ragged call as one sequence with one plan.
+        details: what else `explain` should say of a call that it serves.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Backend:
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
     packs_samples: bool = False
+    details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
         """Why it cannot serve a call; None if it can."""
@@ -52,13 +54,21 @@ class Backend:
             return "it sees one device, and the call has a mesh"
         return self.refusal(facts)
 
+    def chosen(self, why: str, facts: Facts) -> Choice:
+        """The choice of this backend, and why."""
+        return Choice(self, why if self.details is None else f"{why}; {self.details(facts)}", facts)
+
 
 _REGISTERED = (
     Backend(
-        "triton", "one kernel for all branches, measured faster from this much work on",
+        "triton", "one kernel for all branches or blocks, shown right on this GPU and faster for such calls",
         triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
     ),
-    Backend("cpu", "our own kernels in C++", cpu.refusal, cpu.on_request, cpu.forward, cpu.backward),
+    Backend(
+        "cpu", "our own kernels in C++, measured faster than PyTorch's operators",
+        cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, over_mesh=True, packs_samples=True,
+        details=lambda facts: cpu.instruction_set_of(facts.dtype),
+    ),
     Backend(
         "native", "PyTorch's fused attention serves every device",
         native.refusal, native.on_request, native.forward, native.backward, over_mesh=True,
@@ -98,7 +108,7 @@ def choose(name: str, facts: Facts) -> Choice:
     if name == "auto":
         for backend in BACKENDS.values():
             if backend.on_request(facts) is None and backend.why_not(facts) is None:
-                return Choice(backend, backend.merits, facts)
+                return backend.chosen(backend.merits, facts)
         refusals = "; ".join(f"{name}: {why}" for name, why in _refusals(facts).items())
         raise BackendError(f"no backend can serve this call: {refusals}")
     if name not in BACKENDS:
@@ -107,7 +117,7 @@ def choose(name: str, facts: Facts) -> Choice:
         raise UnsupportedError(f"backend={name!r} sees one device; with a mesh use backend='auto'")
     if why := BACKENDS[name].why_not(facts):
         raise BackendError(f"backend={name!r} cannot serve this call: {why}")
-    return Choice(BACKENDS[name], "asked for by name", facts)
+    return BACKENDS[name].chosen("asked for by name", facts)
 
 
 def _refusals(facts: Facts, chosen: Backend | None = None) -> dict[str, str]:

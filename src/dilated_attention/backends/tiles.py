@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.cache import lasting
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.layout import BlockLayout
@@ -45,7 +46,7 @@ class Table:
     """The tiles of one launch.
 
     Attributes:
-        lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, the heaviest first.
+        lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         chain: some tile of queries continues from what an earlier launch wrote.
         is_causal: the diagonals count.
         even: no tile, held or streamed, reaches past its rows.
@@ -66,14 +67,23 @@ class Table:
 
 
 def tables(
-    plan: Plan, side: Side, is_causal: bool, shape: Shape, layouts: Layouts | None, device: torch.device
+    plan: Plan,
+    side: Side,
+    is_causal: bool,
+    shape: Shape,
+    layouts: Layouts | None,
+    device: torch.device,
+    *,
+    join: bool = True,
 ) -> list[Table]:
     """The launches, in order, of a plan with groups; with layouts, of their blocks in every segment of every group.
 
-    The diagonals of blocks count if the layout is causal, whatever `is_causal` says.
+    The diagonals of blocks count if the layout is causal, whatever `is_causal` says. `join`: whether to look for turns
+    that can run together.
     """
     if layouts is None:
-        return [_span_table(parts, side, is_causal, shape, device) for parts in _unions(plan, side, is_causal, shape)]
+        cells = _unions(plan, side, is_causal, shape, join and not is_causal)
+        return [_span_table(parts, side, is_causal, shape, device) for parts in cells]
     out = []
     for turn in turns(plan.groups, side):
         for count in sorted({group.queries.count for group in turn}, reverse=True):
@@ -83,7 +93,7 @@ def tables(
 
 
 def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape, device: torch.device) -> Table:
-    lines = _lines(parts, side, shape.own)
+    lines = (heaviest_first if is_causal else by_head)(_lines(parts, side, shape.own))
     spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
@@ -98,7 +108,7 @@ def _block_table(
     parts = [
         (_block_cells(_segment_cells(group, side, layout.is_causal), side, own), _heads(group)) for group in groups
     ]
-    lines = _lines(parts, side, shape.own)
+    lines = heaviest_first(_lines(parts, side, shape.own))
     even = loop % shape.loop == 0 and layout.seq_len % loop == 0
     if side == "queries" and loop % shape.loop:
         edge = -1
@@ -126,7 +136,8 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
     more."""
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
-    return torch.from_numpy(np.ascontiguousarray(lines, np.int32)).to(device)
+    table = torch.from_numpy(np.ascontiguousarray(lines, np.int32))
+    return lasting(lambda: table.to(device), device)
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
@@ -201,8 +212,9 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     return out
 
 
-def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape) -> list[list[Part]]:
-    """Cells per launch: a launch per turn, or one for consecutive turns where the loops take hardly more steps for it.
+def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape, join: bool) -> list[list[Part]]:
+    """Cells per launch: a launch per turn, or with `join` one for consecutive turns where the loops take hardly more
+    steps for it.
 
     Then branches share one softmax and the running state stays in registers. It pays where the residue classes of the
     sparsest branch fill tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a
@@ -212,7 +224,7 @@ def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape) -> list[list[
     for turn in turns(plan.groups, side):
         parts: list[Part] = [(_segment_cells(group, side, is_causal), _heads(group)) for group in turn]
         steps = _steps(parts, shape)
-        if launches and not is_causal:
+        if launches and join:
             groups, _, before = launches[-1]
             union = _union_parts([*groups, *turn], side)
             if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
@@ -326,7 +338,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Cells cut into tiles and given to heads. Tiles of one cell and head are neighbours, since they share their loops'
-    rows; the heaviest cells come first, and in a causal cell the heaviest tiles."""
+    rows; in a causal cell the heaviest come first."""
     blocks = []
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
@@ -340,5 +352,16 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
         block[:, HEAD] = np.asarray(heads)[head]
         _advance(block, tile, own, side)
         blocks.append(block)
-    lines = np.concatenate(blocks)
+    return np.concatenate(blocks)
+
+
+def heaviest_first(lines: np.ndarray) -> np.ndarray:
+    """No long tile is left for the end."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
+
+
+def by_head(lines: np.ndarray) -> np.ndarray:
+    """Head by head, one stretch as long as the longest span after another: programs that run at the same time see the
+    same rows, which stay in the L2 cache. The heaviest tiles of a stretch come first."""
+    longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
+    return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]

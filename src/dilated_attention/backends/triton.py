@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -28,45 +29,83 @@ from dilated_attention.plan import Plan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
+WIDE_FROM = 2**31
+"""Elements, that a streamed tile reaches over, whose offsets take 64 bits."""
 
 
-AUTO_FROM: dict[str, int] = {}
-"""Score entries times head_dim from which on `auto` takes this backend, by architecture (kernels/configurations.py).
+@dataclass(frozen=True)
+class Rule:
+    """When `auto` takes this backend on a GPU.
 
-Empty: nothing has been measured on a GPU yet. `dilated-attention bench gpu` writes the value to enter here, the least
-work from which on this backend was faster than native, to results/<device>/gpu.jsonl.
-"""
+    Attributes:
+        asks: what a call asks for beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
+        native: what such a call costs on the native backend there, counted and not timed.
+        least: score entries times head_dim from which on this backend is the faster one, by architecture
+            (kernels/configurations.py); None where being right is enough, since native is no rival.
+    """
+
+    asks: str
+    native: str
+    least: Mapping[str, int] | None = None
+
+
+RULES = (
+    Rule("a block layout", "gathers keys in hundreds of calls: of 10 % random blocks of 128, 32,768 tokens, 16 heads of"
+         " 128, 540 calls and 6.7 GB"),
+    Rule("dropout_p", "multiplies in thousands of chunks"),
+    Rule("key_padding_mask", "holds all scores of a branch in memory"),
+    Rule("", "makes a call a branch and merges", least={}),
+)  # fmt: skip
+"""The first whose `asks` the call has counts."""
+
+RIGHT: frozenset[str] = frozenset()
+"""Architectures on which every row of `bench gpu --part 1` in results/ was right. Empty: none has run yet. Such a file
+also has what to enter in `least` above, from part 3."""
 
 
 def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
-    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
-        return None
+    if (why := _refusal_of(facts.device)) is not None:
+        return why
+    if facts.dtype not in DTYPES:
+        return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
+    if facts.head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
+    if facts.over_mesh and (given := [name for name in facts.needs if name != "a block layout"]):
+        return f"{' and '.join(given)} over a mesh: the rows of other ranks are not the kernels' own; use native"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _refusal_of(device: torch.device) -> str | None:
+    """Why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
-    device, dtype = facts.device, facts.dtype
     if device.type == "cpu" and not _interpreted():
         return "Triton needs a GPU"
     if device.type not in ("cpu", "cuda"):
         return f"Triton serves CUDA and ROCm devices, not {device.type}"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has compute capability below 8.0"
-    if dtype not in DTYPES:
-        return f"the kernels have no {dtype}; use float16, bfloat16 or float32"
-    if facts.head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
-    if facts.seq_len > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None
 
 
 def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
-    least = None
-    if facts.device.type == "cuda" and AUTO_FROM and not torch.compiler.is_compiling():
-        least = AUTO_FROM.get(architecture(facts.device))
+    if facts.device.type != "cuda":
+        return "only on request; a GPU is what it is for"
+    here = architecture(facts.device)
+    (rule, *_) = [rule for rule in RULES if not rule.asks or rule.asks in facts.needs]
+    if here not in RIGHT:
+        how = "`dilated-attention info --check` tells in a minute; then ask for it by name"
+        return f"not shown right on {here} yet: {how}. For this call native {rule.native}"
+    if rule.least is None:
+        return None
+    least = rule.least.get(here)
     if least is None:
-        return "not measured against native on this device yet; only on request"
+        return f"not measured against native on {here} yet; only on request"
     if facts.work < least:
         return f"native is faster below {least:.3g} score entries times head_dim; got {facts.work:.3g}"
     return None
@@ -79,9 +118,14 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def architecture(device: torch.device) -> str:
     """The row of kernels/configurations.py that serves a device."""
+    return _architecture(device)
+
+
+@cache
+def _architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:
@@ -124,14 +168,15 @@ def forward(
     row = _row(arguments)
     masked = dropout is not None or key_bias is not None
     for launch in _launches("forward", q, plan, is_causal, layouts, masked):
-        with _on(q.device):
-            strided.forward[launch.grid(q, k)](
-                OUT=out,
-                LSE=lse,
-                **arguments,
-                **launch.lists(layouts, q),
-                **launch.constants(key_bias, launch.table.chain, row),
-            )
+        run(
+            strided.forward,
+            launch.programs(q, k),
+            OUT=out,
+            LSE=lse,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, launch.table.chain, row),
+        )
     return out, lse
 
 
@@ -181,24 +226,36 @@ def backward(
         _gradient(k, add[0], plan.covered and plan.square),
         _gradient(v, add[0], plan.covered and plan.square),
     )
-    with _on(q.device):
-        for launch in keys:
-            strided.backward_dkdv[launch.grid(k, k)](
-                DQ=None if deterministic else dq,
-                DK=dk,
-                DV=dv,
-                **arguments,
-                **launch.lists(layouts, q),
-                **launch.constants(key_bias, add[0], row),
-            )
-        for launch in queries:
-            strided.backward_dq[launch.grid(q, k)](
-                DQ=dq, **arguments, **launch.lists(layouts, q), **launch.constants(key_bias, add[1], row)
-            )
+    for launch in keys:
+        run(
+            strided.backward_dkdv,
+            launch.programs(k, k),
+            DQ=None if deterministic else dq,
+            DK=dk,
+            DV=dv,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, add[0], row),
+        )
+    for launch in queries:
+        run(
+            strided.backward_dq,
+            launch.programs(q, k),
+            DQ=dq,
+            **arguments,
+            **launch.lists(layouts, q),
+            **launch.constants(key_bias, add[1], row),
+        )
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 # ---- launches
+
+
+def run(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel: all that this backend does on a device but for filling buffers."""
+    with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
+        kernel[(programs,)](**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +266,16 @@ class Launch:
     table: tiles.Table
     shape: Shape
 
-    def grid(self, heads: Tensor, kv_heads: Tensor) -> tuple[int]:
-        """One program per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
-        return (len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2]),)
+    def programs(self, heads: Tensor, kv_heads: Tensor) -> int:
+        """One per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
+        return len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2])
 
     def constants(self, key_bias: Tensor | None, chain: bool, row: int) -> dict[str, Any]:
         """The kernel's arguments that the table settles; `chain` as in kernels/strided.py, `row` as from
         `_row`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
-            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= 2**31}
+            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
         else:
             sizes = {"BM": shape.loop, "BN": shape.own}
         return sizes | {
@@ -259,7 +316,9 @@ def _launches(
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    shape = ARCHITECTURES[architecture(q.device)].shape(kernel, q.element_size(), q.shape[-1], masked)
+    shape = ARCHITECTURES[architecture(q.device)].shape(
+        kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None
+    )
 
     def make() -> _Launches:
         side = side_of(kernel)
@@ -297,11 +356,11 @@ def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tenso
     unit, (strides,) = _strides(dout)
     rows = 32
     if lse.numel():
-        with _on(out.device):
-            online.backward_stats[(-(-lse.numel() // rows),)](
-                out, lse, dout, None if dlse is None else dlse.contiguous(), stats, lse.numel(), tokens, heads,
-                *strides, UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
-            )  # fmt: skip
+        run(
+            online.backward_stats, -(-lse.numel() // rows), OUT=out, LSE=lse, DOUT=dout,
+            DLSE=None if dlse is None else dlse.contiguous(), STATS=stats, size=lse.numel(), N=tokens, H=heads,
+            sb=strides[0], sn=strides[1], sh=strides[2], UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
+        )  # fmt: skip
     return stats
 
 

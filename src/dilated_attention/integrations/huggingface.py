@@ -166,6 +166,54 @@ def dilate(
     return model
 
 
+def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Let a transformers model take `length` tokens, in place; returns the model. Call it before the optimizer is made.
+
+    Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: place p gets what was trained for p modulo their
+    number, so that neighbours are told apart as before (Longformer, arXiv:2004.05150, does so). Rotary positions need
+    no table: `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is.
+    Either way the model is to be fine-tuned at the new length.
+
+    Raises ValueError, before anything is changed, for a model that has neither, and for a length that is not larger.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise ValueError(f"length must be a number of tokens, an integer; got {length!r}")
+    found = [
+        (owner, table)
+        for owner in model.modules()
+        for name in ("position_embeddings", "wpe", "embed_positions")
+        if isinstance(table := getattr(owner, name, None), nn.Embedding)
+    ]
+    rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+    config = model.config.get_text_config()
+    if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
+        raise UnsupportedError(
+            f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
+            "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
+        )
+    # Places of some models begin after a row for padding, or two.
+    firsts = [getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1) for _, table in found]
+    tokens = [table.num_embeddings - first for (_, table), first in zip(found, firsts, strict=True)]
+    most = max(tokens, default=getattr(config, "max_position_embeddings", 0))
+    if length <= most:
+        raise ValueError(f"length must be above the {most} tokens that the model takes already; got {length}")
+    for (owner, table), first, count in zip(found, firsts, tokens, strict=True):
+        rows = torch.arange(first + length, device=table.weight.device)
+        rows[first:] = first + (rows[first:] - first) % count
+        table.weight = nn.Parameter(table.weight.detach()[rows], table.weight.requires_grad)
+        table.num_embeddings = len(rows)
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if name in ("position_ids", "token_type_ids"):
+                longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
+                setattr(owner, name, longer[None].to(buffer))
+    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
+    padded = [first for (_, table), first in zip(found, firsts, strict=True) if table.padding_idx is not None]
+    config.max_position_embeddings = length + max(padded, default=0)
+    return model
+
+
 def _require_plain_attention(part: PreTrainedModel) -> None:
     name, config = type(part).__name__, part.config
     if not part._supports_attention_backend or not part._can_set_attn_implementation():
@@ -211,7 +259,7 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if count > table.num_embeddings:
         raise ValueError(
             f"{count} tokens, but {type(module).__name__} has {table.num_embeddings} learned positions: shorten the "
-            "text (tokenizer(..., truncation=True)), or lengthen the table, as examples/long_bert.py does"
+            "text (tokenizer(..., truncation=True)), or lengthen the table: extend_positions(model, length)"
         )
 
 

@@ -52,7 +52,7 @@ class Architecture:
 
     shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
 
-    def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool) -> Shape:
+    def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
         """Dropout and hidden keys take registers: `masked` by either, the streamed tile is half as long."""
         shape = self.shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
         return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape

@@ -6,6 +6,7 @@ from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import LongViT, LongViTConfig
+from dilated_attention.models.tiles import TileAttention, tile_attention
 
 __all__ = [
     "EncoderDecoderConfig",
@@ -19,9 +20,11 @@ __all__ = [
     "LongNetLM",
     "LongViT",
     "LongViTConfig",
+    "TileAttention",
     "load_gigapath",
     "load_longvit",
     "load_torchscale",
     "read_checkpoint",
     "sample",
+    "tile_attention",
 ]

@@ -40,13 +40,17 @@ PICKLE_ERRORS = (
 """What reading damaged bytes as a pickle may raise."""
 
 
-def read_checkpoint(source: Source) -> dict[str, Tensor]:
+def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a state_dict, of a safetensors file, or of a file of `torch.save`, read with `weights_only`.
 
     A state_dict that is an entry `model` (`state_dict`, `module`, ...) of the file is taken from there.
 
+    Args:
+        prefix: of a larger model's tensors take those whose names begin so, without it: `"LongNet_encoder."`.
+
     Raises:
-        ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors.
+        ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors; nothing begins
+            with the prefix.
     """
     where, held = "state_dict", source
     if isinstance(source, (str, Path)):
@@ -63,7 +67,11 @@ def read_checkpoint(source: Source) -> dict[str, Tensor]:
     strange = [f"{name} ({x.dtype})" for name, x in held.items() if not x.is_floating_point() and x.dim()]
     if strange:
         raise ValueError(f"{where}: weights must be floating-point; got {_some(strange)}")
-    return {str(name): x.detach() for name, x in held.items()}
+    found = {str(name).removeprefix(prefix): x.detach() for name, x in held.items() if str(name).startswith(prefix)}
+    if prefix and not found:
+        parts = sorted({str(name).partition(".")[0] for name in held})
+        raise ValueError(f"prefix={prefix!r}: no name in {where} begins so; they begin with {_some(parts)}")
+    return found
 
 
 def _read_file(path: Path) -> Any:
@@ -137,6 +145,7 @@ def load_torchscale(
     architecture: Architecture | None = None,
     compat: Compat = "torchscale",
     norm_eps: float = 1e-5,
+    prefix: str = "",
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
@@ -154,12 +163,13 @@ def load_torchscale(
         compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
             None: the corrected ones, exact attention with the offsets that the weights were trained with.
         norm_eps: of its LayerNorms.
+        prefix: where the weights are part of a larger model's: what their names begin with, as `"LongNet_encoder."`.
         surplus: `"warn"`: leave names that the model has no place for, with a warning.
 
     Raises:
         ValueError: a damaged file, or anything but tensors; or names missing, surplus, of other shapes, all listed.
     """
-    tensors, pattern = read_checkpoint(source), _pattern(segment_lengths, dilation_rates)
+    tensors, pattern = read_checkpoint(source, prefix), _pattern(segment_lengths, dilation_rates)
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
     tensors = _without_prefix(tensors)
@@ -202,6 +212,7 @@ def load_gigapath(
     global_pool: bool = False,
     slide_ngrids: int = 1000,
     tile_size: int = 256,
+    prefix: str = "",
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> GigaPathSlideEncoder:
@@ -210,7 +221,7 @@ def load_gigapath(
     The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. A fixed
     table of positions in the file is checked by its shape alone and left: it is computed.
     """
-    tensors = read_checkpoint(source)
+    tensors = read_checkpoint(source, prefix)
     taken = _Taken(tensors, not isinstance(source, Mapping))
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
     encoder = _stack_config(taken, "encoder.", num_heads, options)
@@ -243,6 +254,7 @@ def load_longvit(
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] = RATES,
     compat: Compat = "torchscale",
+    prefix: str = "",
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongViT:
@@ -251,7 +263,7 @@ def load_longvit(
     Args:
         segment_lengths: None: the released ones of the image size that the weights' positions are for.
     """
-    tensors = _without_prefix(read_checkpoint(source))
+    tensors = _without_prefix(read_checkpoint(source, prefix))
     taken = _Taken(tensors, not isinstance(source, Mapping))
     names = {re.sub(r"^model\.", "", name): name for name in tensors}  # the classifier's backbone is `model`
     missing = [name for name in ("patch_embed.proj.weight", "pos_embed") if name not in names]

@@ -152,6 +152,15 @@ class GigaPathSlideEncoder(Pretrained):
         first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
         """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
+        rows, counts = self.embed(x, coords, lengths)
+        ends = [count + 1 for count in counts]
+        options = {"all_layers": all_layers, "first_only": first_only}
+        return self.encoder.packed(rows, ends, is_causal=False, **options), counts
+
+    def embed(
+        self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None = None
+    ) -> tuple[Float[Tensor, "1 tokens embed_dim"], list[int]]:
+        """What the encoder is given: of each slide the cls token and its tiles, packed; and the tiles of each slide."""
         config = self.config
         require_like(self.projection.weight, x=x)
         if not isinstance(coords, Tensor) or coords.dtype in (torch.float16, torch.bfloat16):
@@ -170,11 +179,7 @@ class GigaPathSlideEncoder(Pretrained):
         for slide, count in enumerate(counts):
             places = self._places(coords[slide, :count], slide, x.dtype)
             parts += [self.cls[None], self.projection(x[slide, :count]) + places]
-        rows = torch.cat(parts)[None]
-        del parts  # at 100,000 tiles they are 300 MB that the layers do not need
-        ends = [count + 1 for count in counts]
-        options = {"all_layers": all_layers, "first_only": first_only}
-        return self.encoder.packed(rows, ends, is_causal=False, **options), counts
+        return torch.cat(parts)[None], counts
 
     def _places(self, points: Tensor, slide: int, dtype: torch.dtype) -> Tensor:
         config = self.config

@@ -102,9 +102,10 @@ class SelfAttention(nn.Module):
             attend = partial(self._attend_first, attend=attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
         elif memory is not None:
             attend = partial(memory, attend=attend)
-        return self.output(self.norm(attend(*self._project(x, rotary)).flatten(-2)))  # q, k and v end with the call
+        return self.output(self.norm(attend(*self.project(x, rotary)).flatten(-2)))  # q, k and v end with the call
 
-    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotary: Tables | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with their own heads."""
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
 

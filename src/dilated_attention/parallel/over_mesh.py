@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
@@ -83,7 +85,8 @@ class _Rank:
                 f"q has {q.shape[1]} tokens; rank {link.rank}'s shard of seq_len={sharding.seq_len} over {link.size} "
                 f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
             )
-        key = ("description", sharding, len(shards.bounds), self.shape, self.call.scale, self.transport)
+        scores = self.call.scale, self.call.key_padding_mask is not None, self.call.dropout_p
+        key = ("description", sharding, len(shards.bounds), self.shape, scores, self.transport)
         description = plan_cache.get(key, self._describe)
         link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
         link.agree(description.text, problem, q.device)
@@ -110,6 +113,8 @@ class _Rank:
             "head_dim": shape.head_dim,
             "dtype": shape.dtype,
             "scale": self.call.scale,
+            "key_padding_mask": "None" if self.call.key_padding_mask is None else "given",
+            "dropout_p": self.call.dropout_p,
             "transport": self.transport,
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
@@ -129,6 +134,50 @@ def _digest(layout: BlockLayout) -> str:
     return digest.hexdigest()[:16]
 
 
+class _Pairs:
+    """Which pairs of query and key a call's mask and dropout leave, by their tokens in the whole sequence."""
+
+    def __init__(self, rank: _Rank, link: Link, q: Tensor) -> None:
+        call, self.sharding = rank.call, rank.sharding
+        self.tokens = torch.arange(*rank.sharding.shard(link.rank), device=q.device)
+        self.bias, self.seed = None, None
+        self.dropout_p, self.first_head = call.dropout_p, call.first_head
+        if call.key_padding_mask is not None:
+            hidden = self._whole(link, call.key_padding_mask)
+            self.bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+        if call.seed is not None:  # ranks may have drawn other ones
+            self.seed = call.seed.clone()
+            with link.guard("while agreeing on the seed of dropout"):
+                dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
+
+    def _whole(self, link: Link, mask: Tensor) -> Tensor:
+        """The mask of the whole sequence, `(batch, seq)`, of those of the shards: a byte a token."""
+        sizes = [stop - start for start, stop in pairwise(self.sharding.bounds)]
+        own = mask.new_zeros(mask.shape[0], max(sizes), dtype=torch.uint8)
+        own[:, : mask.shape[1]] = mask
+        found = [torch.empty_like(own) for _ in sizes]
+        with link.guard("while gathering key_padding_mask"):
+            dist.all_gather(found, own, group=link.group)
+        return torch.cat([shard[:, :size] for shard, size in zip(found, sizes, strict=True)], 1).bool()
+
+    def options(
+        self, q: Tensor, queries: Tensor | None = None, keys: Tensor | None = None, head: int = 0
+    ) -> dict[str, Any]:
+        """key_bias and dropout of a backend's call.
+
+        Args:
+            queries, keys: the token of each row of q, and of each row of k, or row and head; None: the shard's.
+            head: the first of q's heads, counted from the first of the rank's.
+        """
+        queries, keys = (self.tokens if tokens is None else tokens for tokens in (queries, keys))
+        bias, dropped = None if self.bias is None else self.bias[:, keys], None
+        if self.seed is not None:
+            rows = keys if keys.dim() == 2 else keys[:, None]
+            shape = q.shape[0], q.shape[2]
+            dropped = dropout_of(self.dropout_p, self.seed, *shape, queries, rows, self.first_head + head)
+        return {"key_bias": bias, "dropout": dropped}
+
+
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
     """Run a schedule: compute each part that it yields, and send it the answer."""
     answer = None
@@ -143,8 +192,8 @@ def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[part
 class _Compute:
     """Parts of one call on a backend, added to what is there."""
 
-    def __init__(self, rank: _Rank, q: Tensor, k: Tensor) -> None:
-        self.backend = rank.call.backend
+    def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
+        self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
         self.options = {"is_causal": rank.call.is_causal, "scale": rank.scale}
         self.whole = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
@@ -153,7 +202,8 @@ class _Compute:
         """The running (out, lse) with a part merged into it."""
         arguments = part.keys, part.values, part.plan
         if part.queries is None:
-            return self.backend.forward(self.q, *arguments, **self.options, layouts=self.whole, state=state)
+            options = {**self.options, **self.pairs.options(self.q, keys=part.tokens)}
+            return self.backend.forward(self.q, *arguments, **options, layouts=self.whole, state=state)
         assert state is not None
         (q,), rows = self._rows(part.queries, self.q), part.queries.positions
         found = self.backend.forward(q, *arguments, **self._block_options(part.queries))
@@ -172,7 +222,8 @@ class _Compute:
         sums = [torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in (part.keys, part.values)]
         if part.queries is None:
             tensors = dout, dlse, self.q, part.keys, part.values, out, lse, part.plan
-            self.backend.backward(*tensors, **self.options, layouts=self.whole, state=(dq, *sums))
+            options = {**self.options, **self.pairs.options(self.q, keys=part.tokens)}
+            self.backend.backward(*tensors, **options, layouts=self.whole, state=(dq, *sums))
             return sums[0], sums[1]
         dout, q, out = self._rows(part.queries, dout, self.q, out)
         (lse,) = self._rows(part.queries, lse, fill=-torch.inf)
@@ -213,12 +264,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         heads = Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
         whole_out, whole_lse = call.backend.forward(
-            q, k, v, heads.plan, is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None
-        )
+            q, k, v, heads.plan, is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None,
+            **_whole_pairs(rank, link, q),
+        )  # fmt: skip
         out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
         saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
         return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
-    compute = _Compute(rank, q, k)
+    compute = _Compute(rank, link, q, k)
     state: State | None = None
 
     def add(part: parts.Part) -> None:
@@ -228,6 +280,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     saved = _drive(rank.schedule(link, k.device).forward(k, v), add)
     assert state is not None
     return [*state, saved.flatten(), state[1].new_empty(0)]
+
+
+def _whole_pairs(rank: _Rank, link: Link, q: Tensor) -> dict[str, Any]:
+    """key_bias and dropout of all tokens, for the heads of q that this rank has of each other one's."""
+    tokens = torch.arange(rank.sharding.seq_len, device=q.device)
+    return _Pairs(rank, link, q).options(q, tokens, tokens, link.rank * q.shape[2])
 
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,10 +328,11 @@ def backward(
         gradients = call.backend.backward(
             dout, dlse, q, k, v, out, lse, heads.plan,
             is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None,
+            **_whole_pairs(rank, link, q),
         )  # fmt: skip
         dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    compute = _Compute(rank, q, k)
+    compute = _Compute(rank, link, q, k)
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     rows = saved.view(-1, 2, k.shape[0], k.shape[3]) if len(saved) else saved.view(0, 2, k.shape[0], k.shape[3])
     schedule = rank.schedule(link, k.device).backward(k, v, rows)
@@ -317,4 +376,6 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
             (whole,) = layouts
             layouts = ((whole.select(batch=range(i, i + 1)) if whole.batch_size > 1 else whole).prefix(length),)
         shards = replace(call.shards, bounds=tuple([min(edge, length) for edge in edges]))
-        yield max(0, min(tokens, length - start)), replace(call, lengths=None, layouts=layouts, shards=shards)
+        own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
+        mask = None if mask is None else mask[i : i + 1, :own]
+        yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=shards)

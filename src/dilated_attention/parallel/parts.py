@@ -43,12 +43,14 @@ class Part:
 
     Attributes:
         queries: where the queries are not all the rows of the shard; then the layout is its own, too.
+        tokens: the token in the whole sequence of each row and head of the keys; None: those of the shard.
     """
 
     keys: Tensor
     values: Tensor
     plan: Plan
     queries: BlockQueries | None = None
+    tokens: Tensor | None = None
 
 
 Gradients = tuple[Tensor, Tensor]
@@ -76,6 +78,7 @@ class Gather:
     Attributes:
         index: the buffer row of each slot; 0 where no group reads the slot.
         rows: the buffer row of each filled slot; slots: which those are, None for all.
+        tokens: the token of each slot, `(slots / heads, heads)`.
     """
 
     plan: Plan
@@ -83,6 +86,7 @@ class Gather:
     index: Tensor
     rows: Tensor
     slots: Tensor | None
+    tokens: Tensor
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
@@ -92,17 +96,20 @@ class Gather:
         rows = positions[locate(held, remote.keys)]
         index = np.zeros(remote.rows * remote.plan.num_heads, dtype=np.int64)
         index[remote.slots] = rows
+        tokens = np.zeros_like(index)
+        tokens[remote.slots] = remote.keys // remote.plan.num_heads
         full = len(remote.slots) == len(index)
         table, slots = on_device(index, device), None if full else on_device(remote.slots, device)
-        return cls(remote.plan, remote.plan.num_heads, table, table if full else on_device(rows, device), slots)
+        filled, heads = table if full else on_device(rows, device), remote.plan.num_heads
+        return cls(remote.plan, heads, table, filled, slots, on_device(tokens, device).view(-1, heads))
 
     @property
     def nbytes(self) -> int:
-        return 8 * (len(self.index) + len(self.rows)) + self.plan.nbytes
+        return 8 * (2 * len(self.index) + len(self.rows)) + self.plan.nbytes
 
     def part(self, buffer: Tensor) -> Part:
         """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
-        return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan)
+        return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan, None, self.tokens)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
         """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from dilated_attention.training.ranks import Ranks
 
 BETAS = (0.9, 0.95)
+DTYPES = ("float32", "bfloat16")
 OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model is trained: AdamW, linear warm-up, then a cosine down to a tenth of `learning_rate`."""
+    """How a model is trained: AdamW, linear warm-up, then a cosine down to a tenth of `learning_rate`.
+
+    `dtype` is that of matrix products and attention; with "bfloat16" they run under autocast. Weights, moments and sums
+    are float32.
+    """
 
     context: int = 8192
     batch_size: int = 1
@@ -39,6 +44,7 @@ class Recipe:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name, least in (("context", 2), ("batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("seed", 0)):
@@ -49,6 +55,8 @@ class Recipe:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be a finite number >= 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be {' or '.join(DTYPES)}")
 
     def rate(self, step: int) -> float:
         """Learning rate of the step with index `step`."""
@@ -115,7 +123,7 @@ class Training:
         if self.ranks is not None:
             self.ranks.watch.place = f"step {self.finished_steps + 1}"
         tokens = self.split.batch(self.recipe.batch_size, self.generator).to(self.device)
-        loss = self.model.loss(tokens if self.ranks is None else self.ranks.samples(tokens))
+        loss = self._loss(tokens if self.ranks is None else self.ranks.samples(tokens))
         loss.backward()
         gradient = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         value, norm = loss.item(), gradient.item()
@@ -133,11 +141,15 @@ class Training:
         self.seconds.append(time.perf_counter() - begin)
         return value
 
+    def _loss(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
+            return self.model.loss(tokens)
+
     @torch.no_grad()
     def held_out_bits_per_byte(self, windows: int) -> float:
         """Mean cross entropy in bits over at most `windows` held-out windows."""
         held_out = self.split.sample_held_out(windows).to(self.device)
-        return sum(self.model.loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
+        return sum(self._loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.

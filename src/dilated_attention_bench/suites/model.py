@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention import released
-from dilated_attention.models import GigaPathSlideEncoder, KeyValueCache, LongNetConfig, LongNetLM, load_gigapath
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    KeyValueCache,
+    LongNetConfig,
+    LongNetLM,
+    load_gigapath,
+    tile_attention,
+)
 from dilated_attention.models.gigapath import PATTERN
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
@@ -24,7 +31,7 @@ from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step, seconds
 
 HEADS, WIDTH, IN_CHANS, GRID = 16, 768, 1536, 1000
-OURS, RIVAL = "ours, compat", "released algorithm"
+OURS, RIVAL, TILES = "ours, compat", "released algorithm", "tile attention"
 SLIDES = (500, 1000, 2000, 3000, 4000, 6000, 8000, 10_000)
 POSITIONS = (1000, 5000, 10_000, 20_000, 50_000, 100_000)
 DENSE_POSITIONS = (1000, 5000, 10_000, 20_000)
@@ -39,6 +46,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     return [
         Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, device, 5.0 if quick else 300.0)),
         Step("memory of the slide encoder", lambda: _slide_memory(tiles, layers, device)),
+        Step("tile attention", lambda: _tiles(tiles, layers, device, 5.0 if quick else 100.0)),
         Step("ragged slides", lambda: _ragged(SLIDES[: 3 if quick else None], device, 5.0 if quick else 120.0)),
         Step("decoding", lambda: _decoding(device, 5.0 if quick else 60.0, quick)),
         Step("training", lambda: _training(device, 3 if quick else 200)),
@@ -98,7 +106,8 @@ def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
 
 
-def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
+def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
+    """What a row about the slide encoder records."""
     return {
         "seq_len": seq_len,
         "heads": HEADS,
@@ -113,7 +122,7 @@ def _parameters(seq_len: int, layers: int) -> dict[str, Any]:
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
     calls = encoders(layers, tiles, device)
     ours, rival = (calls[name]() for name in (OURS, RIVAL))
-    parameters = _parameters(tiles, layers)
+    parameters = slide_parameters(tiles, layers)
     largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
     name = "largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry"
     yield Row(name, parameters, largest, "x", bar=1.0)
@@ -132,7 +141,7 @@ def _compared(
 
 def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row]:
     request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
-    parameters = _parameters(tiles, layers)
+    parameters = slide_parameters(tiles, layers)
     found: list[int] = []
     for way in (OURS, RIVAL):
         peak = measure.in_new_process(__name__, {**request, "name": way})
@@ -144,10 +153,29 @@ def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row
         yield Row(name, parameters, found[0] / found[1], "x", bar=0.5)
 
 
+def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
+    model = load_gigapath(slide_weights(layers)).to(device)
+    return lambda: tile_attention(model, x, coords)
+
+
+def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
+    parameters = _parameters(tiles, layers)
+    x, coords = slide(tiles, device)
+    calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
+    yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
+    request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
+    peaks = [measure.in_new_process(__name__, {**request, "name": name}) for name in (TILES, OURS)]
+    told = None not in peaks
+    name = "tile attention: peak memory above weights and input, over one encoding"
+    yield Row(
+        name, parameters, peaks[0] / peaks[1] if told else None, "x", bar=1.3, refused=None if told else measure.UNTOLD
+    )
+
+
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
     device = torch.device(request["device"])
     torch.set_num_threads(request["threads"])
-    make = _ours if request["name"] == OURS else _rival
+    make = {OURS: _ours, RIVAL: _rival, TILES: _tile_attention}[request["name"]]
     make(1, *slide(64, device), device)()  # loads the operators and starts the threads
     call = make(request["layers"], *slide(request["tiles"], device), device)
     return measure.peak_above_now(call, device)
@@ -167,7 +195,7 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
     def one_by_one() -> Tensor:
         return torch.cat([model(*pair) for pair in slides])
 
-    parameters = {**_parameters(max(tiles), layers), "tiles": list(tiles)}
+    parameters = {**slide_parameters(max(tiles), layers), "tiles": list(tiles)}
     largest = float((together() - one_by_one()).abs().max())
     yield Row("ragged slides: largest difference to one by one", parameters, largest, "", bar=1e-5)
     calls = {"together": together, "one by one": one_by_one}
@@ -227,16 +255,16 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
     yield Row.of(f"decoding: time a token over that at {POSITIONS[1]:,} tokens", case, ratio, bar=1.10)
 
 
+def learner(name: str) -> LongNetConfig:
+    """A small language model with the attention of that name."""
+    return LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, pattern=LEARNERS[name])
+
+
 def _training(device: torch.device, count: int) -> Iterator[Row]:
     """The same small language model with either attention: the same bytes, the same steps, in turns."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
-    models = {
-        name: Training(
-            LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, pattern=pattern), recipe, text, device=device
-        )
-        for name, pattern in LEARNERS.items()
-    }
+    models = {name: Training(learner(name), recipe, text, device=device) for name in LEARNERS}
     for _ in range(count):
         for training in models.values():
             training.step()

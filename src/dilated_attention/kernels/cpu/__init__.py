@@ -11,5 +11,6 @@ vectors.h     sixteen numbers at a time
 threads.h     PyTorch's pool
 avx512.cpp, avx512_bf16.cpp, dispatch.cpp
               an instruction set each, and the choice among them
-build.py      compiles all of it
+build.py, __main__.py
+              compile all of it
 """

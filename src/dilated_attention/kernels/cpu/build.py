@@ -1,6 +1,6 @@
-"""Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu.build`.
+"""Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu`.
 
-hatch_build.py runs the same when the package is installed. The library has a plain C interface, so that one build
+hatch_build.py does the same when the package is installed. The library has a plain C interface, so that one build
 serves every version of Python and PyTorch, and code for every instruction set, of which the machine's is chosen at run
 time. Neither PyTorch nor its headers are needed.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "kernels.so"
+COMMAND = f"{sys.executable} -m dilated_attention.kernels.cpu"
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 SOURCES = {
@@ -47,7 +48,7 @@ def refusal() -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if compiler() is None:
-        return "no C++ compiler was found; install g++ or clang++, or name one in CXX"
+        return f"no C++ compiler was found; install g++ or clang++, or name one in CXX, and run {COMMAND}"
     return None
 
 
@@ -63,10 +64,12 @@ def build() -> Path:
     """Compile the library. It takes the place of an older one at once, so that no process meets half of it.
 
     Raises:
-        BuildError: there is no compiler, or it failed; with its message.
+        BuildError: there is no compiler, or it failed, with its message; or the folder cannot be written.
     """
     if why := refusal():
         raise BuildError(f"the CPU kernels cannot be compiled: {why}")
+    if not os.access(HERE, os.W_OK):
+        raise BuildError(f"the CPU kernels cannot be compiled: {HERE} cannot be written; ask its owner")
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in SOURCES}
         with ThreadPoolExecutor() as pool:
@@ -82,10 +85,3 @@ def _run(*arguments: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")
-
-
-if __name__ == "__main__":
-    try:
-        print(build())
-    except BuildError as error:
-        sys.exit(str(error))

@@ -1,4 +1,6 @@
 // The library's C interface. Instruction sets are numbered from the lowest on; backends/cpu.py has their names.
+#include <cpuid.h>
+
 #include "kernels.h"
 #include "threads.h"
 
@@ -12,6 +14,12 @@ int64_t dilated_attention_instruction_set() {
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return 0;
   return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
+}
+
+// Whether this machine multiplies tiles of bfloat16. No kernel here does; PyTorch's operators do.
+int64_t dilated_attention_has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_BF16);
 }
 
 // The size of the structure, so that two versions of it do not meet.

@@ -1,0 +1,199 @@
+"""How much a slide's embedding attends to each of its tiles."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import attention
+from dilated_attention.models.gigapath import GigaPathSlideEncoder
+from dilated_attention.nn import TransformerBlock
+from dilated_attention.patterns import Dilated
+from dilated_attention.pictures import plot_places
+from dilated_attention.plan import Rows, plan_dilated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SCORES = 1 << 21  # of all heads of a tile of queries and keys: 8 MB, which stay in a cache
+_ROWS = 2048  # tokens that are written at a time
+
+
+@dataclass(frozen=True, eq=False)
+class TileAttention:
+    """What `tile_attention` gives. Entries of padding are 0.
+
+    Attributes:
+        heads: `(batch, layers, heads, tiles)`: in each layer, by each head, how much of the attention of the slide's
+            embedding goes to the tile.
+        rolled_up: `(batch, tiles)`: through all layers. What is missing from 1 stayed at the cls token, or went to the
+            padding that `compat="torchscale"` attends.
+        coords: `(batch, tiles, 2)`, as given.
+        lengths: tiles of each slide.
+    """
+
+    heads: Float[Tensor, "batch layers heads tiles"]
+    rolled_up: Float[Tensor, "batch tiles"]
+    coords: Tensor
+    lengths: tuple[int, ...]
+
+    def plot(
+        self, slide: int = 0, *, layer: int | None = None, head: int | None = None, ax: Axes | None = None
+    ) -> Axes:
+        """Draw one slide's tiles at their places, brighter the more they are attended, in colours that print in grey.
+
+        Args:
+            layer: of this layer; None: rolled up.
+            head: of this head of the layer; None: the mean over heads.
+        """
+        if layer is None and head is not None:
+            raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
+        tiles = self.lengths[slide]
+        if layer is None:
+            values, title = self.rolled_up[slide], "rolled up over layers"
+        elif head is None:
+            values, title = self.heads[slide, layer].mean(0), f"layer {layer}, mean over heads"
+        else:
+            values, title = self.heads[slide, layer, head], f"layer {layer}, head {head}"
+        places = self.coords[slide, :tiles].cpu().numpy()
+        return plot_places(places, values[:tiles].float().cpu().numpy() * tiles, title, ax)
+
+
+@torch.no_grad()
+def tile_attention(
+    encoder: GigaPathSlideEncoder,
+    tiles: Tensor,
+    coords: Tensor,
+    *,
+    lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+    global_pool: bool | None = None,
+) -> TileAttention:
+    """How much a slide's embedding attends to each tile: exact, in memory linear in the tiles.
+
+    With P_l,h the attention probabilities of head h in layer l, over the cls token and the tiles, and u what the
+    embedding is made of (the cls token alone; with global_pool 1 / tiles of each tile), a layer's row is uᵀ P_l,h.
+    Rolled up (Abnar and Zuidema 2020, arXiv:2005.00928) is uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) / 2:
+    the half is the residual path. No P is formed: the rows are summed up from the log-sum-exp of the forward.
+
+    Queries and keys of all layers are kept in a temporary file, 2 x layers x tiles x embed_dim numbers (in the folder
+    that TMPDIR names), so that the memory is that of one encoding; the time is that of about 1.4 of them.
+
+    Args:
+        encoder: in evaluation mode.
+        tiles, coords, lengths, global_pool: as the encoder's forward takes them.
+    """
+    if not isinstance(encoder, GigaPathSlideEncoder):
+        raise ValueError(
+            f"encoder must be a GigaPathSlideEncoder; got {type(encoder).__name__}: load_gigapath reads the published "
+            "one"
+        )
+    if encoder.training:
+        raise ValueError("encoder is in training mode, where dropout changes the attention: call encoder.eval()")
+    if encoder.config.encoder.rotary is not None or encoder.encoder.mesh is not None:
+        raise UnsupportedError("tile_attention takes encoders without rotary positions, on one device")
+    rows, counts = encoder.embed(tiles, coords, lengths)
+    pooled = encoder.config.global_pool if global_pool is None else global_pool
+    config = encoder.config.encoder
+    shape = (len(counts), config.num_layers, config.num_heads, tiles.shape[1])
+    heads = torch.zeros(shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    rolled_up = heads.new_zeros(len(counts), tiles.shape[1])
+    samples = list(rows.split([count + 1 for count in counts], 1))
+    del rows
+    for slide, count in enumerate(counts):
+        embedding = heads.new_zeros(count + 1)
+        embedding[1:] = pooled / max(count, 1)
+        embedding[0] = not pooled
+        flow = embedding
+        with tempfile.TemporaryFile() as file:
+            layers = _encode(encoder, samples.pop(0), file)
+            for layer in reversed(range(config.num_layers)):
+                q, k, lse = layers[layer].read(file)
+                seen = _sums_of_rows(q, k, lse, torch.stack((embedding, flow)), layers[layer].pattern)
+                heads[slide, layer, :, :count] = seen[:, 0, 1:]
+                flow = (flow + seen[:, 1].mean(0)) / 2
+        rolled_up[slide, :count] = flow[1:]
+    return TileAttention(heads, rolled_up, coords, tuple(counts))
+
+
+class _Layer:
+    """The attention of one layer; its queries and keys go to a file."""
+
+    def __init__(self, pattern: Dilated, backend: str, file: IO[bytes]) -> None:
+        self.pattern, self.backend, self.file = pattern, backend, file
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Any = None) -> Tensor:
+        self.device, self.dtype, self.shapes, self.start = (
+            q.device,
+            q.dtype,
+            (q.shape[1:], k.shape[1:]),
+            self.file.tell(),
+        )
+        for x in (q, k):
+            for rows in x[0].split(_ROWS):
+                rows.contiguous().view(torch.uint8).cpu().numpy().tofile(self.file)
+        out, lse = attention(q, k, v, self.pattern, backend=self.backend, return_lse=True)
+        self.lse = lse[0]
+        return out
+
+    def read(self, file: IO[bytes]) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, `(tokens, heads, head_dim)`, and lse, `(heads, tokens)`."""
+        file.seek(self.start)
+        found = []
+        for shape in self.shapes:
+            read = np.fromfile(file, np.uint8, shape.numel() * self.dtype.itemsize)
+            found.append(torch.from_numpy(read).view(self.dtype).view(shape).to(self.device, self.lse.dtype))
+        return found[0], found[1], self.lse
+
+
+def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes]) -> list[_Layer]:
+    """Run the layers over one slide, the last one as far as its attention."""
+    pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
+    layers = []
+    for block in encoder.encoder.blocks:
+        assert isinstance(block, TransformerBlock)
+        layers.append(_Layer(pattern, encoder.encoder.backend, file))
+        if len(layers) < len(encoder.encoder.blocks):
+            x = block(x, memory=layers[-1])
+        else:
+            layers[-1](*block.attention.project(block.attention_norm(x)))
+    return layers
+
+
+def _sums_of_rows(q: Tensor, k: Tensor, lse: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
+    """weights @ P of every head, `(heads, sums, tokens)`: the rows of the attention probabilities, weighted and added.
+
+    Args:
+        q, k: `(tokens, heads, head_dim)`.
+        lse: `(heads, tokens)`, that of the whole pattern.
+        weights: `(sums, tokens)`.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    # One more channel subtracts lse: exp(q kᵀ) is then P.
+    q = torch.cat((q * head_dim**-0.5, -lse.T[..., None]), -1).unflatten(1, (kv_heads, -1))
+    k = torch.nn.functional.pad(k, (0, 1), value=1.0)
+    found = lse.new_zeros(kv_heads, heads // kv_heads, len(weights), tokens)
+    for group in plan_dilated(*pattern.branches(kv_heads)[:3], tokens).groups:
+        kv = slice(group.head, group.head + group.heads * group.head_stride, group.head_stride)
+        size = max(1, _SCORES // (group.heads * (heads // kv_heads) * group.keys.count))
+        for segment in _segments(group.queries):
+            keys, into = k[segment, kv].permute(1, 2, 0)[:, None], found[kv][..., segment]
+            for queries, some in zip(q[segment, kv].split(size), weights[:, segment].split(size, 1), strict=True):
+                if some.any():
+                    into += some @ (queries.permute(1, 2, 0, 3) @ keys).exp_()
+    return found.flatten(0, 1)
+
+
+def _segments(rows: Rows) -> Iterator[slice]:
+    """The tokens of each segment of a group."""
+    for i in range(rows.segments):
+        start = rows.start + i * rows.segment
+        yield slice(start, start + (rows.count - 1) * rows.stride + 1, rows.stride)

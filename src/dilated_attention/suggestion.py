@@ -1,0 +1,186 @@
+"""A dilated pattern for a sequence, from what it may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Integral
+
+from dilated_attention.patterns import Dilated
+
+
+def suggest_pattern(
+    seq_len: int,
+    num_heads: int,
+    *,
+    budget: float,
+    is_causal: bool = False,
+    largest_rate: int | None = None,
+) -> Dilated:
+    """A pattern for sequences of seq_len tokens that costs at most `budget`; `print` it to see why it is as it is.
+
+    Its first branch has rate 1, its last one spans the sequence, and no rate is above the number of heads, so that
+    every token has a head in every branch. Hence every token sees a key in every head, and reaches every other within
+    two layers: by the first branch to a neighbour with the other's residue modulo the last rate, by the last branch to
+    the other, or in the opposite order. When causal the neighbour must lie between the two: at least 95 % of the pairs
+    of a query and an earlier key are joined within two layers, 99.5 % within three.
+
+    The rates are 1, 2, 4, ..., and the segments grow evenly in their logarithm. The last rate is the one that leaves
+    the budget for the longest first segment, which is what a token always sees of its neighbourhood, up to as many
+    tokens as the last branch shows. A budget too small for that gives two branches.
+
+    Args:
+        num_heads: heads of k and v.
+        budget: a share of the cost of dense attention, a float in (0, 1]; or the mean number of keys that a query sees
+            in a head, an integer. Both count what is computed, a key that two branches show twice.
+        largest_rate: default: num_heads. A larger one is cheaper, but then `unserved` residues take part in no head of
+            some branches, and joining all pairs takes three layers or more.
+
+    Raises ValueError where the budget is too small; it names the smallest that works.
+    """
+    for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", largest_rate)):
+        if value is None and name == "largest_rate":
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value!r}")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    problem = _Problem(int(seq_len), int(num_heads), is_causal)
+    allowed = problem.allowed(budget)
+    most = int(num_heads if largest_rate is None else largest_rate)
+    found = problem.longest_first(allowed, [*(1 << i for i in range(1, most.bit_length())), most])
+    if found is None:
+        least = problem.cheapest(most)
+        if problem.cost(least) > allowed:
+            raise ValueError(
+                f"budget={budget!r} is too small for {seq_len:,} tokens and {num_heads} heads: give at least "
+                f"{problem.budget_of(problem.cost(least), budget)}, which is the cost of "
+                f"segments {least.segment_lengths} at rates {least.dilation_rates}"
+                + ("" if largest_rate else "; more heads, or largest_rate= above their number, cost less")
+            )
+        found = problem.longest_window(allowed, least)
+    object.__setattr__(found, "reasons", tuple(problem.reasons(found, budget)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Problem:
+    seq_len: int
+    num_heads: int
+    is_causal: bool
+
+    def entries(self, segment: int, rate: int) -> int:
+        """Score entries of one branch in all heads: per segment and head m^2, or m (m + 1) / 2 if causal."""
+        total = 0
+        whole, tail = divmod(self.seq_len, segment)
+        for offset in range(min(rate, self.num_heads)):
+            heads = len(range(offset, self.num_heads, rate))
+            for tokens, segments in ((segment, whole), (tail, 1)):
+                rows = len(range(offset, tokens, rate))
+                total += heads * segments * (rows * (rows + 1) // 2 if self.is_causal else rows * rows)
+        return total
+
+    def cost(self, pattern: Dilated) -> int:
+        return sum(map(self.entries, pattern.segment_lengths, pattern.dilation_rates))
+
+    def allowed(self, budget: float) -> int:
+        """The score entries that the budget pays for."""
+        if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 1:
+            return int(budget) * self.num_heads * self.seq_len
+        if isinstance(budget, float) and 0 < budget <= 1:
+            return int(budget * self.entries(self.seq_len, 1))
+        raise ValueError(
+            f"budget must be a share of dense attention's cost, a float in (0, 1], or a number of keys a query, a "
+            f"positive integer; got {budget!r}"
+        )
+
+    def budget_of(self, entries: int, like: float) -> str:
+        """The smallest budget of the same kind that pays for so many entries, rounded up."""
+        if isinstance(like, Integral):
+            return f"budget={math.ceil(entries / (self.num_heads * self.seq_len))}"
+        share = entries / self.entries(self.seq_len, 1)
+        unit = 10.0 ** (math.floor(math.log10(share)) - 2)
+        rounded = min(math.ceil(share / unit) * unit, 1.0)
+        return f"budget={rounded:.3g}"
+
+    def least_first(self, rate: int) -> int:
+        """The shortest first segment that joins the pairs, where the last branch has this rate.
+
+        Any segment of `rate` tokens has every residue. When causal, the rate (rate - 1) / 2 pairs across a border that
+        lie so close to it that they have no residue in common are never joined (at most 0.5 % of all pairs), and of any
+        two segments as many are not joined within two layers (at most 5 %).
+        """
+        if not self.is_causal:
+            return rate
+        pairs = self.seq_len * (self.seq_len + 1) / (rate * (rate - 1))
+        segments = int(min(1 + 0.005 * pairs, (1 + math.sqrt(1 + 0.4 * pairs)) / 2))
+        return max(rate, -(-self.seq_len // segments))
+
+    def longest_first(self, allowed: int, last_rates: list[int]) -> Dilated | None:
+        """Dense attention, or the geometric pattern with the longest first segment."""
+        dense = Dilated((self.seq_len,), (1,))
+        if self.cost(dense) <= allowed:
+            return dense
+        fitting = [
+            next((pattern for pattern in self.geometric(rate) if self.cost(pattern) <= allowed), None)
+            for rate in last_rates
+        ]
+        return max((p for p in fitting if p is not None), key=lambda p: p.segment_lengths[0], default=None)
+
+    def geometric(self, rate: int) -> Iterator[Dilated]:
+        """Rates 1, 2, 4, ..., rate; the one with the longest first segment comes first."""
+        rates = [*(1 << i for i in range((rate - 1).bit_length())), rate]
+        first = _round_length(self.seq_len // rate)
+        while rate > 1 and first >= self.least_first(rate):
+            growth = (self.seq_len / first) ** (1 / (len(rates) - 1))
+            # A little more, so that 8 * 4 ** (1 / 2) is 16 whatever the rounding.
+            between = [_round_length(int(first * growth**i * (1 + 1e-9))) for i in range(1, len(rates) - 1)]
+            yield Dilated((first, *between, self.seq_len), tuple(rates))
+            first = _round_length(first - 1)
+
+    def cheapest(self, largest_rate: int) -> Dilated:
+        patterns = [Dilated((self.seq_len,), (1,))]
+        for rate in range(2, largest_rate + 1):
+            if self.least_first(rate) < self.seq_len:
+                patterns.append(Dilated((self.least_first(rate), self.seq_len), (1, rate)))
+        return min(patterns, key=self.cost)
+
+    def longest_window(self, allowed: int, least: Dilated) -> Dilated:
+        """The two branches with a longer first segment, as far as the budget goes."""
+        window = _round_length(self.seq_len // 2)
+        while window > least.segment_lengths[0]:
+            pattern = Dilated((window, self.seq_len), least.dilation_rates)
+            if self.cost(pattern) <= allowed:
+                return pattern
+            window = _round_length(window - 1)
+        return least
+
+    def reasons(self, pattern: Dilated, budget: float) -> Iterator[str]:
+        per_query = self.num_heads * self.seq_len
+        entries = self.cost(pattern)
+        yield (
+            f"{self.seq_len:,} tokens, {self.num_heads} heads{', causal' if self.is_causal else ''}: "
+            f"{entries / per_query:,.1f} keys a query, {entries / self.entries(self.seq_len, 1):.2%} of dense "
+            f"attention; the budget was {budget!r}"
+        )
+        branches = list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+        for segment, rate in branches:
+            what = "all tokens of a segment" if rate == 1 else f"1 token in {rate} of a segment, by head another one"
+            spans = ", which spans the sequence" if segment >= self.seq_len else ""
+            yield f"  ({segment}, {rate}): {self.entries(segment, rate) / per_query:,.1f} keys a query; {what}{spans}"
+        last = branches[-1][1]
+        if len(branches) == 1:
+            yield "The budget pays for dense attention: no pattern of branches shows more."
+        elif last > self.num_heads:
+            yield f"Rates above the {self.num_heads} heads leave tokens out of branches: see `unserved`."
+        elif self.is_causal:
+            yield "Every token has a head in each branch; two layers join at least 95 % of the pairs, three 99.5 %."
+        else:
+            yield "Every token has a head in each branch; two layers join every pair of tokens."
+
+
+def _round_length(tokens: int) -> int:
+    """The longest of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that has at most so many tokens."""
+    unit = 1 << max(tokens.bit_length() - 3, 0)
+    return tokens // unit * unit

@@ -1,0 +1,70 @@
+"""`info --check`: what it finds right, and that it would find what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from dilated_attention import verification
+from dilated_attention.backends.table import BACKENDS
+from dilated_attention.cli import main
+from dilated_attention.errors import BackendError
+
+CPU = torch.device("cpu")
+ONE = replace(verification.dozen(50)[0], batch=1)
+
+
+def test_a_dozen_calls():
+    assert len(verification.dozen()) == 12
+
+
+def test_this_machine_is_right(capsys, monkeypatch):
+    monkeypatch.setattr(verification, "dozen", partial(verification.dozen, 60))
+    assert main(["info", "--check", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert all(check.name in printed for check in verification.dozen())
+    assert "not triton: Triton needs a GPU" in printed
+    assert printed.splitlines()[-1].endswith("native: right")
+
+
+@pytest.mark.parametrize(
+    ("forward", "cell", "why"),
+    [
+        (lambda out: out * 1.001, "WRONG", "is off by"),
+        (lambda out: out.sqrt(), "WRONG inf", "is off by inf"),
+        (lambda out: out.view(-1).view(7, -1), "FAILED", "RuntimeError: shape"),
+    ],
+    ids=["by rounding and more", "NaN", "raises"],
+)
+def test_what_is_wrong_is_found(forward, cell, why, monkeypatch, capsys):
+    native = BACKENDS["native"]
+
+    def broken(*arguments, **options):
+        out, lse = native.forward(*arguments, **options)
+        return forward(out), lse
+
+    monkeypatch.setitem(BACKENDS, "native", replace(native, forward=broken))
+    monkeypatch.setattr(verification, "dozen", lambda: [ONE])
+    assert main(["info", "--check", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert cell in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("native, two branches: "))
+    assert why in line
+
+
+def test_a_refusal_is_no_fault():
+    def refuses(*arguments, **options):
+        raise BackendError("not this one")
+
+    check = replace(ONE)
+    object.__setattr__(check, "run", refuses)
+    (verdict,) = verification.verdicts(check, ["native"], CPU)
+    assert (str(verdict), verdict.right, verdict.why) == ("refused", True, "not this one")
+
+
+def test_device_goes_with_check(capsys):
+    assert main(["info", "--device", "cpu"]) == 2
+    assert "goes with --check" in capsys.readouterr().err
