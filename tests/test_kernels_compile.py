@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from dilated_attention import plan_cache
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.layout import BlockLayout
@@ -34,6 +35,8 @@ from dilated_attention_bench.compile_ahead import (
     Report,
     Variant,
     build,
+    code_of,
+    loops,
     read,
     shape_of,
     table,
@@ -95,6 +98,13 @@ def test_machine_code(variant: Variant):
     assert build(variant).faults == []
 
 
+def test_instructions_of_a_step():
+    """Beside 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
+    variant = Variant("sm_90", "forward", 128, "bf16", "even")
+    (step,) = loops(code_of(variant))
+    assert step * 128 / shape_of(variant).loop <= 560
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_reports_cover_what_ships(target):
     """results/aot has every variant as it is shaped now, and none should not ship."""
@@ -145,6 +155,7 @@ class AbsentGPU:
 @pytest.fixture
 def compiled(monkeypatch):
     """The names of the kernels that a call would launch: they are compiled for the tensors given, and not launched."""
+    plan_cache.clear()  # of launches that are bound already
     names = []
     run = JITFunction.run
 
@@ -182,3 +193,59 @@ def test_calls_bind_their_arguments(compiled, call):
     turns = 2 if call == "branches one after another" else 1
     expected = ["forward"] * turns + ["backward_stats"] + ["backward_dkdv"] * turns + ["backward_dq"] * turns
     assert compiled == expected + ["backward_stats"] + ["backward_dkdv"] * turns
+
+
+class Launchable:
+    """A compiled kernel that notes what it is launched with."""
+
+    name = "forward"
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
+    """With its own tensors; what the code depends on, alignment and strides and the scale, is compiled for anew."""
+    plan_cache.clear()
+    compiled = []
+
+    def run(kernel, programs, **arguments):
+        compiled.append((Launchable(), programs, [arguments[name] for name in kernel.arg_names]))
+        return compiled[-1][0]
+
+    monkeypatch.setattr(backend, "run", run)
+    monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
+    plan = plan_dilated((256, 1024), (1, 2), ((0, 0), (0, 1)), 1024)
+
+    def call(q, k, v, scale=0.1, is_causal=False):
+        return backend.forward(q, k, v, plan, is_causal=is_causal, scale=scale)
+
+    def tensors():
+        return [torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+
+    call(*tensors())
+    first, programs, arguments = compiled.pop()
+    q, k, v = tensors()
+    out, lse = call(q, k, v)
+    (grid, launched), *rest = first.launched
+    assert not compiled
+    assert not rest
+    assert grid == (programs, 1, 1)
+    assert all(x is y for x, y in zip(launched, (q, k, v, out, lse), strict=False))
+    assert all(x is y or x == y for x, y in zip(launched[5:], arguments[5:], strict=True))
+    wide = torch.empty(2, 1024, 4, 64, dtype=torch.bfloat16)
+    misaligned = torch.empty(2 * 1024 * 4 * 48 + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    for other in ((wide[..., :48], k, v), (misaligned, k, v), (q.half(), k.half(), v.half())):
+        call(*other)
+        assert len(compiled) == 1, "one launch, compiled for these"
+        compiled.clear()
+    call(q, k, v, scale=0.2)
+    assert len(compiled) == 1
+    assert len(first.launched) == 1
+    turned = q[..., 0:1].expand(q.shape)  # rows of stride 0 are copied, call by call
+    call(turned, k, v)
+    call(turned, k, v)
+    assert len(first.launched) == 3

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from dilated_attention.backends import triton
+from dilated_attention.backends.table import BACKENDS
 from dilated_attention.environment import environment
 from dilated_attention.storage import write_text
 from dilated_attention_bench.cases import DOUBLING, Case, Contender, Method, contender, planning
@@ -28,6 +31,7 @@ DILATED = Case(
     backend="native",  # which every machine has
 )  # fmt: skip
 ONE = replace(DILATED, seq_len=1024, segment_lengths=(1024,), dilation_rates=(1,))
+SMALL = replace(DILATED, heads=8, dtype="bfloat16")
 BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 
 TIME_MARGIN = 0.3
@@ -109,6 +113,27 @@ def _calls(case: Case) -> Callable[[float], float]:
     return lambda _: float(fused_calls(lambda: list(work(CPU)())))
 
 
+class _Launched:
+    """Stands for a compiled kernel: a launch that ends before the driver."""
+
+    name = "forward"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+def _host(limit: float) -> float:
+    """A small call of the Triton backend, as on a GPU, but for what the driver and the GPU take."""
+    serving = replace(BACKENDS["triton"], refusal=lambda facts: None)
+    words = contender(lambda: [str(i) for i in range(10_000)])
+    with (
+        patch.dict(BACKENDS, triton=serving),
+        patch.object(triton, "run", lambda kernel, programs, **arguments: _Launched()),
+        patch.object(triton, "architecture", lambda device: "sm_90"),
+    ):
+        return fastest_ratio(replace(SMALL, backend="triton").contender(CPU), words, "forward", limit, patience=2.0)
+
+
 BOTH = "forward+backward"
 GUARDS = (
     Guard("dilated over dense calls, forward", "x", TIME_MARGIN, _over(DILATED, "dense calls")),
@@ -117,6 +142,7 @@ GUARDS = (
     Guard("blocks over dense attention, forward", "x", TIME_MARGIN, _over(BLOCKS, "dense")),
     Guard("blocks over dense attention, forward+backward", "x", TIME_MARGIN, _over(BLOCKS, "dense", BOTH)),
     Guard("plan of 2^30 tokens over 10,000 integers to text", "x", TIME_MARGIN, _plan),
+    Guard("host's part of a small call on a GPU over 10,000 integers to text", "x", TIME_MARGIN, _host),
     Guard("dilated, peak of allocations, forward", "out", COUNT_MARGIN, _peak(DILATED, False)),
     Guard("dilated, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(DILATED, True)),
     Guard("blocks, peak of allocations, forward", "out", COUNT_MARGIN, _peak(BLOCKS, False)),

@@ -132,12 +132,24 @@ def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
     masked = "words" in call or "BIAS" in call
-    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked)
+    shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, "lists" in call)
     return shape.cut(call.get("own", shape.own), shape.loop)
 
 
 def build(variant: Variant) -> Report:
     """Compile one variant and read the result."""
+    shape, compiled = shape_of(variant), code_of(variant)
+    return Report(
+        **asdict(variant),
+        **shape._asdict(),
+        shared=compiled.metadata.shared,
+        triton=triton.__version__,
+        **(_hip_code(compiled) if variant.target == "gfx942" else machine_code(compiled)),
+    )
+
+
+def code_of(variant: Variant) -> Any:
+    """What Triton compiles a variant to."""
     shape = shape_of(variant)
     side = side_of(variant.kernel)
     queries, keys = (shape.own, shape.loop) if side == "queries" else (shape.loop, shape.own)
@@ -166,25 +178,15 @@ def build(variant: Variant) -> Report:
     given = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
     aligned = [(i,) for i, name in enumerate(function.arg_names) if name in _POINTERS.keys() - constants.keys()]
     source = ASTSource(function, signature, given, {at: [["tt.divisibility", 16]] for at in aligned})
-    compiled = triton.compile(source, target=TARGETS[variant.target], options=shape.options(variant.target))
-    return Report(
-        **asdict(variant),
-        **shape._asdict(),
-        shared=compiled.metadata.shared,
-        triton=triton.__version__,
-        **(_hip_code(compiled) if variant.target == "gfx942" else machine_code(compiled)),
-    )
+    return triton.compile(source, target=TARGETS[variant.target], options=shape.options(variant.target))
 
 
 def machine_code(compiled: Any) -> dict[str, Any]:
     """The fields of `Report` that the code for an NVIDIA device tells."""
     ptx = compiled.asm["ptx"]
     wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _disassemble(file.name, "--dump-resource-usage")
-        code = _disassemble(file.name, "--dump-sass") if wgmma else ""
+    usage = _disassemble(compiled, "--dump-resource-usage")
+    code = _disassemble(compiled, "--dump-sass") if wgmma else ""
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
     return {
         "registers": int(registers),
@@ -195,9 +197,26 @@ def machine_code(compiled: Any) -> dict[str, Any]:
     }
 
 
-def _disassemble(path: str, option: str) -> str:
+def loops(compiled: Any) -> list[int]:
+    """Instructions of each loop that multiplies by `wgmma`, in the code for sm_90: what a step issues."""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _disassemble(compiled, "--dump-sass"))
+    at = [int(address, 16) for address, _ in code]
+    found = []
+    for i, (_, instruction) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        if jump and int(jump[1], 16) < at[i]:
+            body = [text for _, text in code[at.index(int(jump[1], 16)) : i + 1]]
+            if any("HGMMA" in text for text in body):
+                found.append(len(body))
+    return found
+
+
+def _disassemble(compiled: Any, option: str) -> str:
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([program, option, path], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([program, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _hip_code(compiled: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dilated_attention.backends import triton
 from dilated_attention.backends.table import BACKENDS
+from dilated_attention.cache import plan_cache
 from dilated_attention_bench.compile_ahead import TARGETS
 
 Launch = tuple[Any, dict[str, Any]]
@@ -77,6 +78,7 @@ def recorded(target: str) -> Iterator[list[Launch]]:
         launches.append((kernel, arguments))
 
     serving = replace(BACKENDS["triton"], refusal=lambda facts: None)
+    plan_cache.clear()  # it has launches that were compiled before
     with ExitStack() as stack:
         stack.enter_context(patch.object(triton, "run", note))
         stack.enter_context(patch.object(triton, "architecture", lambda device: target))

@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -164,19 +164,29 @@ def forward(
     from dilated_attention.kernels import strided
 
     out, lse = state or _outputs(q, plan)
-    arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
-    row = _row(arguments)
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     masked = dropout is not None or key_bias is not None
-    for launch in _launches("forward", q, plan, is_causal, layouts, masked):
-        run(
-            strided.forward,
-            launch.programs(q, k),
-            OUT=out,
-            LSE=lse,
-            **arguments,
-            **launch.lists(layouts, q),
-            **launch.constants(key_bias, launch.table.chain, row),
+    held = _launches("forward", q, plan, is_causal, layouts, masked)
+    is_plain = not masked and layouts is None
+    seen = _seen(q, k, v, scale) if is_plain else ()
+    bound = held.bound.get(seen) if is_plain else None
+    if bound is None:
+        arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
+        row = _row(arguments)
+        for name in ("Q", "K", "V"):
+            del arguments[name]
+        bound = tuple(
+            Bound(
+                strided.forward,
+                launch.programs(q, k),
+                arguments | launch.lists(layouts, q) | launch.constants(key_bias, launch.table.chain, row),
+            )
+            for launch in held.launches
         )
+        if is_plain:
+            held.bound[seen] = bound
+    for launch in bound:
+        launch(out, lse, q, k, v)
     return out, lse
 
 
@@ -212,7 +222,7 @@ def backward(
     masked = dropout is not None or key_bias is not None
 
     def launches(kernel: Kernel) -> tuple[Launch, ...]:
-        return _launches(kernel, q, plan, is_causal, layouts, masked)
+        return _launches(kernel, q, plan, is_causal, layouts, masked).launches
 
     keys = launches("dkdv" if deterministic else "dqdkdv")
     queries = launches("dq") if deterministic else ()
@@ -252,10 +262,47 @@ def backward(
 # ---- launches
 
 
-def run(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel: all that this backend does on a device but for filling buffers."""
+def run(kernel: Any, programs: int, **arguments: Any) -> Any:
+    """Launch a kernel; returns what was compiled for it. With `again`, all that this backend does on a device but for
+    filling buffers."""
     with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
-        kernel[(programs,)](**arguments)
+        return kernel[(programs,)](**arguments)
+
+
+def again(compiled: Any, programs: int, arguments: list[Any], device: torch.device) -> None:
+    """Launch what `run` returned with all arguments in order: without finding out anew what they were compiled as."""
+    with _on(device):
+        compiled[(programs, 1, 1)](*arguments)
+
+
+@dataclass(slots=True)
+class Bound:
+    """A launch of `forward` that fits tensors of one kind: all but out, lse, q, k and v is settled.
+
+    Attributes:
+        settled: the other arguments by name; compiled: from the first launch on, what it was compiled to.
+        arguments: the other arguments in order, from then on.
+    """
+
+    kernel: Any
+    programs: int
+    settled: dict[str, Any]
+    compiled: Any = None
+    arguments: list[Any] = field(default_factory=list)
+
+    def __call__(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.compiled is None:
+            self.compiled = run(self.kernel, self.programs, Q=q, K=k, V=v, OUT=out, LSE=lse, **self.settled)
+            if self.compiled is not None:  # Triton's interpreter compiles nothing
+                self.arguments = [self.settled[name] for name in self.kernel.arg_names[5:]]
+        else:
+            again(self.compiled, self.programs, [q, k, v, out, lse, *self.arguments], q.device)
+
+
+def _seen(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Any, ...]:
+    """Of q, k, v and the scale, what a launch of `forward` was bound for."""
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    return q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, scale, aligned, _precision(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +347,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """What the cache holds. It keeps the plan alive, whose id is in the key."""
+    """What the cache holds. It keeps the plan alive, whose id is in the key.
+
+    Attributes:
+        bound: the launches bound to tensors of one kind each, by what `_seen` says of them.
+    """
 
     plan: Plan
     launches: tuple[Launch, ...]
+    bound: dict[tuple[Any, ...], tuple[Bound, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -312,9 +364,9 @@ class _Launches:
 
 def _launches(
     kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None, masked: bool
-) -> tuple[Launch, ...]:
+) -> _Launches:
     if not plan.groups or not q.numel():
-        return ()
+        return _Launches(plan, ())
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     shape = ARCHITECTURES[architecture(q.device)].shape(
         kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None
@@ -327,7 +379,7 @@ def _launches(
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
     key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
-    return plan_cache.get(key, make).launches
+    return plan_cache.get(key, make)
 
 
 # ---- arguments
@@ -431,4 +483,9 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = nullcontext()

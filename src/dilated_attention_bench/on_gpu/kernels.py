@@ -45,8 +45,9 @@ FUNCTIONS = {"forward": "forward", "dq": "backward_dq", "dkdv": "backward_dkdv",
 @contextmanager
 def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
     """The kernels of a case with other tiles than those that ship."""
-    shapes = ARCHITECTURES[triton.architecture(device)].shapes
-    key = kernel, getattr(torch, case.dtype).itemsize
+    architecture, key = ARCHITECTURES[triton.architecture(device)], (kernel, getattr(torch, case.dtype).itemsize)
+    has_lists = case.method == "block-sparse" and key in architecture.of_lists
+    shapes = architecture.of_lists if has_lists else architecture.shapes
     shipped = shapes[key]
     wide = (case.head_dim > 64) + (case.head_dim > 128)
     shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]
@@ -59,19 +60,25 @@ def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> It
 @contextmanager
 def clocked(kernel: Kernel) -> Iterator[list[tuple[Any, Any]]]:
     """CUDA events around each launch of a kernel, in order."""
-    events, plain = [], triton.run
+    events = []
 
-    def run(function: Any, programs: int, **arguments: Any) -> None:
-        if function.__name__ != FUNCTIONS[kernel]:
-            plain(function, programs, **arguments)
-            return
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
-        plain(function, programs, **arguments)
-        pair[1].record()
-        events.append(pair)
+    def under_events(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *arguments: Any, **options: Any) -> Any:
+            if (getattr(function, "name", None) or function.__name__) != FUNCTIONS[kernel]:
+                return launch(function, *arguments, **options)
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            compiled = launch(function, *arguments, **options)
+            pair[1].record()
+            events.append(pair)
+            return compiled
 
-    with patch.object(triton, "run", run):
+        return run
+
+    with (
+        patch.object(triton, "run", under_events(triton.run)),
+        patch.object(triton, "again", under_events(triton.again)),
+    ):
         yield events
 
 
