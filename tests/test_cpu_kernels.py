@@ -31,6 +31,8 @@ from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from dilated_attention_bench.cases import Case
+from dilated_attention_bench.profile import profile
 from tolerances import TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)
@@ -409,6 +411,16 @@ def test_owners_share_no_queries():
             assert len(seen) >= 8  # two heads, four segments of 128
             plain = cpu.launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
+
+
+def test_sums_in_float32_are_let_go_one_by_one():
+    """Of a backward in bfloat16: out, six times its bytes for three sums, and one result."""
+    case = Case(
+        method="dilated", seq_len=1024, heads=2, segment_lengths=(512, 1024), dilation_rates=(1, 2), dtype="bfloat16",
+        backend="cpu",
+    )  # fmt: skip
+    work = case.contender(torch.device("cpu"), backward=True)
+    assert profile(lambda: list(work()), torch.device("cpu"), runs=1).peak_bytes < 8.5 * case.out_bytes
 
 
 # ---- threads

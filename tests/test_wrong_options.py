@@ -20,7 +20,7 @@ from dilated_attention.cli import command_line, main
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import demo, session, writing
-from dilated_attention_bench import check, command, simulate
+from dilated_attention_bench import check, command, compare, simulate
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step
 from test_checkpoints import Golden
@@ -122,6 +122,7 @@ def right(name: str, option: str, given: Path, out: Path) -> tuple[dict[str, obj
         "generate": ({"model": given / "model"}, {"--bytes": 2}),
         "convert": ({"checkpoint": given / "weights", "out": out}, {"--kind": "torchscale", **branches}),
         "info": ({}, {}),
+        "compare": ({}, {"--only": "2,048 tokens, bfloat16", "--out": out}),
         "bench": ({"suite": "check" if option == "--baseline" else "foundation"}, {"--out": out}),
         "profile": ({"method": "block-sparse-dilated"}, {**SHAPE, **BRANCHES, "--block-size": 16, "--out": out}),
         "simulate": ({}, {**WORLD, "--out": out}),
@@ -146,6 +147,8 @@ def no_work(monkeypatch):
     monkeypatch.setattr(demo, "Demo", lambda **found: sys.exit(0))
     monkeypatch.setattr(writing, "write", lambda *arguments, **options: islice(write(*arguments, **options), 2))
     monkeypatch.setattr(simulate, "rehearse", lambda worlds: [ended[0](worlds[0], *ended[1:])])
+    monkeypatch.setattr(compare, "measured", lambda *arguments: Suite.steps(*arguments[1:])[0].measure())
+    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments, **options: iter(()))
     monkeypatch.setattr(check, "GUARDS", ())
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
 

@@ -42,7 +42,7 @@ faster."""
 
 LEAST_ROWS = {torch.float32: 48, torch.bfloat16: 8, torch.float16: 8}
 """Rows of the longest segments from which on `auto` takes this backend: a tile's gathers and edges cost more than the
-products of a shorter one (results/cpu-2-threads-amd-epyc/cpu.jsonl, `time over native`)."""
+products of a shorter one (notebook, 2026-11-22)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -201,7 +201,11 @@ def backward(
     arguments.set(dq=dq)
     for launch in queries:
         run("dq", arguments, launch, layouts)
-    return state or (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    if state is not None:
+        return state
+    sums = [dv, dk, dq]
+    del arguments, dq, dk, dv  # so that each sum goes when its result is there
+    return sums.pop().to(q.dtype), sums.pop().to(k.dtype), sums.pop().to(v.dtype)
 
 
 # ---- launches

@@ -38,6 +38,7 @@ SCORED = CONTEXT // 8
 MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 QUESTIONS, FAR_QUESTIONS = 4, 80
 HELD_OUT = 32  # windows
+PLAIN_SECONDS = 10.0  # between lines where there is no terminal to draw a bar on
 
 Advance = Callable[[float, str], None]
 
@@ -221,23 +222,32 @@ def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], conte
 
 @contextmanager
 def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
-    """A progress bar with elapsed and expected time; where there is no terminal, one line at the end."""
+    """A progress bar with elapsed and expected time; without a terminal, a line every so often and at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    begin, last = time.perf_counter(), ""
+    begin = printed = time.perf_counter()
+    done, last = 0.0, ""
+
+    def tell(words: str) -> None:
+        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s{words}", highlight=False)
+        console.file.flush()
+
     with Progress(
         *columns, TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(label, total=total, shown="")
 
         def advance(by: float, shown: str) -> None:
-            nonlocal last
-            last = shown
+            nonlocal done, last, printed
+            done, last = done + by, shown
             bar.update(task, advance=by, shown=shown)
+            now = time.perf_counter()
+            if not console.is_terminal and now - printed > PLAIN_SECONDS:
+                printed = now
+                tell(f", at most {(now - begin) * (total / done - 1):.0f} s left")
 
         yield advance
     if not console.is_terminal:
-        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s", highlight=False)
-        console.file.flush()
+        tell("")
 
 
 def _table(found: Demo) -> Table:
@@ -247,10 +257,11 @@ def _table(found: Demo) -> Table:
     table.add_column("what the other is")
     seconds, bits, reach = found.step_seconds, found.bits, found.window_reach
     window = f"window of {found.window} tokens, {found.window_cost:.2f} times the score entries"
+    chance = f"{recall.CHANCE:.1%}"
     size = f"table of order {ORDER}, counted from the same {found.text_bytes / 1e6:.1f} MB"
     for name, ours, other, what in (
         (f"right answers, fact at most {reach:,} tokens away", *_shares(found.near), window),
-        (f"right answers, fact anywhere farther in {found.tokens:,}", *_shares(found.far), f"{window}; chance 6.2%"),
+        (f"right answers, fact farther away in {found.tokens:,}", *_shares(found.far), f"{window}; chance {chance}"),
         (f"training step, {found.tokens:,} tokens", *(f"{x:.2f} s" for x in seconds.values()), "dense attention"),
         ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{found.table_bits:.3f}", size),
         ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{bits[NEAR]:.3f}", f"its context cut to {NEAR} bytes"),
