@@ -84,7 +84,8 @@ def tile_attention(
     the half is the residual path. No P is formed: the rows are summed up from the log-sum-exp of the forward.
 
     Queries and keys of all layers are kept in a temporary file, 2 x layers x tiles x embed_dim numbers (in the folder
-    that TMPDIR names), so that the memory is that of one encoding; the time is that of about 1.4 of them.
+    that TMPDIR names), so that the number of layers does not enter the memory; the time is that of one encoding, and of
+    about one more attention without values in each layer.
 
     Args:
         encoder: in evaluation mode.
