@@ -159,7 +159,7 @@ def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device
 
 
 def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    parameters = _parameters(tiles, layers)
+    parameters = slide_parameters(tiles, layers)
     x, coords = slide(tiles, device)
     calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
     yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
