@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention import torch_internals
 from dilated_attention_bench.cases import Case, Method
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -162,20 +163,20 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """(batch, tokens, heads, head_dim), as flash-attn takes them; out and lse."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, scale=scale)
+    out, lse = torch_internals.flash_for_cpu(q, k, v, dropout, is_causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def _stand_in(package: str, **names: object) -> str:
     """Put a module of these names where `package` is not installed; says so, or nothing."""
     top = package.partition(".")[0]
-    if top in sys.modules and not getattr(sys.modules[top], "_stands_in", False):
+    if top in sys.modules and not getattr(sys.modules[top], "stands_in", False):
         return ""
     if top not in sys.modules and importlib.util.find_spec(top) is not None:
         return ""
     for name in (top, package):
         module = sys.modules.setdefault(name, ModuleType(name))
-        module._stands_in = True  # type: ignore[attr-defined]
+        module.stands_in = True  # type: ignore[attr-defined]
     for name, value in {"AttentionOp": object, **names}.items():
         setattr(sys.modules[package], name, value)
     if package != top:
