@@ -401,11 +401,10 @@ def test_in_the_interpreter():
 class TestInterpreted:
     @pytest.mark.parametrize("check", checks(70), ids=lambda check: check.name)
     def test_checks(self, check):
-        head_dims = (16, 24) if len(check.head_dims) > 1 else (24,)
-        check = replace(check, head_dims=head_dims, dtypes=check.dtypes[:1])
+        check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1])
         for name in ("triton", on_gpu.ONE_KERNEL):
             rows = list(correctness.correctness(check, name, CPU))
-            assert len(rows) == len(head_dims)
+            assert len(rows) == 1
             assert all(row.met for row in rows), rows
 
     def test_one_kernel_is_chosen(self):

@@ -101,7 +101,7 @@ def test_the_first_layer_begins_by_looking_at_what_followed_the_same_bytes():
     text = torch.randint(256, (1, 100))
     text[0, 80:84] = text[0, 20:24]
     block = model.blocks[0]
-    q, k, _ = block.attention._project(block.attention_norm(model.embed(text)), None)
+    q, k, _ = block.attention.project(block.attention_norm(model.embed(text)))
     scores = torch.einsum("hd, khd -> hk", q[0, 83], k[0, :83])
     assert scores.argmax(1).tolist() == [24, 24]
 

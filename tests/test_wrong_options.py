@@ -71,7 +71,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def test_every_command_has_options():
-    assert {name for name, _ in options()} == commands().keys() - {"info"}
+    assert {name for name, _ in options()} == commands().keys()
 
 
 def wrong(name: str, action: argparse.Action, tmp_path: Path) -> Iterator[object]:
@@ -121,6 +121,7 @@ def right(name: str, option: str, given: Path, out: Path) -> tuple[dict[str, obj
         "train": ({"paths": given / "text"}, {**TINY, "--warmup": 1, "--out": out}),
         "generate": ({"model": given / "model"}, {"--bytes": 2}),
         "convert": ({"checkpoint": given / "weights", "out": out}, {"--kind": "torchscale", **branches}),
+        "suggest": ({}, {"--tokens": 4096, "--heads": 8, "--budget": 0.5}),
         "info": ({}, {}),
         "compare": ({}, {"--only": "2,048 tokens, bfloat16", "--out": out}),
         "bench": ({"suite": "check" if option == "--baseline" else "foundation"}, {"--out": out}),

@@ -33,6 +33,7 @@ class Backend:
         forward, backward: over a plan; arguments as those of `native`.
         attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
         over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
+        masks_over_mesh: so with a mask of keys or dropout: the rows of other ranks, gathered by head, have them by head.
         packs_samples: takes the samples of a ragged call as one sequence with one plan.
         details: what else `explain` should say of a call that it serves.
     """
@@ -45,6 +46,7 @@ class Backend:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _absent
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
+    masks_over_mesh: bool = False
     packs_samples: bool = False
     details: Callable[[Facts], str] | None = None
 
@@ -52,6 +54,9 @@ class Backend:
         """Why it cannot serve a call; None if it can."""
         if facts.over_mesh and not self.over_mesh:
             return "it sees one device, and the call has a mesh"
+        given = [name for name in facts.needs if name != "a block layout"]
+        if facts.over_mesh and given and not self.masks_over_mesh:
+            return f"over a mesh it takes no {' and no '.join(given)}; native does"
         return self.refusal(facts)
 
     def chosen(self, why: str, facts: Facts) -> Choice:
@@ -71,7 +76,7 @@ _REGISTERED = (
     ),
     Backend(
         "native", "PyTorch's fused attention serves every device",
-        native.refusal, native.on_request, native.forward, native.backward, over_mesh=True,
+        native.refusal, native.on_request, native.forward, native.backward, over_mesh=True, masks_over_mesh=True,
     ),
     Backend(
         "flash", "FlashAttention is installed", flash.refusal, flash.on_request,

@@ -73,8 +73,6 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
-    if facts.over_mesh and (given := [name for name in facts.needs if name != "a block layout"]):
-        return f"{' and '.join(given)} over a mesh: the rows of other ranks are not the kernels' own; use native"
     return None
 
 
@@ -168,7 +166,7 @@ def forward(
     masked = dropout is not None or key_bias is not None
     held = _launches("forward", q, plan, is_causal, layouts, masked)
     is_plain = not masked and layouts is None
-    seen = _seen(q, k, v, scale) if is_plain else ()
+    seen = _seen(q, k, v, out, lse, scale) if is_plain else ()
     bound = held.bound.get(seen) if is_plain else None
     if bound is None:
         arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
@@ -299,9 +297,9 @@ class Bound:
             again(self.compiled, self.programs, [q, k, v, out, lse, *self.arguments], q.device)
 
 
-def _seen(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Any, ...]:
-    """Of q, k, v and the scale, what a launch of `forward` was bound for."""
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+def _seen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Any, ...]:
+    """Of the tensors and the scale, what a launch of `forward` was bound for; out and lse are contiguous."""
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()) % 16 == 0
     return q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, scale, aligned, _precision(q.dtype)
 
 

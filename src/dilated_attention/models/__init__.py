@@ -6,7 +6,7 @@ from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import LongViT, LongViTConfig
-from dilated_attention.models.tiles import TileAttention, tile_attention
+from dilated_attention.models.tile_attention import TileAttention, tile_attention
 
 __all__ = [
     "EncoderDecoderConfig",
