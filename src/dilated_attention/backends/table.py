@@ -33,7 +33,7 @@ class Backend:
         forward, backward: over a plan; arguments as those of `native`.
         attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
         over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
-        masks_over_mesh: so with a mask of keys or dropout: the rows of other ranks, gathered by head, have them by head.
+        masks_over_mesh: so with a mask of keys or dropout, which rows gathered from other ranks have by head.
         packs_samples: takes the samples of a ragged call as one sequence with one plan.
         details: what else `explain` should say of a call that it serves.
     """
