@@ -18,7 +18,7 @@ from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
-from dilated_attention.training import demo, session
+from dilated_attention.training import demo, recall, session
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -203,7 +203,7 @@ def test_control_c_in_a_terminal(tmp_path, text):
 
 
 def test_demo(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "MOST_STEPS", dict.fromkeys(demo.MOST_STEPS, 1))
+    monkeypatch.setattr(recall, "MOST_STEPS", dict.fromkeys(recall.MOST_STEPS, 1))
     for name, value in (("QUESTIONS", 1), ("FAR_QUESTIONS", 1), ("HELD_OUT", 1), ("CONTEXTS", (256,))):
         monkeypatch.setattr(demo, name, value)
     assert exit_code(["demo", "--out", tmp_path, "--tokens", 512, "--seconds", 0.1]) == 0

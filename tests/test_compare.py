@@ -85,7 +85,7 @@ def test_what_is_too_large_or_too_short_is_refused_with_the_reason(monkeypatch):
 def test_settings_are_those_of_the_reports():
     whole = compare.settings(False)
     assert {x.base.seq_len for x in whole} == set(compare.LENGTHS)
-    assert {x.base.dtype for x in whole} == set(compare.ERROR)
+    assert {x.base.dtype for x in whole} == set(compare.DTYPES)
     assert {x.base.batch for x in whole} == {1, 4}
     assert {x.base.segment_lengths for x in whole} == {(1024, 2048, 4096), (2048, 4096, 8192)}
     assert sum(x.compiled for x in whole) == 1

@@ -108,10 +108,8 @@ def attention(
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    if q.shape[3] == v.shape[3]:
-        out, lse = operators.attend(q, k, v, call)
-    else:
-        out, lse = operators.attend(*as_one_width(q, k, v), call)
+    out, lse = operators.attend(*as_one_width(q, k, v), call)
+    if v.shape[3] < q.shape[3]:
         out = out[..., : v.shape[3]]
     if sinks is not None:
         out = with_sinks(out, lse, sinks)

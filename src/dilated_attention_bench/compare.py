@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.verification import BARS
 from dilated_attention_bench import measure, peers, rank_processes
 from dilated_attention_bench.cases import SPARSE, Case, Contender, Method
 from dilated_attention_bench.exact import exact, keys_reached, rows_of
@@ -23,8 +24,7 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 262144)
 DENSITIES = (0.02, 0.05, 0.10, 0.25, 0.50)
 INSIDE = 0.10
 """Density of the blocks inside branches."""
-ERROR = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2e-3}
-"""The most that a row's error may be, relative and in norm, as in tests/tolerances.py."""
+DTYPES = ("float32", "bfloat16", "float16")
 ROWS = 24
 MOST_FLOPS = 3e12
 """Of a call: some half a minute on two cores."""
@@ -68,7 +68,7 @@ def settings(quick: bool) -> list[Setting]:
         return [Setting(first, seconds=3.0), Setting(REPORTED), *(Setting(case, seconds=3.0) for case in others)]
     found = []
     for branches in (REPORTED, LONG):
-        for dtype in ERROR:
+        for dtype in DTYPES:
             for seq_len in LENGTHS:
                 main = branches is REPORTED and dtype == "float32"
                 base = replace(branches, dtype=dtype, seq_len=seq_len)
@@ -159,7 +159,7 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
     ours = {name: value["error"] for name, value in figures.items() if name in calls and name not in stands_in}
     where = setting.base.parameters | {"compiled": setting.compiled}
     worst = max(ours, key=ours.__getitem__)
-    yield Row(WORST, where, ours[worst], "", bar=ERROR[setting.base.dtype], figures=ours)
+    yield Row(WORST, where, ours[worst], "", bar=BARS[getattr(torch, setting.base.dtype)], figures=ours)
     contenders = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
     phases = ("forward", "forward+backward")

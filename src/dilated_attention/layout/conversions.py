@@ -99,7 +99,7 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
             f"{k_block}; got {_few(indices[outside])}"
         )
-    lead = (1,) * (4 - indices.ndim) + indices.shape[:-2] if indices.ndim != 3 else (len(indices), 1)
+    lead = (*indices.shape[:-2], 1, 1)[:2]
     ordered = indices.sort(-1).values
     named = ordered >= 0
     named[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]

@@ -35,7 +35,6 @@ TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((2
 CONTEXTS = (16, 64, NEAR, 1024)
 SCORED = CONTEXT // 8
 """Bytes at the end of each held-out window that are scored, whatever context they are given."""
-MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 QUESTIONS, FAR_QUESTIONS = 4, 80
 HELD_OUT = 32  # windows
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal to draw a bar on
@@ -136,7 +135,7 @@ def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed:
     """Train the dilated model until it answers, the other with as many steps of each length. Returns the steps."""
     steps: dict[int, int] = {}
     for name, model in models.items():
-        generator, limit = torch.Generator().manual_seed(seed), dict(steps) or MOST_STEPS
+        generator, limit = torch.Generator().manual_seed(seed), dict(steps) or recall.MOST_STEPS
         until = math.inf if steps else 0.98
         total, spent = sum(limit.values()), 0
         with _bar(console, f"recall, {name}", total) as advance:

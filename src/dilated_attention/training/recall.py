@@ -27,6 +27,8 @@ LAYERS, HEADS, WIDTH = 2, 4, 64
 WINDOW_BLOCK = 32
 CURRICULUM = ((128, 32), (512, 8), (2048, 4))
 """Tokens and sequences of a step, one stage after another: what is learned on short sequences holds on longer ones."""
+MOST_STEPS = {128: 400, 512: 300, 2048: 60}
+"""Of each stage."""
 
 
 def pattern(tokens: int) -> Dilated:
@@ -64,6 +66,13 @@ class LocalWindow(nn.Module):
         return block_sparse_attention(q, k, v, self.layout(q.shape[1]), is_causal=True)  # type: ignore[return-value]
 
 
+def use_window(model: LongNetLM, window: int) -> None:
+    """Put a local window in the place of the attention of every layer."""
+    for block in model.blocks:
+        assert isinstance(block.attention, SelfAttention)
+        block.attention.attention = LocalWindow(window)  # type: ignore[assignment]
+
+
 def window_of_equal_cost(tokens: int) -> int:
     """The shortest window, in steps of half a block, with at least as many score entries as `pattern`."""
     window = WINDOW_BLOCK // 2
@@ -98,9 +107,7 @@ def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]
     for name in ("dilated", "window"):
         torch.manual_seed(seed)
         found[name] = LongNetLM(config(pattern(tokens)))
-    for block in found["window"].blocks:
-        assert isinstance(block.attention, SelfAttention)
-        block.attention.attention = LocalWindow(window_of_equal_cost(tokens))  # type: ignore[assignment]
+    use_window(found["window"], window_of_equal_cost(tokens))
     return {name: model.to(device) for name, model in found.items()}
 
 

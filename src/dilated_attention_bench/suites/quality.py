@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.models import LongNetConfig
-from dilated_attention.nn import SelfAttention
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import recall
 from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
@@ -29,7 +28,6 @@ ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), "dense, equal time"
 ORDERS = (2, 3, 4)
 WINDOW = 1024
 """Tokens of the text model's local window: what the dilated model sees at rate 1, on average."""
-MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +43,16 @@ class Size:
 
 
 WHOLE = Size(
-    lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=MOST_STEPS,
+    lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=recall.MOST_STEPS,
     contexts=((8192, 2000), (32768, 1000)), seeds=3, held_out=32,
 )  # fmt: skip
 QUICK = Size(
-    lengths=(512,), questions=1, most_steps=dict.fromkeys(MOST_STEPS, 1), contexts=((512, 2),), seeds=1, held_out=1
+    lengths=(512,),
+    questions=1,
+    most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
+    contexts=((512, 2),),
+    seeds=1,
+    held_out=1,
 )
 
 
@@ -106,9 +109,7 @@ def _model(attention: str, context: int, seed: int, device: torch.device) -> Ngr
     torch.manual_seed(seed)
     model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern, positions=None))
     if attention == "window":
-        for block in model.blocks:
-            assert isinstance(block.attention, SelfAttention)
-            block.attention.attention = recall.LocalWindow(WINDOW)  # type: ignore[assignment]
+        recall.use_window(model, WINDOW)
     return model.to(device)
 
 
