@@ -77,7 +77,7 @@ def dense_weights(model: GigaPathSlideEncoder, x: torch.Tensor, coords: torch.Te
     ids=["exact", "released", "grouped", "head groups", "dense"],
 )
 def test_it_equals_the_dense_weights(options, tokens, global_pool, monkeypatch):
-    monkeypatch.setattr(attended_tiles, "_SCORES", 300)  # several tiles of scores a segment
+    monkeypatch.setattr(attended_tiles, "_ROWS", 16)  # several parts of a file
     model = encoder(**options)
     x, coords = slide(1, tokens)
     found = tile_attention(model, x, coords, global_pool=global_pool)

@@ -74,9 +74,9 @@ def attention(
         key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`), which
             may hold anything, NaN included.
         return_lse: also return lse.
-        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"triton"` (GPU kernels, unmeasured on a GPU yet),
-            `"flash"` (FlashAttention, where it is installed; no masks but the causal one, no dropout, no layouts) or
-            `"reference"` (dense, float64 inside, any derivative).
+        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, for AVX-512), `"triton"`
+            (kernels for GPUs, unmeasured on one yet), `"flash"` (FlashAttention, where it is installed; no masks but
+            the causal one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
         mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously:
             q, k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
             result is that of one device. lengths and cu_seqlens stay global.

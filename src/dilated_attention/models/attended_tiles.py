@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,12 +18,10 @@ from dilated_attention.models.gigapath import GigaPathSlideEncoder
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.patterns import Dilated
 from dilated_attention.pictures import plot_places
-from dilated_attention.plan import Rows, plan_dilated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SCORES = 1 << 21  # of all heads of a tile of queries and keys: 8 MB, which stay in a cache
 _ROWS = 2048  # tokens that are written at a time
 
 
@@ -85,7 +83,7 @@ def tile_attention(
 
     Queries and keys of all layers are kept in a temporary file, 2 x layers x tiles x embed_dim numbers (in the folder
     that TMPDIR names), so that the number of layers does not enter the memory; the time is that of one encoding, and of
-    about one more attention without values in each layer.
+    one more attention in each layer.
 
     Args:
         encoder: in evaluation mode.
@@ -116,10 +114,9 @@ def tile_attention(
         with tempfile.TemporaryFile() as file:
             layers = _encode(encoder, samples.pop(0), file)
             for layer in reversed(range(config.num_layers)):
-                q, k, lse = layers[layer].read(file)
-                seen = _sums_of_rows(q, k, lse, torch.stack((embedding, flow)), layers[layer].pattern)
-                heads[slide, layer, :, :count] = seen[:, 0, 1:]
-                flow = (flow + seen[:, 1].mean(0)) / 2
+                seen = _sums_of_rows(*layers[layer].read(), torch.stack((embedding, flow)), layers[layer].pattern)
+                heads[slide, layer, :, :count] = seen[0, :, 1:]
+                flow = (flow + seen[1].mean(0)) / 2
         rolled_up[slide, :count] = flow[1:]
     return TileAttention(heads, rolled_up, coords, tuple(counts))
 
@@ -131,12 +128,7 @@ class _Layer:
         self.pattern, self.backend, self.file = pattern, backend, file
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Any = None) -> Tensor:
-        self.device, self.dtype, self.shapes, self.start = (
-            q.device,
-            q.dtype,
-            (q.shape[1:], k.shape[1:]),
-            self.file.tell(),
-        )
+        self.dtype, self.shapes, self.start = q.dtype, (q.shape[1:], k.shape[1:]), self.file.tell()
         for x in (q, k):
             for rows in x[0].split(_ROWS):
                 rows.contiguous().view(torch.uint8).cpu().numpy().tofile(self.file)
@@ -144,14 +136,20 @@ class _Layer:
         self.lse = lse[0]
         return out
 
-    def read(self, file: IO[bytes]) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k, `(tokens, heads, head_dim)`, and lse, `(heads, tokens)`."""
-        file.seek(self.start)
+    def read(self) -> tuple[Tensor, Tensor]:
+        """q and k, `(tokens, heads, head_dim + 1)`, whose product is the logarithm of P."""
+        self.file.seek(self.start)
         found = []
-        for shape in self.shapes:
-            read = np.fromfile(file, np.uint8, shape.numel() * self.dtype.itemsize)
-            found.append(torch.from_numpy(read).view(self.dtype).view(shape).to(self.device, self.lse.dtype))
-        return found[0], found[1], self.lse
+        for tokens, heads, head_dim in self.shapes:
+            whole = self.lse.new_empty(tokens, heads, head_dim + 1)
+            for rows in whole.split(_ROWS):
+                read = np.fromfile(self.file, np.uint8, len(rows) * heads * head_dim * self.dtype.itemsize)
+                rows[..., :-1] = torch.from_numpy(read).view(self.dtype).view(len(rows), heads, head_dim)
+            found.append(whole)
+        q, k = found
+        q[..., :-1] *= (q.shape[2] - 1) ** -0.5
+        q[..., -1], k[..., -1] = -self.lse.T, 1.0
+        return q, k
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes]) -> list[_Layer]:
@@ -168,33 +166,20 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes]) -> list[_
     return layers
 
 
-def _sums_of_rows(q: Tensor, k: Tensor, lse: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
-    """weights @ P of every head, `(heads, sums, tokens)`: the rows of the attention probabilities, weighted and added.
+def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
+    """weights @ P of every head, `(sums, heads, tokens)`: the rows of P = exp(q kᵀ), weighted and added.
+
+    Where keys ask queries for the weights, the numerator of that softmax is the sum: what a key sees is what sees it.
 
     Args:
         q, k: `(tokens, heads, head_dim)`.
-        lse: `(heads, tokens)`, that of the whole pattern.
         weights: `(sums, tokens)`.
     """
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    # One more channel subtracts lse: exp(q kᵀ) is then P.
-    q = torch.cat((q * head_dim**-0.5, -lse.T[..., None]), -1).unflatten(1, (kv_heads, -1))
-    k = torch.nn.functional.pad(k, (0, 1), value=1.0)
-    found = lse.new_zeros(kv_heads, heads // kv_heads, len(weights), tokens)
-    for group in plan_dilated(*pattern.branches(kv_heads)[:3], tokens).groups:
-        kv = slice(group.head, group.head + group.heads * group.head_stride, group.head_stride)
-        size = max(1, _SCORES // (group.heads * (heads // kv_heads) * group.keys.count))
-        for segment in _segments(group.queries):
-            keys, into = k[segment, kv].permute(1, 2, 0)[:, None], found[kv][..., segment]
-            for queries, some in zip(q[segment, kv].split(size), weights[:, segment].split(size, 1), strict=True):
-                if some.any():
-                    into += some @ (queries.permute(1, 2, 0, 3) @ keys).exp_()
-    return found.flatten(0, 1)
-
-
-def _segments(rows: Rows) -> Iterator[slice]:
-    """The tokens of each segment of a group."""
-    for i in range(rows.segments):
-        start = rows.start + i * rows.segment
-        yield slice(start, start + (rows.count - 1) * rows.stride + 1, rows.stride)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    ratio = heads // kv_heads
+    offsets = [[row[head // ratio] for head in range(heads)] for row in pattern.offset_table(kv_heads)]
+    turned = Dilated(pattern.segment_lengths, pattern.dilation_rates, offsets)
+    values = weights.T[None, :, None].expand(1, -1, heads, -1)
+    keys = k.repeat_interleave(ratio, 1)
+    out, lse = attention(keys[None], q[None], values, turned, scale=1.0, return_lse=True)
+    return out[0].permute(2, 1, 0) * lse[0].exp()
