@@ -103,3 +103,7 @@ def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
     facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True, rows=4096)
     assert (BACKENDS[name].why_not(facts) is None) == (name == "native")
     assert table.choose("auto", facts).backend.name == "native"
+
+
+def test_the_call_names_every_backend():
+    assert [name for name in BACKENDS if f'`"{name}"`' not in (attention.__doc__ or "")] == []
