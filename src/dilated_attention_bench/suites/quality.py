@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -32,25 +32,31 @@ WINDOW = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is done. lengths: of recall; contexts: of text, each with the steps of a training; seeds: of it."""
+    """How much is done.
+
+    Attributes:
+        lengths: of recall.
+        contexts: of text, each with the steps of a training and the attentions that take them all.
+        seeds: of each training on text.
+    """
 
     lengths: tuple[int, ...]
     questions: int
     most_steps: Mapping[int, int]
-    contexts: tuple[tuple[int, int], ...]
+    contexts: tuple[tuple[int, int, tuple[str, ...]], ...]
     seeds: int
     held_out: int
 
 
 WHOLE = Size(
     lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=recall.MOST_STEPS,
-    contexts=((8192, 2000), (32768, 1000)), seeds=3, held_out=32,
+    contexts=((8192, 400, ATTENTIONS), (32768, 600, ("dilated", "window"))), seeds=3, held_out=32,
 )  # fmt: skip
 QUICK = Size(
     lengths=(512,),
     questions=1,
     most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
-    contexts=((512, 2),),
+    contexts=((512, 2, ATTENTIONS),),
     seeds=1,
     held_out=1,
 )
@@ -60,11 +66,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     size = QUICK if quick else WHOLE
     longest = max(size.lengths)
     found = [Step("recall", partial(_recall, size, longest, device))]
-    for context, count in size.contexts:
-        found += [
-            Step(f"text, {context:,} bytes, seed {seed}", partial(_text, context, count, seed, size.held_out, device))
-            for seed in range(size.seeds)
-        ]
+    for context, count, attentions in size.contexts:
+        text = partial(_text, context, count, attentions, held_out=size.held_out, device=device)
+        found += [Step(f"text, {context:,} bytes, seed {seed}", partial(text, seed)) for seed in range(size.seeds)]
     return found
 
 
@@ -113,14 +117,16 @@ def _model(attention: str, context: int, seed: int, device: torch.device) -> Ngr
     return model.to(device)
 
 
-def _text(context: int, count: int, seed: int, held_out: int, device: torch.device) -> Iterator[Row]:
+def _text(
+    context: int, count: int, attentions: Sequence[str], seed: int, *, held_out: int, device: torch.device
+) -> Iterator[Row]:
     """The same bytes in the same order for every attention, as many steps; and dense in the time that dilated took."""
     split = _sources(context)
     windows = split.sample_held_out(held_out).to(device)
     parameters: dict[str, Any] = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
     bits: dict[str, float] = {}
     limit = math.inf
-    for run in (*ATTENTIONS, IN_TIME):
+    for run in (*attentions, IN_TIME):
         attention = run.partition(",")[0]
         model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
         progress = _clock(limit) if run == IN_TIME else lambda done: done / count
@@ -141,8 +147,9 @@ def _text(context: int, count: int, seed: int, held_out: int, device: torch.devi
                 floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
                 yield Row("text: table of n-grams", {**parameters, "order": order}, floor, "bits per byte")
     for words, run, bar in (("steps", "dense", 1.02), ("time", IN_TIME, 0.95)):
-        ratio = bits["dilated"] / bits[run]
-        yield Row(f"text: dilated over dense, equal {words}", parameters, ratio, "x", bar=bar)
+        if run in bits:
+            ratio = bits["dilated"] / bits[run]
+            yield Row(f"text: dilated over dense, equal {words}", parameters, ratio, "x", bar=bar)
 
 
 def _clock(seconds: float) -> Callable[[int], float]:
