@@ -256,7 +256,7 @@ def test_rehearsed(monkeypatch, capsys):
     from triton.runtime.driver import driver
 
     monkeypatch.setattr(specializations, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", None)
     tiny = replace(gpu.SMALL, seq_len=256, head_dim=16)
     job = Job("tiny", iter, [on_gpu.launching(tiny, backward=False)])
     monkeypatch.setitem(gpu.PARTS, 2, lambda machine: [Group("compile ahead", 50, []), Group("tiny", 100, [job])])

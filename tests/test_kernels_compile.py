@@ -77,6 +77,7 @@ SPILLED_BY_TRITON_3_9 = {
 SPILLED_BY_TRITON_3_4 = {
     Variant("sm_90", "dqdkdv", 128, "bf16", "even"): 24,
     Variant("sm_90", "dqdkdv", 128, "bf16", "union"): 8,
+    Variant("sm_90", "forward", 128, "bf16", "causal"): 32,
     Variant("sm_80", "forward", 128, "bf16", "causal"): 24,
     Variant("sm_80", "dqdkdv", 128, "bf16", "causal"): 8,
 }
@@ -98,6 +99,7 @@ def test_machine_code(variant: Variant):
     assert build(variant).faults == []
 
 
+@pytest.mark.xfail(installed < Version("3.6"), reason="651 with Triton 3.4", strict=True)
 def test_instructions_of_a_step():
     """Beside 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
     variant = Variant("sm_90", "forward", 128, "bf16", "even")
