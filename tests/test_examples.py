@@ -10,8 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import processes
+from dilated_attention import Dilated
+from dilated_attention.models import LongNetConfig, LongNetLM
 
 FOLDER = Path(__file__).parents[1] / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -84,6 +87,34 @@ def test_data_context_tensor():
     answers = processes.run(8, train_on_a_mesh, 2, 2, 2)
     assert len({loss for loss, _ in answers}) == 1
     assert max(difference for _, difference in answers) < 1e-6
+
+
+def losses_of_one_process() -> list[float]:
+    torch.manual_seed(0)
+    model = LongNetLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((64, 256), (1, 4))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for tokens in torch.randint(256, (3, 1, 513)):
+        optimizer.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_accelerate_context():
+    check_trainer("accelerate_context")
+
+
+def test_lightning_context():
+    check_trainer("lightning_context")
+
+
+def check_trainer(example: str) -> None:
+    text = torchrun(2, FOLDER / f"{example}.py")
+    losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", text)]
+    assert losses == pytest.approx(losses_of_one_process(), abs=1e-3)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
