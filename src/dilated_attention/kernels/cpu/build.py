@@ -24,6 +24,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf1
 SOURCES = {
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "amx.cpp": (*_AVX512, "-mavx512bf16"),
     "threads.cpp": (),
     "dispatch.cpp": (),
 }
