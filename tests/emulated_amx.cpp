@@ -10,9 +10,10 @@
 
 #include "amx.cpp"
 
-namespace {
+extern "C" std::atomic<int64_t> configured, released;  // how often, by all threads
+std::atomic<int64_t> configured{0}, released{0};
 
-std::atomic<int64_t> configured{0};  // threads
+namespace {
 
 struct Tile16 {
   uint8_t row[16][64];
@@ -37,13 +38,13 @@ struct Emulated {
       need(to.rows[i] <= 16 && to.row_bytes[i] <= 64 && (to.rows[i] == 0) == (to.row_bytes[i] == 0), "size of a tile");
     }
     need(!ready, "configured twice");
-    configuration = to, ready = true, configured++;
+    configuration = to, ready = true, ++configured;
     std::memset(tiles, 0, sizeof tiles);
   }
 
   static void release() {
     need(ready, "released twice");
-    ready = false, configured--;
+    ready = false, ++released;
   }
 
   // The rows of a tile that may be used.
@@ -117,6 +118,4 @@ int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t, const Call 
   return Type(type) == Type::bfloat16 ? run_in_tiles<Emulated>(Kernel(kernel), type, *call)
                                       : run_avx512(Kernel(kernel), type, *call);
 }
-
-int64_t emulated_amx_configured() { return configured; }
 }

@@ -74,14 +74,15 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in SOURCES}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: _run(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
+            list(pool.map(lambda x: run_compiler(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
         made = f"{folder}/{LIBRARY.name}"
-        _run(*objects.values(), *LINK, "-o", made)
+        run_compiler(*objects.values(), *LINK, "-o", made)
         os.replace(made, LIBRARY)
     return LIBRARY
 
 
-def _run(*arguments: str) -> None:
+def run_compiler(*arguments: str) -> None:
+    """Raises BuildError with the compiler's message."""
     command = [compiler() or "c++", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
