@@ -13,8 +13,8 @@ bool has_amx() {
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_TILE) && (edx & bit_AMX_BF16);
 }
 
-// Linux lends the tile registers to a process, all its threads and children, only on request: it may be too old, or a
-// thread may have too small a stack for signals.
+// Linux lends the tile registers to a process and its children only on request. It refuses where it is too old, or where
+// a thread's stack for signals is too small to save them.
 bool lends_tiles() {
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
