@@ -400,6 +400,9 @@ def test_rows_of_the_cpu_suite(monkeypatch):
         assert row.over["native"].runs == row.spread.runs
     assert [row.bar for row in dense] == [0.92, 0.95]
     assert [row.bar for row in blocks] == [1.05, 1.1]
+    sets = list(cpu_suite._sets(replace(case, dtype="bfloat16"), 0.0).measure()) if cpu.instruction_set() > 1 else []
+    assert len(sets) == 2 * (cpu.instruction_set() - 1)
+    assert len({row.name for row in sets}) == len(sets)
 
 
 # --- profile

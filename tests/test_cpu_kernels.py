@@ -1,12 +1,15 @@
-"""The C++ kernels against the oracle, in every instruction set of the machine, and what surrounds them: threads, forks,
-the build."""
+"""The C++ kernels against the oracle, in every instruction set of the machine and, emulated, in that of AMX, and what
+surrounds them: threads, forks, the build."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +39,41 @@ from dilated_attention_bench.profile import profile
 from tolerances import TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)
+AMX = cpu.INSTRUCTION_SETS.index("AMX with bfloat16")
+EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
+EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:], *[EMULATED] * EMULATES)]
+"""Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
+SOME = [(1, torch.float32), *IN_BFLOAT16]
+ALL = [*((1, dtype) for dtype in cpu.TYPES), *IN_BFLOAT16]
+
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 five_and_seven = pytest.mark.parametrize("most_idle", [math.inf, 0.0], ids=["five products", "seven products"])
-sets = pytest.mark.parametrize("instruction_set", SETS, ids=lambda x: cpu.INSTRUCTION_SETS[x])
+
+
+def sets_and_types(pairs):
+    names = [f"{x if x == EMULATED else cpu.INSTRUCTION_SETS[x]}, {str(dtype)[6:]}" for x, dtype in pairs]
+    return pytest.mark.parametrize(("instruction_set", "dtype"), pairs, ids=names)
+
+
+@functools.cache
+def emulated_amx():
+    """The library of emulated_amx.cpp."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(__file__).with_name("emulated_amx.cpp"), f"{folder}/kernels.so"
+        flags = (*build.FLAGS, *build.SOURCES["amx.cpp"], f"-I{build.HERE}", "-shared")
+        build.run_compiler(*flags, str(source), str(build.LIBRARY), "-o", library)
+        return ctypes.CDLL(library)
+
+
+def force(instruction_set, monkeypatch):
+    """The kernels take this one."""
+    if instruction_set == EMULATED:
+        monkeypatch.setattr(cpu, "_LIBRARY", emulated_amx())
+        instruction_set = AMX
+    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
 
 
 @pytest.fixture(autouse=True)
@@ -108,22 +141,22 @@ def check_dilated(batch, seq_len, heads, kv_heads, head_dim, w, r, dtype, is_cau
     check(tensors(batch, seq_len, heads, kv_heads, head_dim, dtype), [plan], counts, is_causal=is_causal, **options)
 
 
-@sets
-@five_and_seven
-class TestOracle:
+class Forced:
     @pytest.fixture(autouse=True)
     def forced(self, instruction_set, most_idle, monkeypatch):
-        monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+        force(instruction_set, monkeypatch)
         monkeypatch.setattr(cpu, "MOST_IDLE", most_idle)
 
+
+@sets_and_types(ALL)
+@five_and_seven
+class TestShapes(Forced):
     @both
-    @pytest.mark.parametrize("dtype", cpu.TYPES, ids=str)
     @pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 31, 33, 48, 64, 80, 128, 250, 256])
     def test_head_dims(self, head_dim, dtype, is_causal):
         check_dilated(1, 90, 2, 1, head_dim, (50, 90), (1, 2), dtype, is_causal)
 
     @both
-    @pytest.mark.parametrize("dtype", cpu.TYPES, ids=str)
     @pytest.mark.parametrize(
         ("batch", "seq_len", "heads", "kv_heads", "w", "r"),
         [
@@ -138,42 +171,48 @@ class TestOracle:
     def test_patterns(self, batch, seq_len, heads, kv_heads, w, r, dtype, is_causal):
         check_dilated(batch, seq_len, heads, kv_heads, 24, w, r, dtype, is_causal)
 
-    def test_branches_in_one_softmax(self, monkeypatch):
+
+@sets_and_types(SOME)
+@five_and_seven
+class TestFeatures(Forced):
+    def test_branches_in_one_softmax(self, dtype, monkeypatch):
         """Which the kernels can do, though no plan asks for it."""
         make = tiles.tables
         monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
         (launch,) = cpu.launches("queries", False, torch.empty(1, 512, 2, 8), plan, False, None)
         assert launch.table.spans == 2
-        check(tensors(1, 512, 2, 2, 8), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
+        check(tensors(1, 512, 2, 2, 8, dtype), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
 
-    def test_phantoms(self):
+    def test_phantoms(self, dtype):
         w, r = (32, 70), (3, 4)
         offsets = Dilated(w, r, "head_block").offset_table(2)
         plan = plan_dilated(w, r, offsets, 70, "torchscale")
         counts = count_matrix(w, r, offsets, 70, is_causal=False)
-        check(tensors(1, 70, 2, 2, 16), [plan], counts, phantoms=phantom_counts(w, r, offsets, 70, is_causal=False))
+        check(
+            tensors(1, 70, 2, 2, 16, dtype), [plan], counts, phantoms=phantom_counts(w, r, offsets, 70, is_causal=False)
+        )
 
     @both
-    def test_hidden_keys(self, is_causal):
+    def test_hidden_keys(self, is_causal, dtype):
         w, r = (32, 180), (1, 2)
         plan, offsets = dilated(180, 2, w, r)
         hidden = torch.rand(180) < 0.4
         hidden[:33] = True  # whole segments, hence rows that see nothing
         bias = torch.zeros(1, 180).masked_fill_(hidden, -math.inf)
         counts = count_matrix(w, r, offsets, 180, is_causal=is_causal, key_padding_mask=hidden)
-        check(tensors(1, 180, 2, 2, 16), [plan], counts, is_causal=is_causal, key_bias=bias)
+        check(tensors(1, 180, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, key_bias=bias)
 
-    def test_strides_and_scale(self):
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24))
-        v = torch.randn(2, 70, 2, 25)[..., 1:]
+    def test_strides_and_scale(self, dtype):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24, dtype))
+        v = torch.randn(2, 70, 2, 25).to(dtype)[..., 1:]
         plan, offsets = dilated(70, 2, (32, 70), (1, 2))
         counts = count_matrix((32, 70), (1, 2), offsets, 70, is_causal=True)
         check((q, k, v), [plan], counts, is_causal=True, scale=0.7)
         check((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), [plan], counts, is_causal=True, scale=1e-3)
 
     @both
-    def test_keys_from_elsewhere(self, is_causal):
+    def test_keys_from_elsewhere(self, is_causal, dtype):
         # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
         local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
         received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
@@ -192,10 +231,9 @@ class TestOracle:
                 for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
                     counts[head, rows[:, None], columns[None, :]] += seen
         plan = Plan(48, 2, groups, covered=True, square=False)
-        check(tensors(1, 48, 4, 2, 16, keys=206), [plan], counts, is_causal=is_causal)
+        check(tensors(1, 48, 4, 2, 16, dtype, keys=206), [plan], counts, is_causal=is_causal)
 
     @both
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_chained_state(self, is_causal, dtype):
         plan, offsets = dilated(100, 2, (32, 64, 100), (1, 2, 3))
         cut = sum(group.queries.stride == 1 for group in plan.groups)
@@ -207,7 +245,7 @@ class TestOracle:
         check(tensors(1, 100, 4, 2, 16, dtype), parts, counts, is_causal=is_causal)
 
     @both
-    def test_ragged(self, is_causal):
+    def test_ragged(self, is_causal, dtype):
         w, r, lengths = (32, 96), (1, 2), [50, 1, 70]
         starts = [0, 50, 51]
         counts = torch.zeros(2, 130, 130, dtype=torch.int32)
@@ -217,27 +255,33 @@ class TestOracle:
             plans.append(plan)
             sample = count_matrix(w, r, offsets, length, is_causal=is_causal)
             counts[:, start : start + length, start : start + length] = sample
-        check(tensors(1, 130, 2, 2, 16), [tiles.concatenate(plans, starts, 130)], counts, is_causal=is_causal)
+        check(tensors(1, 130, 2, 2, 16, dtype), [tiles.concatenate(plans, starts, 130)], counts, is_causal=is_causal)
 
     @both
     @pytest.mark.parametrize(
         ("seq_len", "q_block", "k_block", "samples", "heads"),
         [(256, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (300, 256, 128, 1, 2)],
     )
-    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal):
+    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal, dtype):
         lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
         plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
         counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
-        check(tensors(samples, seq_len, 2, 2, 16), [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
+        check(tensors(samples, seq_len, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
     @both
-    def test_lists_per_query_head(self, is_causal):
+    def test_lists_per_query_head(self, is_causal, dtype):
         lists = layout(64, 32, 32, is_causal, heads=2)
         plan, _ = dilated(64, 1, (64,), (1,))
-        check(tensors(1, 64, 2, 1, 16), [plan], lists.dense_mask()[0].int(), is_causal=is_causal, layouts={64: lists})
+        check(
+            tensors(1, 64, 2, 1, 16, dtype),
+            [plan],
+            lists.dense_mask()[0].int(),
+            is_causal=is_causal,
+            layouts={64: lists},
+        )
 
     @both
-    def test_layouts_inside_strided_rows(self, is_causal):
+    def test_layouts_inside_strided_rows(self, is_causal, dtype):
         w, r, seq_len = (48, 96), (1, 2), 110
         plan, offsets = dilated(seq_len, 2, w, r)
         lists = {count: layout(count, 16, 16, is_causal) for count in {group.queries.count for group in plan.groups}}
@@ -248,18 +292,17 @@ class TestOracle:
                     rows = torch.arange(start + offset, min(start + width, seq_len), rate)
                     if len(rows):
                         counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
-        check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layouts=lists)
+        check(tensors(1, seq_len, 2, 2, 24, dtype), [plan], counts, is_causal=is_causal, layouts=lists)
 
     @both
-    def test_layouts_and_hidden_keys(self, is_causal):
+    def test_layouts_and_hidden_keys(self, is_causal, dtype):
         lists = layout(100, 32, 32, is_causal)
         bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
         counts = (lists.dense_mask()[0] & (bias == 0)).int().expand(2, -1, -1)
         plan, _ = dilated(100, 2, (100,), (1,))
         options = {"is_causal": is_causal, "layouts": {100: lists}, "key_bias": bias}
-        check(tensors(1, 100, 2, 2, 16), [plan], counts, **options)
+        check(tensors(1, 100, 2, 2, 16, dtype), [plan], counts, **options)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", test_dropout.CALLS)
     def test_dropout_is_every_backend_s(self, name, dtype):
         inputs = test_dropout.tensors(dtype)
@@ -270,19 +313,18 @@ class TestOracle:
 
     @pytest.mark.parametrize("name", "qkv")
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-    def test_what_sees_a_number_that_is_not_finite(self, name, number):
-        test_bad_input.test_nan_and_inf_pass_through(name, number, "cpu")
+    def test_what_sees_a_number_that_is_not_finite(self, name, number, dtype):
+        test_bad_input.test_nan_and_inf_pass_through(name, number, "cpu", dtype)
 
     @both
     @pytest.mark.parametrize("number", [math.nan, math.inf])
-    def test_hidden_keys_reach_nothing(self, number, is_causal):
-        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "cpu")
+    def test_hidden_keys_reach_nothing(self, number, is_causal, dtype):
+        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "cpu", dtype)
 
     @both
-    def test_other_samples_reach_nothing(self, is_causal):
-        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "cpu")
+    def test_other_samples_reach_nothing(self, is_causal, dtype):
+        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "cpu", dtype)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("name", "qkv")
     def test_causal_rows_before_a_number_that_is_not_finite(self, name, number, dtype):
@@ -326,13 +368,13 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
     call=st.one_of(
         test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(ragged=True, compat=True)
     ),
-    dtype=st.sampled_from(list(cpu.TYPES)),
-    instruction_set=st.sampled_from(list(SETS) or [0]),
+    kind=st.sampled_from(ALL),
     most_idle=st.sampled_from([0.0, math.inf]),
 )
-def test_random_calls(call, dtype, instruction_set, most_idle):
+def test_random_calls(call, kind, most_idle):
+    instruction_set, dtype = kind
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "instruction_set", lambda: instruction_set)
+        force(instruction_set, patch)
         patch.setattr(cpu, "MOST_IDLE", most_idle)
         test_properties.check(call, dtype, "cpu")
 
@@ -350,16 +392,50 @@ def test_the_error_of_the_exponential():
     ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
 
 
-@sets
+@pytest.mark.parametrize("instruction_set", [1, *(x for x, _ in IN_BFLOAT16)])
 def test_lse_of_bfloat16(instruction_set, monkeypatch):
     """Sums of probabilities are not rounded."""
-    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+    force(instruction_set, monkeypatch)
     q, k, v = tensors(1, 512, 1, 1, 64, torch.bfloat16)
     plan, offsets = dilated(512, 1, (512,), (1,))
     counts = count_matrix((512,), (1,), offsets, 512, is_causal=False)
     _, lse = cpu.forward(q, k, v, plan, is_causal=False, scale=0.125)
     _, expected = attend(q.double(), k.double(), v.double(), counts, scale=0.125)
     assert (lse - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+needs_emulation = pytest.mark.skipif(not EMULATES, reason="needs AVX-512 with bfloat16 and a C++ compiler")
+
+
+def results_of_each_kernel(monkeypatch):
+    inputs = (*tensors(1, 300, 2, 1, 40, torch.bfloat16), dilated(300, 1, (64, 300), (1, 2))[0])
+    found = []
+    for most_idle in (math.inf, 0.0):
+        monkeypatch.setattr(cpu, "MOST_IDLE", most_idle)
+        found += results(2, *inputs)
+    return found
+
+
+@needs_emulation
+def test_tiles_are_given_up(monkeypatch):
+    """As often as they were configured; the emulation itself refuses tiles that are not, and those that already are."""
+    force(EMULATED, monkeypatch)
+    configured, released = (ctypes.c_int64.in_dll(emulated_amx(), x) for x in ("configured", "released"))
+    before = configured.value
+    results_of_each_kernel(monkeypatch)
+    assert released.value == configured.value > before
+
+
+@needs_emulation
+@pytest.mark.skipif(cpu.instruction_set() < AMX, reason="needs AMX")
+def test_the_emulation_is_exact(monkeypatch):
+    emulated, real = [], []
+    for found, instruction_set in ((emulated, EMULATED), (real, AMX)):
+        torch.manual_seed(0)
+        with monkeypatch.context() as patch:
+            force(instruction_set, patch)
+            found += results_of_each_kernel(patch)
+    assert all(map(torch.equal, emulated, real))
 
 
 def test_nothing():
@@ -574,8 +650,12 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
 
 def test_auto_leaves_bfloat16_to_amx(monkeypatch):
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: AMX)
     assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
-    assert chosen(torch.float32).backend == chosen(torch.bfloat16, backend="cpu").backend == "cpu"
+    assert "AMX" in chosen(torch.bfloat16, backend="cpu").reason
+    for dtype in (torch.float32, torch.float16):
+        assert chosen(dtype).backend == "cpu"
+        assert "AMX" not in chosen(dtype).reason
 
 
 def test_a_ragged_batch_is_one_launch(monkeypatch):
@@ -593,6 +673,14 @@ def test_the_library_needs_nothing_of_python_or_torch():
         pytest.skip("needs ldd")
     needed = subprocess.run(["ldd", str(build.LIBRARY)], capture_output=True, text=True, check=True).stdout
     assert not any(name in needed for name in ("torch", "python", "stdc++", "gomp"))
+
+
+def test_the_instructions_of_amx():
+    if shutil.which("objdump") is None:
+        pytest.skip("needs objdump")
+    code = subprocess.run(["objdump", "-d", str(build.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    assert "tdpbf16ps" in code
+    assert code.count("tilerelease") == code.count("ldtilecfg") > 0
 
 
 def test_refusals():

@@ -500,12 +500,12 @@ class TestNotFinite:
     @pytest.mark.parametrize("name", "qkv")
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
     def test_what_sees_it(self, name, number):
-        test_bad_input.test_nan_and_inf_pass_through(name, number, "triton")
+        test_bad_input.test_nan_and_inf_pass_through(name, number, "triton", torch.float32)
 
     @both
     @pytest.mark.parametrize("number", [math.nan, math.inf])
     def test_hidden_keys(self, number, is_causal):
-        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton")
+        test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton", torch.float32)
 
     @pytest.mark.parametrize("number", [math.nan, math.inf])
     def test_causal_values(self, number):
@@ -515,7 +515,7 @@ class TestNotFinite:
 
     @both
     def test_other_samples(self, is_causal):
-        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton")
+        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton", torch.float32)
 
 
 # ---- tables

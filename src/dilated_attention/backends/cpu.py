@@ -24,12 +24,12 @@ from dilated_attention.kernels.cpu import build
 from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16")
+INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MAX_OWN, LOOP = 256, 64
-"""Rows of a tile at most, and CHUNK of kernels/cpu/online.h. A tile gathers what it streams by itself: half as many
+"""Rows of a tile at most, and CHUNK of kernels/cpu/product.h. A tile gathers what it streams by itself: half as many
 rows cost 3 to 5 % more, and a multiple would not stay in the second cache."""
 
 ONE_THREAD = 2**22
@@ -109,7 +109,7 @@ def instruction_set_of(dtype: torch.dtype) -> str:
 
 
 def has_amx() -> bool:
-    """Whether the machine multiplies tiles of bfloat16, which PyTorch's operators use and these kernels do not."""
+    """Whether the machine multiplies tiles of bfloat16, as PyTorch's operators do there."""
     return _AMX
 
 

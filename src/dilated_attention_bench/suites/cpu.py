@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -63,6 +64,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     found += [_short_rows(dtype, budget / 2) for dtype in (*dtypes, "float16")]
     found += [_small(dtype, budget / 3) for dtype in dtypes]
     found += [_threads(dtype, budget) for dtype in dtypes]
+    found += [_sets(case, budget) for case in kinds if case.dtype == "bfloat16" and cpu.instruction_set() > 1]
     found.append(Step("tables of 32,768 tokens", _tables))
     for dtype in dtypes:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
@@ -96,7 +98,7 @@ def _row(
     density: float = 1.0,
 ) -> Row:  # fmt: skip
     """The time of contender `name` over that of `rival`, and over the native backend's; `flops` of a forward."""
-    bar = bars.get((case.dtype, phase))
+    bar = None if case.dtype == "bfloat16" and cpu.has_amx() else bars.get((case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
         f"{phase}: time over {rival if density == 1 else f'density x {rival}'}",
@@ -193,6 +195,36 @@ def _threads(dtype: str, budget: float) -> Step:
             )  # fmt: skip
 
     return Step(f"threads, {dtype}", run, ((case, True),))
+
+
+def _in_set(number: int, work: Contender) -> Contender:
+    """Work in an instruction set of the machine, by its place in INSTRUCTION_SETS."""
+
+    def limited() -> Iterator[str]:
+        with patch.object(cpu, "instruction_set", lambda: number):
+            yield from work()
+
+    return limited
+
+
+def _sets(case: Case, budget: float) -> Step:
+    """The machine's highest instruction set beside each lower one."""
+    *lower, highest = range(1, cpu.instruction_set() + 1)
+
+    def run() -> Iterator[Row]:
+        device = torch.device("cpu")
+        work = case.contender(device, backward=True)
+        sets = {cpu.INSTRUCTION_SETS[n]: _in_set(n, work) for n in (*lower, highest)}
+        rounds = measure.interleave(sets, seconds=budget, device=device)
+        ours = cpu.INSTRUCTION_SETS[highest]
+        for phase, n in product(("forward", "forward+backward"), lower):
+            name = cpu.INSTRUCTION_SETS[n]
+            yield Row.of(
+                f"{phase}: time in {ours} over that in {name}", case.parameters, rounds.ratio(ours, name, phase),
+                times={key: rounds.spread(key, phase) for key in (ours, name)},
+            )  # fmt: skip
+
+    return Step(f"instruction sets, {_words(case)}", run, ((case, True),))
 
 
 def _tables() -> Iterator[Row]:

@@ -6,10 +6,11 @@ forward.h, backward.h
 tiles.h       lines of the table, the stream of those rows
 online.h      attend, attend_dq, attend_dkdv: one group of rows that a tile holds, one chunk of rows that it streams
 rows.h        rows from where they lie to where products read them, and back
-product.h     micro-kernels; product_bf16.h for bfloat16
+product.h     micro-kernels; product_bf16.h for bfloat16, product_amx.h for bfloat16 in tile registers
+amx.h         the instructions on tile registers, which tests/emulated_amx.cpp emulates
 vectors.h     sixteen numbers at a time
 threads.h     PyTorch's pool
-avx512.cpp, avx512_bf16.cpp, dispatch.cpp
+avx512.cpp, avx512_bf16.cpp, amx.cpp, dispatch.cpp
               an instruction set each, and the choice among them
 build.py, __main__.py
               compile all of it

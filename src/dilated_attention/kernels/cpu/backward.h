@@ -151,8 +151,8 @@ class BackwardDkdv {
       for (int group = 0; group < held.groups(); group++) {
         const int at = group * LANES, count = held.count - at < LANES ? held.count - at : LANES;
         Word *to = k_values + at / Arithmetic::PER_WORD * shape.columns;
-        shape.gather_values(K, token + at, count, to);
-        for (int64_t i = round_up(count, ROWS) / Arithmetic::PER_WORD * shape.columns;
+        shape.gather_value_rows(K, token + at, count, to);
+        for (int64_t i = round_up(count, Arithmetic::ROWS) / Arithmetic::PER_WORD * shape.columns;
              i < LANES / Arithmetic::PER_WORD * shape.columns; i += WIDTH)
           _mm512_store_ps(to + i, all(0.f));
       }

@@ -24,6 +24,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf1
 SOURCES = {
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "amx.cpp": (*_AVX512, "-mavx512bf16"),
     "threads.cpp": (),
     "dispatch.cpp": (),
 }
@@ -73,14 +74,15 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in SOURCES}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: _run(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
+            list(pool.map(lambda x: run_compiler(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
         made = f"{folder}/{LIBRARY.name}"
-        _run(*objects.values(), *LINK, "-o", made)
+        run_compiler(*objects.values(), *LINK, "-o", made)
         os.replace(made, LIBRARY)
     return LIBRARY
 
 
-def _run(*arguments: str) -> None:
+def run_compiler(*arguments: str) -> None:
+    """Raises BuildError with the compiler's message."""
     command = [compiler() or "c++", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

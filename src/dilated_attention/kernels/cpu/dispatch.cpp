@@ -1,8 +1,26 @@
 // The library's C interface. Instruction sets are numbered from the lowest on; backends/cpu.py has their names.
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "kernels.h"
 #include "threads.h"
+
+namespace {
+
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_TILE) && (edx & bit_AMX_BF16);
+}
+
+// Linux lends the tile registers to a process and its children only on request. It refuses where it is too old, or where
+// a thread's stack for signals is too small to save them.
+bool lends_tiles() {
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -13,14 +31,12 @@ int64_t dilated_attention_instruction_set() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return 0;
-  return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
+  if (!__builtin_cpu_supports("avx512bf16")) return 1;
+  return has_amx() && lends_tiles() ? 3 : 2;
 }
 
-// Whether this machine multiplies tiles of bfloat16. No kernel here does; PyTorch's operators do.
-int64_t dilated_attention_has_amx() {
-  unsigned eax, ebx, ecx, edx;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_BF16);
-}
+// Whether this machine multiplies tiles of bfloat16, as PyTorch's operators do.
+int64_t dilated_attention_has_amx() { return has_amx(); }
 
 // The size of the structure, so that two versions of it do not meet.
 int64_t dilated_attention_call_size() { return sizeof(Call); }
@@ -28,6 +44,7 @@ int64_t dilated_attention_call_size() { return sizeof(Call); }
 int64_t dilated_attention_has_pool() { return has_pool(); }
 
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
-  return set >= 2 && type == 1 ? run_avx512_bf16(Kernel(kernel), type, *call) : run_avx512(Kernel(kernel), type, *call);
+  const auto run = type != 1 || set < 2 ? run_avx512 : set == 2 ? run_avx512_bf16 : run_amx;
+  return run(Kernel(kernel), type, *call);
 }
 }

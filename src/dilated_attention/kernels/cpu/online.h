@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int CHUNK = 64;  // rows of a chunk: a multiple of ROWS
 constexpr float SLACK =
     8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
 
@@ -52,7 +51,7 @@ inline __mmask16 seeing(__m512i i, int32_t edge) {
   return HELD == Side::queries ? _mm512_cmpge_epi32_mask(i, all(edge)) : _mm512_cmple_epi32_mask(i, all(edge));
 }
 
-template <Side HELD>
+template <Side HELD, int ROWS>
 inline Window window(const Held &held, int group, const Chunk &chunk) {
   const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
   const int32_t most = held.row[HELD == Side::queries ? last : first];   // the row that sees the most of the chunk
@@ -118,11 +117,11 @@ struct Running {
 template <class Arithmetic>
 inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
                    const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s) {
-  const Window w = window<Side::queries>(held, group, chunk);
+  const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
-  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
-                       lanes);
+  multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+           lanes);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
   const bool drops = words.any;
   const Lanes c = all(scale);
@@ -161,9 +160,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     }
     _mm512_store_ps(run.z + x, _mm512_add_ps(sums[0], sums[1]));
   }
-  const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
-  multiply_transposed<Arithmetic>(v + first * shape.columns, shape.columns, s + first * LANES, steps, run.acc,
-                                  shape.columns, lanes);
+  multiply_transposed(Arithmetic(), v, s, w.from, w.to - w.from, run.acc, shape.columns, lanes);
 }
 
 // x, but 0 where s is -infinity, which `hide` has set: whatever infinities and NaN of rows that are not seen made of x.
@@ -177,13 +174,13 @@ template <class Arithmetic>
 inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
                       const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
                       int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
-  const Window w = window<Side::queries>(held, group, chunk);
+  const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
-  multiply<Arithmetic>(k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
-                       lanes);
-  multiply<Arithmetic>(v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
-                       lanes);
+  multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
+           lanes);
+  multiply(Arithmetic(), v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
+           lanes);
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
@@ -203,9 +200,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
         store_weights(Arithmetic(), ds[u], ds[u + 1], dp + (j + u) / Arithmetic::PER_WORD * LANES + x);
     }
   }
-  const int first = w.from / Arithmetic::PER_WORD, steps = (w.to - w.from) / Arithmetic::PER_WORD;
-  multiply_transposed<Arithmetic>(k_values + first * shape.columns, shape.columns, dp + first * LANES, steps, dq,
-                                  shape.columns, lanes);
+  multiply_transposed(Arithmetic(), k_values, dp, w.from, w.to - w.from, dq, shape.columns, lanes);
 }
 
 // What attend_dkdv knows of the queries of a chunk: operands of scores and of values, and two numbers of each.
@@ -226,12 +221,13 @@ template <class Arithmetic>
 inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, float *dq,
                         const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s,
                         float *dp, Word *rows) {
-  const Window w = window<Side::keys>(held, group, chunk);
+  const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int count = w.to - w.from;
-  multiply<Arithmetic>(queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES, count);
-  multiply<Arithmetic>(queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
-                       count);
+  multiply(Arithmetic(), queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES,
+           count);
+  multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
+           count);
   if (w.masked) hide<Side::keys>(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
@@ -256,15 +252,12 @@ inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, con
     }
     if (dq) store_weight_rows(Arithmetic(), ds, rows + j * (LANES / Arithmetic::PER_WORD));
   }
-  const int first = w.from / Arithmetic::PER_WORD, steps = count / Arithmetic::PER_WORD;
-  multiply_transposed<Arithmetic>(queries.dout_values + first * shape.columns, shape.columns, s + first * LANES, steps,
-                                  keys.dv, shape.columns);
-  multiply_transposed<Arithmetic>(queries.q_values + first * shape.columns, shape.columns, dp + first * LANES, steps,
-                                  keys.dk, shape.columns);
+  multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns);
+  multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns);
   if (!dq) return;
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;
-  multiply_rows<Arithmetic>(rows + w.from * WORDS, WORDS, keys.k_values, shape.columns, WORDS,
-                            dq + w.from * shape.columns, count, shape.columns);
+  multiply_rows(Arithmetic(), rows + w.from * WORDS, WORDS, keys.k_values, shape.columns, WORDS,
+                dq + w.from * shape.columns, count, shape.columns);
 }
 
 // acc is NaN where an element of v is not finite and seen: gathered values have 0 there.

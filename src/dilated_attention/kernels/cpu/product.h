@@ -12,11 +12,15 @@
 
 namespace {
 
-constexpr int ROWS = 8, LANES = 2 * WIDTH;
+constexpr int LANES = 2 * WIDTH;
+constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of every ROWS
 
 // Products in float32, of elements of any type, which are widened when they are gathered.
 struct InFloat32 {
   static constexpr int PER_WORD = 1;
+  static constexpr int ROWS = 8;  // streamed rows are multiplied in multiples of it
+  // Whether streamed values lie [columns][CHUNK / PER_WORD], not [CHUNK / PER_WORD][columns].
+  static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 };
 
@@ -35,6 +39,7 @@ inline void store_weight_rows(InFloat32, const Lanes (&rows)[2][2], Word *to) {
 template <class Arithmetic, int VECTORS, bool ADD>
 inline void product(const Word *a, int64_t a_row, int64_t a_step, const Word *b, int64_t b_step, int steps, float *c,
                     int64_t c_row) {
+  constexpr int ROWS = Arithmetic::ROWS;
   Lanes sum[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
@@ -66,32 +71,36 @@ void with_vectors(int lanes, Loop loop) {
     loop(std::integral_constant<int, 1>());
 }
 
-// Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `count` is rounded up to ROWS.
+// Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `count` is a multiple of ROWS.
 template <class Arithmetic>
-void multiply(const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count, int lanes = LANES) {
+void multiply(Arithmetic, const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count,
+              int lanes = LANES) {
   with_vectors(lanes, [=](auto vectors) {
-    for (int r = 0; r < count; r += ROWS)
+    for (int r = 0; r < count; r += Arithmetic::ROWS)
       product<Arithmetic, vectors(), false>(rows + r * row_words, row_words, 1, own, LANES, words, c + r * LANES,
                                             LANES);
   });
 }
 
-// Sums c[columns][LANES] += values^T . weights, where values is [steps][row_words] and weights [steps][LANES].
+// Sums c[columns][LANES] += values^T . weights over the rows from `first` on of a chunk, `count` of them, multiples of
+// ROWS. weights is [CHUNK / PER_WORD][LANES].
 template <class Arithmetic>
-void multiply_transposed(const Word *values, int64_t row_words, const Word *weights, int steps, float *c, int columns,
-                         int lanes = LANES) {
+void multiply_transposed(Arithmetic, const Word *values, const Word *weights, int first, int count, float *c,
+                         int columns, int lanes = LANES) {
+  const int step = first / Arithmetic::PER_WORD, steps = count / Arithmetic::PER_WORD;
   with_vectors(lanes, [=](auto vectors) {
-    for (int d = 0; d < columns; d += ROWS)
-      product<Arithmetic, vectors(), true>(values + d, 1, row_words, weights, LANES, steps, c + d * LANES, LANES);
+    for (int d = 0; d < columns; d += Arithmetic::ROWS)
+      product<Arithmetic, vectors(), true>(values + step * columns + d, 1, columns, weights + step * LANES, LANES,
+                                           steps, c + d * LANES, LANES);
   });
 }
 
 // Sums c[rows][columns] += weights . values, where weights is [rows][steps] and values [steps][row_words]: columns in
 // lanes, a multiple of WIDTH.
 template <class Arithmetic>
-void multiply_rows(const Word *weights, int64_t weight_words, const Word *values, int64_t row_words, int steps,
-                   float *c, int count, int columns) {
-  for (int r = 0; r < count; r += ROWS) {
+void multiply_rows(Arithmetic, const Word *weights, int64_t weight_words, const Word *values, int64_t row_words,
+                   int steps, float *c, int count, int columns) {
+  for (int r = 0; r < count; r += Arithmetic::ROWS) {
     int d = 0;
     for (; d + LANES <= columns; d += LANES)
       product<Arithmetic, 2, true>(weights + r * weight_words, weight_words, 1, values + d, row_words, steps,

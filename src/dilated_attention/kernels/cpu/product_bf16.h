@@ -6,6 +6,8 @@ namespace {
 
 struct InBFloat16 {
   static constexpr int PER_WORD = 2;
+  static constexpr int ROWS = 8;
+  static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
     return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }

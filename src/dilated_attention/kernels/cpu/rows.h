@@ -65,32 +65,49 @@ struct Operands {
         _mm512_store_si512(to + i * stride + w,
                            load_words<Arithmetic, Role::scores>(x[tokens[i]] + w * Arithmetic::PER_WORD,
                                                                 D - w * Arithmetic::PER_WORD, finite));
-    for (int64_t i = int64_t(count) * stride; i < round_up(count, ROWS) * stride; i += WIDTH)
+    for (int64_t i = int64_t(count) * stride; i < round_up(count, Arithmetic::ROWS) * stride; i += WIDTH)
       _mm512_store_ps(to + i, all(0.f));
   }
 
-  // to[count / PER_WORD][columns]: rows as operands of values; rows up to a multiple of ROWS are 0. Says whether all
-  // elements were finite.
+  // Rows of a chunk as operands of values, laid out as VALUES_BY_COLUMN says; rows up to a multiple of ROWS are 0. Says
+  // whether all elements were finite.
   template <Role ROLE = Role::values, class Element>
   bool gather_values(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
+    if constexpr (!Arithmetic::VALUES_BY_COLUMN) {
+      return gather_value_rows<ROLE>(x, tokens, count, to);
+    } else {
+      bool finite = true;
+      for (int i = 0; i < count; i += 2 * WIDTH)
+        for (int d = 0; d < columns; d += LANES) {
+          __m512i blocks[2][WIDTH];
+          for (int u = 0; u < WIDTH; u++)
+            load_pair<ROLE>(x, tokens, i + 2 * u, count, d, blocks[0][u], blocks[1][u], finite);
+          for (int y = 0; y < 2 && d + y * WIDTH < columns; y++) {
+            transpose(blocks[y]);
+            Word *at = to + (d + y * WIDTH) * (CHUNK / 2) + i / 2;
+            for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * (CHUNK / 2), blocks[y][u]);
+          }
+        }
+      return finite;
+    }
+  }
+
+  // The same, to[count / PER_WORD][columns].
+  template <Role ROLE = Role::values, class Element>
+  bool gather_value_rows(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
     bool finite = true;
-    const int padded = int(round_up(count, ROWS));
+    const int padded = int(round_up(count, Arithmetic::ROWS));
     for (int i = 0; i < padded; i += Arithmetic::PER_WORD, to += columns) {
       if constexpr (Arithmetic::PER_WORD == 1) {
         for (int d = 0; d < columns; d += WIDTH)
           _mm512_store_si512(to + d, i < count ? load_words<Arithmetic, ROLE>(x[tokens[i]] + d, D - d, finite)
                                                : _mm512_setzero_si512());
       } else {
-        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(WIDTH));
-        const bool any = i < count, both = i + 1 < count;
-        const Element *even = x[tokens[any ? i : 0]], *odd = x[tokens[both ? i + 1 : 0]];
         for (int d = 0; d < columns; d += LANES) {
-          const __m512i a = load_words<Arithmetic, ROLE>(even + d, any ? D - d : 0, finite);
-          const __m512i b = load_words<Arithmetic, ROLE>(odd + d, both ? D - d : 0, finite);
-          _mm512_store_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-          if (d + WIDTH < columns) _mm512_store_si512(to + d + WIDTH, _mm512_permutex2var_epi16(a, high, b));
+          __m512i low, high;
+          load_pair<ROLE>(x, tokens, i, count, d, low, high, finite);
+          _mm512_store_si512(to + d, low);
+          if (d + WIDTH < columns) _mm512_store_si512(to + d + WIDTH, high);
         }
       }
     }
@@ -154,6 +171,20 @@ struct Operands {
           store(row, add ? _mm512_add_ps(y, load(row, D - d)) : y, D - d);
         }
       }
+  }
+
+ private:
+  // The words of elements d to d + 31 of rows i and i + 1, those of zeros for rows that there are not.
+  template <Role ROLE, class Element>
+  void load_pair(Rows<const Element> x, const int64_t *tokens, int i, int count, int d, __m512i &low, __m512i &high,
+                 bool &finite) const {
+    const __m512i interleave = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+                                                6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const bool any = i < count, both = i + 1 < count;
+    const __m512i a = load_words<Arithmetic, ROLE>(x[tokens[any ? i : 0]] + d, any ? D - d : 0, finite);
+    const __m512i b = load_words<Arithmetic, ROLE>(x[tokens[both ? i + 1 : 0]] + d, both ? D - d : 0, finite);
+    low = _mm512_permutex2var_epi16(a, interleave, b);
+    high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(interleave, _mm512_set1_epi16(WIDTH)), b);
   }
 };
 

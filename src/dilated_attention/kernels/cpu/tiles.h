@@ -117,11 +117,11 @@ inline void read_key_words(const Call &call, int64_t h, const int64_t *token, in
   for (int i = 0; i < count; i++) word[i] = call.key_words[token[i] * call.kwn + h * call.kwh];
 }
 
-// lse and delta of so many tokens; zeros up to a multiple of ROWS.
+// lse and delta of so many tokens; zeros up to a multiple of LANES.
 inline void read_stats(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, float *lse,
                        float *delta) {
   const int64_t heads = call.H * call.G;
-  for (int i = count; i < round_up(count, ROWS); i++) lse[i] = delta[i] = 0;
+  for (int i = count; i < round_up(count, LANES); i++) lse[i] = delta[i] = 0;
   for (int i = 0; i < count; i++) {
     const float *stats = call.stats + 2 * ((b * call.N + token[i]) * heads + n);
     lse[i] = stats[0], delta[i] = stats[1];
