@@ -1,0 +1,149 @@
+"""Blocks that queries select, and what modules that select remember of earlier tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dilated_attention.layout.spans import MAX_BLOCK
+from dilated_attention.nn.positions import Tables
+
+CHUNK = 2**24
+"""Scores of selecting queries that are held at a time."""
+
+
+def largest_blocks(
+    importance: Float[Tensor, "*lists queries blocks"],
+    own: Int[Tensor, " queries"],
+    number: int,
+    *,
+    local: int,
+    first: bool,
+) -> Int[Tensor, "*lists queries chosen"]:
+    """The `number` most important blocks of each query, -1 where it sees fewer; none behind its own.
+
+    own: the block that a query lies in. The last `local` blocks up to it, with `first` the first block too, come before
+    all others.
+    """
+    block = torch.arange(importance.shape[-1], device=importance.device)
+    own = own[:, None]
+    always = block > own - local
+    if first:
+        always = always | (block == 0)
+    ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
+    best = ranked.topk(min(number, len(block)), dim=-1)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+
+def pieces(queries: int, scores: int) -> Iterator[slice]:
+    """So many queries at a time that `CHUNK` holds their scores, `scores` of one."""
+    step = max(1, CHUNK // max(1, scores))
+    for start in range(0, queries, step):
+        yield slice(start, min(start + step, queries))
+
+
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
+            "num_heads"
+        )
+
+
+def check_blocks(query_block: int, block_size: int) -> None:
+    """Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask."""
+    if not 1 <= block_size <= MAX_BLOCK:
+        raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
+    if query_block < 1 or block_size % query_block:
+        raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
+
+
+class Rows:
+    """Rows `(batch, tokens, ...)` that are appended to; the last `keep` of them, or all, can be read."""
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.keep = keep
+        self.buffer: Tensor | None = None
+        self.held = 0
+
+    def append(self, x: Tensor) -> None:
+        x = x.detach() if self.keep is None else x[:, -self.keep :].detach()
+        stop = self.held + x.shape[1]
+        if self.buffer is None or stop > self.buffer.shape[1]:
+            old = x[:, :0] if self.buffer is None else self.last()
+            stop = old.shape[1] + x.shape[1]
+            self.buffer = x.new_empty(x.shape[0], 2 * stop, *x.shape[2:])
+            self.buffer[:, : old.shape[1]] = old
+        self.buffer[:, stop - x.shape[1] : stop] = x
+        self.held = stop
+
+    def last(self, number: int | None = None) -> Tensor:
+        """The last `number` rows, or all that are kept."""
+        assert self.buffer is not None
+        number = self.keep if number is None else number
+        return self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
+
+
+class SelectionCache:
+    """What a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
+
+    Attributes:
+        length: how many tokens there are.
+        rows: what it keeps of them, by name.
+        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.rows: dict[str, Rows] = {}
+        self.chosen: Tensor | None = None
+
+    def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
+        self.rows.setdefault(name, Rows(keep)).append(x)
+
+    def last(self, name: str, number: int | None = None) -> Tensor:
+        return self.rows[name].last(number)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.buffer.nbytes for rows in self.rows.values() if rows.buffer is not None)
+
+
+def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
+    """The tables of some of the tokens."""
+    return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
+
+
+def one_query(
+    q: Float[Tensor, "batch 1 heads head_dim"], k: Tensor, v: Tensor, hidden: Tensor | None = None
+) -> Float[Tensor, "batch 1 heads head_dim"]:
+    """softmax(q kᵀ / sqrt(head_dim)) v of one token, over keys that it sees all but for the `hidden` ones.
+
+    k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists divides heads, at least one key is
+    seen.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
+    scores = query @ k.to(dtype).mT * q.shape[3] ** -0.5
+    if hidden is not None:
+        scores = scores.masked_fill(hidden[:, :, None], -torch.inf)
+    return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
+
+
+def over_blocks(
+    q: Float[Tensor, "batch 1 heads head_dim"],
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads head_dim"],
+    chosen: Int[Tensor, "batch lists blocks"],
+    block_size: int,
+) -> Float[Tensor, "batch 1 heads head_dim"]:
+    """The attention of the newest token over the blocks that it chose, -1 for none; lists of heads or of kv_heads."""
+    token = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
+    hidden = (token < 0) | (token >= k.shape[1])
+    token = token.masked_fill(hidden, 0)
+    batch = torch.arange(len(q), device=q.device)[:, None, None]
+    head = torch.arange(chosen.shape[1], device=q.device)[:, None] * k.shape[2] // chosen.shape[1]
+    return one_query(q, k[batch, token, head], v[batch, token, head], hidden)
