@@ -68,6 +68,9 @@ def routers(block_size, is_causal):
         "hierarchical": lambda q, k: routing.hierarchical_blocks(q, k, 0.3, region=2, breadth=1.5, **options),
         "lsh": lambda q, k: routing.lsh_blocks(q, k, 0.3, num_hashes=8, num_bits=4, **options),
         "buckets": lambda q, k: routing.lsh_blocks(q, k, num_hashes=1, num_bits=4, **options),
+        "antidiagonal": lambda q, k: routing.antidiagonal_blocks(q, k, 0.3, **options),
+        "vertical and slash": lambda q, k: routing.vertical_slash(q, k, 0.3, **options),
+        "pages": lambda q, k: routing.page_bounds(q, k, 0.3, page_size=8, **options),
         "learned": lambda q, k: learned(q.shape[2], k.shape[2], q.shape[3], q.dtype, **options)(q, k),
     }
 

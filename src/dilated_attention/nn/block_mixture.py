@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.decoding import listed_attention
 from dilated_attention.functional import block_sparse_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
@@ -17,7 +18,6 @@ from dilated_attention.nn.selection import (
     check_blocks,
     check_heads,
     largest_blocks,
-    over_blocks,
     pieces,
     tables_at,
 )
@@ -121,7 +121,7 @@ class BlockAttentionMixture(nn.Module):
         keys, values = cache.last("keys"), cache.last("values")
         if cache.length % self.block_size == 0:
             cache.append("means", self._means(keys[:, -self.block_size :]))
-        return self.output(over_blocks(q, keys, values, cache.chosen, self.block_size).flatten(-2))
+        return self.output(listed_attention(q, keys, values, cache.chosen, self.block_size).flatten(-2))
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

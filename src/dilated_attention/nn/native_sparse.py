@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.call import Pattern
-from dilated_attention.decoding import cached_attention
+from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
@@ -20,8 +20,6 @@ from dilated_attention.nn.selection import (
     check_blocks,
     check_heads,
     largest_blocks,
-    one_query,
-    over_blocks,
     pieces,
     tables_at,
 )
@@ -204,10 +202,11 @@ class NativeSparseAttention(nn.Module):
         assert cache.chosen is not None
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
+        near_k, near_v = self._last(cache, "window", near)
         outs = [
-            one_query(q, key.transpose(1, 2), value.transpose(1, 2)) if key.shape[1] else torch.zeros_like(q),
-            over_blocks(q, *self._last(cache, "selected"), cache.chosen, self.block_size),
-            one_query(q, *(x.transpose(1, 2) for x in self._last(cache, "window", near))),
+            newest_attention(q, key.transpose(1, 2), value.transpose(1, 2)),
+            listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size),
+            newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2)),
         ]
         if self.pattern is not None:
             outs.append(cached_attention(q, *self._last(cache, "pattern"), self.pattern))

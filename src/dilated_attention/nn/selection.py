@@ -115,35 +115,3 @@ class SelectionCache:
 def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
     """The tables of some of the tokens."""
     return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
-
-
-def one_query(
-    q: Float[Tensor, "batch 1 heads head_dim"], k: Tensor, v: Tensor, hidden: Tensor | None = None
-) -> Float[Tensor, "batch 1 heads head_dim"]:
-    """softmax(q kᵀ / sqrt(head_dim)) v of one token, over keys that it sees all but for the `hidden` ones.
-
-    k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists divides heads, at least one key is
-    seen.
-    """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    scores = query @ k.to(dtype).mT * q.shape[3] ** -0.5
-    if hidden is not None:
-        scores = scores.masked_fill(hidden[:, :, None], -torch.inf)
-    return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
-
-
-def over_blocks(
-    q: Float[Tensor, "batch 1 heads head_dim"],
-    k: Float[Tensor, "batch seq kv_heads head_dim"],
-    v: Float[Tensor, "batch seq kv_heads head_dim"],
-    chosen: Int[Tensor, "batch lists blocks"],
-    block_size: int,
-) -> Float[Tensor, "batch 1 heads head_dim"]:
-    """The attention of the newest token over the blocks that it chose, -1 for none; lists of heads or of kv_heads."""
-    token = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
-    hidden = (token < 0) | (token >= k.shape[1])
-    token = token.masked_fill(hidden, 0)
-    batch = torch.arange(len(q), device=q.device)[:, None, None]
-    head = torch.arange(chosen.shape[1], device=q.device)[:, None] * k.shape[2] // chosen.shape[1]
-    return one_query(q, k[batch, token, head], v[batch, token, head], hidden)
