@@ -37,8 +37,8 @@ class BlockAttentionMixture(nn.Module):
         block_size: tokens of a block, at most 256.
         top_k: blocks that a query sees, its own among them.
         query_block: so many neighbouring queries see the blocks that the first of them chooses, since a later one's
-            choice would look ahead. 1 is the paper's, a choice a query; its lists cost several times more on a CPU.
-            Divides `block_size`.
+            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
+            for it alone: slow on a CPU.
         bias: of the projections.
         backend: as in `attention`.
 

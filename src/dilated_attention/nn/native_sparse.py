@@ -78,8 +78,8 @@ class NativeSparseAttention(nn.Module):
     Args:
         num_selected: blocks a query selects, those that are always taken among them.
         query_block: so many neighbouring queries see the blocks that the first of them selects, since a later one's
-            choice would look ahead. 1 is the paper's, a choice a query; its lists cost several times more on a CPU.
-            Divides `block_size`.
+            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
+            for it alone: slow on a CPU.
         pattern: of the fourth branch.
         bias: of the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
