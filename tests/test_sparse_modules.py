@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention import Dilated
+from dilated_attention import Dilated, UnsupportedError
 from dilated_attention.nn import (
     BlockAttentionMixture,
     NativeSparseAttention,
@@ -234,6 +234,24 @@ def test_a_cache_keeps_of_old_tokens_what_may_be_seen():
     assert cache.last("compressed keys").shape[1] == (90 - 4) // 2 + 1
     assert cache.rows["window keys"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
     assert cache.nbytes <= 2 * 2 * 8 * HEAD_DIM * (90 + 44 + 15 + 5)
+
+
+def test_a_cache_is_of_one_layer_and_one_batch():
+    layer, other, cache = native(2, 1, 1), native(2, 1, 1), SelectionCache()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match="cache holds the tokens of another layer"):
+        other(x, cache=cache)
+    with pytest.raises(ValueError, match="cache holds 2 samples, got x with 1"):
+        layer(x[:1], cache=cache)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_no_mesh(make):
+    layer = make(2, 1, 1)
+    layer.set_context_parallel(None)
+    with pytest.raises(UnsupportedError, match="runs on one device; over a mesh use"):
+        layer.set_context_parallel(object())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dilated_attention.nn.selection import (
     check_heads,
     largest_blocks,
     pieces,
+    refuse_mesh,
     tables_at,
 )
 
@@ -73,6 +74,10 @@ class BlockAttentionMixture(nn.Module):
         self.input = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: see `parallel.set_context_parallel`."""
+        refuse_mesh(self, mesh)
+
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
@@ -88,7 +93,7 @@ class BlockAttentionMixture(nn.Module):
         cache: SelectionCache | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """rotary, cache: as in `NativeSparseAttention`."""
-        if cache is None or not cache.length:
+        if cache is None or not cache.used_by(self, x.shape[0]):
             return self._whole(x, rotary, cache)
         rows = [slice(i, i + 1) for i in range(x.shape[1])]
         return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)

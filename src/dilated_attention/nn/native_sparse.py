@@ -21,6 +21,7 @@ from dilated_attention.nn.selection import (
     check_heads,
     largest_blocks,
     pieces,
+    refuse_mesh,
     tables_at,
 )
 from dilated_attention.patterns import Dilated, layout_for
@@ -138,6 +139,10 @@ class NativeSparseAttention(nn.Module):
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self._window_layout = partial(BlockLayout.local, window=window, block_size=block_size, is_causal=True)
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: see `parallel.set_context_parallel`."""
+        refuse_mesh(self, mesh)
+
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
@@ -159,7 +164,7 @@ class NativeSparseAttention(nn.Module):
         are those of one forward over all tokens. The first call takes many tokens at once, later ones one after
         another. No gradient flows into what a cache holds.
         """
-        if cache is None or not cache.length:
+        if cache is None or not cache.used_by(self, x.shape[0]):
             return self._whole(x, rotary, cache)
         rows = [slice(i, i + 1) for i in range(x.shape[1])]
         return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
 from dilated_attention.nn.positions import Tables
 
@@ -61,6 +64,12 @@ def check_blocks(query_block: int, block_size: int) -> None:
         raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
 
 
+def refuse_mesh(layer: object, mesh: Any) -> None:
+    """For `set_context_parallel`: a rank alone would select among its own shard's tokens."""
+    if mesh is not None:
+        raise UnsupportedError(f"{type(layer).__name__} runs on one device; over a mesh use nn.DilatedAttention")
+
+
 class Rows:
     """Rows `(batch, tokens, ...)` that are appended to; the last `keep` of them, or all, can be read."""
 
@@ -94,12 +103,24 @@ class SelectionCache:
         length: how many tokens there are.
         rows: what it keeps of them, by name.
         chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
+        nbytes: of the rows, room for later ones included.
     """
 
     def __init__(self) -> None:
+        self.user: tuple[ReferenceType[object], int] | None = None  # the layer, and the batch
         self.length = 0
         self.rows: dict[str, Rows] = {}
         self.chosen: Tensor | None = None
+
+    def used_by(self, layer: object, batch: int) -> bool:
+        """Whether tokens are there already. ValueError if they are of another layer, or of another batch."""
+        if self.user is None:
+            self.user = ref(layer), batch
+        if self.user[0]() is not layer:
+            raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
+        if self.user[1] != batch:
+            raise ValueError(f"cache holds {self.user[1]} samples, got x with {batch}; begin with an empty one")
+        return self.length > 0
 
     def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
         self.rows.setdefault(name, Rows(keep)).append(x)
