@@ -74,6 +74,11 @@ def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, 
     grid = candidates(q, k, block_size, is_causal, True, 1)
     own = [row * grid.q_block // grid.k_block for row in range(grid.rows)]
     expected = torch.zeros(2, heads, grid.rows, grid.columns, dtype=torch.float64)
+
+    def mean(found, row):
+        weight = {i: lines.KEPT ** (row - i) if is_causal else 1.0 for i in found}
+        return sum(weight[i] * x for i, x in found.items()) / sum(weight.values())
+
     for sample, head, queries, keys in head_pairs(q, k):
         shares = []
         for row in range(grid.rows):
@@ -84,16 +89,16 @@ def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, 
         for row in range(grid.rows):
             known = range(row + 1) if is_causal else range(grid.rows)
             for c in range(own[row] + 1 if is_causal else grid.columns):
-                vertical = [shares[i][c] for i in known if not is_causal or own[i] >= c]
-                at = [(i, own[i] - own[row] + c) for i in known]
-                slash = [shares[i][j] for i, j in at if 0 <= j < grid.columns]
-                expected[sample, head, row, c] = max(sum(vertical) / len(vertical), sum(slash) / len(slash))
+                vertical = {i: shares[i][c] for i in known if not is_causal or own[i] >= c}
+                at = {i: own[i] - own[row] + c for i in known}
+                slash = {i: shares[i][j] for i, j in at.items() if 0 <= j < grid.columns}
+                expected[sample, head, row, c] = max(mean(vertical, row), mean(slash, row))
     for chunk in (2**24, 1):
         monkeypatch.setattr(estimates, "CHUNK", chunk)
         found = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=False)], 2)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    mean = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=True)], 2)
-    assert mean.shape[1] == kv_heads
+    of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=True)], 2)
+    assert of_groups.shape[1] == kv_heads
 
 
 def naive_bound(query, page):
@@ -109,8 +114,7 @@ def test_bounds_of_pages():
     query, weight, bounds, number = pages._pages(q, k, grid, page_size=4)
     assert number.isfinite().sum() == 10  # pages with a token
     for sample, row, part in ((0, 0, 0), (1, 4, 1)):
-        if not weight[row, part]:
-            continue
+        assert weight[row, part] > 0
         for page in range(10):
             expected = naive_bound(
                 query[sample, 1, row, part].chunk(2)[0] + query[sample, 1, row, part].chunk(2)[1],
