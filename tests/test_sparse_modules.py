@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -221,6 +222,24 @@ def test_pieces_and_single_precision(kind, monkeypatch):
     monkeypatch.setattr(selection, "CHUNK", 1)
     torch.testing.assert_close(module(x), whole, rtol=0, atol=1e-13)
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+def test_single_precision_is_near(kind):
+    """Long enough for the kernels of single precision, which the definition's short cases do not reach."""
+    if kind == "native":
+        options = {"compress_block": 4, "num_selected": 5, "window": 32, "pattern": Dilated((64, 128), (1, 2))}
+        module = native(4, 2, 4, block_size=16, **options)
+    else:
+        module = mixture(4, 2, 4, block_size=16)
+    x = torch.randn(1, 150, 4 * HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn_like(x)
+    exact = torch.autograd.grad(module(x), [x, *module.parameters()], cotangent)
+    single = copy.deepcopy(module).float()
+    y = x.detach().float().requires_grad_()
+    found = torch.autograd.grad(single(y), [y, *single.parameters()], cotangent.float())
+    for gradient, reference in zip(found, exact, strict=True):
+        assert float((gradient - reference).norm()) < 1e-5 * (1 + float(reference.norm()))
 
 
 @torch.no_grad()
