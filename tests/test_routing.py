@@ -68,6 +68,9 @@ def routers(block_size, is_causal):
         "hierarchical": lambda q, k: routing.hierarchical_blocks(q, k, 0.3, region=2, breadth=1.5, **options),
         "lsh": lambda q, k: routing.lsh_blocks(q, k, 0.3, num_hashes=8, num_bits=4, **options),
         "buckets": lambda q, k: routing.lsh_blocks(q, k, num_hashes=1, num_bits=4, **options),
+        "antidiagonal": lambda q, k: routing.antidiagonal_blocks(q, k, 0.3, **options),
+        "vertical and slash": lambda q, k: routing.vertical_slash(q, k, 0.3, **options),
+        "pages": lambda q, k: routing.page_bounds(q, k, 0.3, page_size=8, **options),
         "learned": lambda q, k: learned(q.shape[2], k.shape[2], q.shape[3], q.dtype, **options)(q, k),
     }
 
@@ -145,17 +148,19 @@ def test_chosen_blocks_carry_the_attention(seed, is_causal):
         "topk": captured(share, routing.topk_blocks(q, k, 0.1, **options)),
         "lsh": captured(share, routing.lsh_blocks(q, k, 0.1, **options)),
         "hierarchical": captured(share, routing.hierarchical_blocks(q, k, 0.1, region=4, **options)),
+        "antidiagonal": captured(share, routing.antidiagonal_blocks(q, k, 0.1, **options)),
+        "pages": captured(share, routing.page_bounds(q, k, 0.1, **options)),
     }
     # a causal choice cannot foresee a change of topic, which one row in eight holds here, and keeps the diagonal
     least = (
-        {"topk": 0.7, "lsh": 0.5, "hierarchical": 0.7}
+        {"topk": 0.7, "lsh": 0.5, "hierarchical": 0.7, "antidiagonal": 0.5, "pages": 0.65}
         if is_causal
-        else {"topk": 0.97, "lsh": 0.85, "hierarchical": 0.97}
+        else {"topk": 0.97, "lsh": 0.85, "hierarchical": 0.97, "antidiagonal": 0.8, "pages": 0.95}
     )
     assert all(got[name] >= least[name] for name in least), got
 
 
-@pytest.mark.parametrize("name", ["topk", "topp", "lsh"])
+@pytest.mark.parametrize("name", ["topk", "topp", "lsh", "antidiagonal", "vertical and slash", "pages"])
 def test_a_causal_choice_follows_heads_of_distances(name):
     """Scores of two heads that depend on the distance alone, largest at 0 and at 600 tokens back."""
     position, frequency = torch.arange(2048.0), 1.3 ** -torch.arange(16.0)
@@ -168,8 +173,11 @@ def test_a_causal_choice_follows_heads_of_distances(name):
         "topk": lambda: routing.topk_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "topp": lambda: routing.topp_blocks(q, k, 0.5, block_size=32, is_causal=True),
         "lsh": lambda: routing.lsh_blocks(q, k, 0.15, block_size=32, is_causal=True),
+        "antidiagonal": lambda: routing.antidiagonal_blocks(q, k, 0.15, block_size=32, is_causal=True),
+        "vertical and slash": lambda: routing.vertical_slash(q, k, 0.15, block_size=32, is_causal=True),
+        "pages": lambda: routing.page_bounds(q, k, 0.15, block_size=32, is_causal=True),
     }[name]
-    assert captured(share, route()) > 0.9
+    assert captured(share, route()) > (0.85 if name == "vertical and slash" else 0.9)
 
 
 def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):

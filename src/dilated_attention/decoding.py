@@ -100,6 +100,63 @@ def first_token_attention(
     return out.to(q.dtype)
 
 
+def newest_attention(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q kᵀ) v of one token over all of some keys, but for the `hidden` ones; 0 where there are none.
+
+    q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
+    divides heads.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
+    scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    if hidden is not None:
+        empty = hidden.all(-1, keepdim=True)
+        scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
+        v = v.masked_fill(empty[..., None], 0.0)
+    return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
+
+
+def listed_attention(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int = 1, *, scale: float | None = None
+) -> Tensor:
+    """The last row of causal attention over the blocks of keys that it chose: softmax(scale q·k) v over their tokens.
+
+    Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -1:]` where the layout's last row lists
+    these blocks. Reads those keys and values alone. Plain differentiable operations.
+
+    Args:
+        q: `(batch, 1, heads, head_dim)`, the query of the newest token.
+        k, v: `(batch, seq, kv_heads, head_dim)`, of all tokens so far.
+        chosen: int64 `(batch, lists, blocks)`, -1 for none, no block twice; a list for each head, for each key-value
+            head, or one for all.
+        block_size: tokens of a block.
+        scale: of the scores; default 1 / sqrt(head_dim).
+
+    Returns:
+        out, as q with the head_dim of v; 0 where a list is empty.
+    """
+    heads, kv_heads, lists = q.shape[2], k.shape[2], chosen.shape[1]
+    if q.dim() != 4 or q.shape[1] != 1 or k.shape[:3] != v.shape[:3] or heads % kv_heads:
+        raise ValueError(
+            "q must be (batch, 1, heads, head_dim), k and v (batch, seq, kv_heads, head_dim), and kv_heads divide "
+            f"heads; got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if chosen.dim() != 3 or lists not in (1, heads, kv_heads):
+        raise ValueError(
+            f"chosen must be (batch, lists, blocks) with 1, {kv_heads} or {heads} lists; got {tuple(chosen.shape)}"
+        )
+    if lists < kv_heads:
+        chosen = chosen.expand(-1, kv_heads, -1)
+    token = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
+    hidden = (token < 0) | (token >= k.shape[1])
+    token = token.masked_fill(hidden, 0)
+    batch = torch.arange(len(q), device=q.device)[:, None, None]
+    head = torch.arange(chosen.shape[1], device=q.device)[:, None] * k.shape[2] // chosen.shape[1]
+    return newest_attention(q, k[batch, token, head], v[batch, token, head], hidden, scale=scale)
+
+
 class _Cached(torch.autograd.Function):
     """The native backend on a plan whose queries are not its keys; the gradient is that of merged out and lse."""
 

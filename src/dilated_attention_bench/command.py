@@ -37,6 +37,7 @@ from dilated_attention_bench.suites import (
     model,
     quality,
     real,
+    selected,
     strategies,
 )
 from dilated_attention_bench.tables import describe, number, write
@@ -53,6 +54,7 @@ SUITES = {
     "foundation": foundation,
     "attention": methods,
     "blocks": block_sparse,
+    "selected": selected,
     "dilation": dilation,
     "strategies": strategies,
     "real": real,

@@ -1,4 +1,4 @@
-"""Modules: attention, rotary positions, the transformer block."""
+"""Modules: attention, attention that selects, rotary positions, the transformer block."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,
@@ -8,18 +8,24 @@ from dilated_attention.nn.attention import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
+from dilated_attention.nn.block_mixture import BlockAttentionMixture
+from dilated_attention.nn.native_sparse import NativeSparseAttention
 from dilated_attention.nn.positions import Rotary, grid_sines, rotary_tables, rotate
+from dilated_attention.nn.selection import SelectionCache
 from dilated_attention.nn.transformer import CrossAttention, SelfAttention, TransformerBlock
 
 __all__ = [
+    "BlockAttentionMixture",
     "BlockSparseDilatedAttention",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "CrossAttention",
     "DilatedAttention",
     "MultiheadDilatedAttention",
+    "NativeSparseAttention",
     "RingDilatedAttention",
     "Rotary",
+    "SelectionCache",
     "SelfAttention",
     "TransformerBlock",
     "grid_sines",

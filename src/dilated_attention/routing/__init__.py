@@ -16,22 +16,32 @@ blocks that later tokens of the block reach (the diagonal) are always listed. Th
 peaks is the mean query as of the first query block that may choose the key block.
 
 **Forecast.** So a causal estimate is that of the block before, and some heads look at tokens, others at distances. In
-topk_blocks, topp_blocks and lsh_blocks the shares are a mixture of three forecasts: the estimate as it is; moved along
-by one block; and the mean share at each distance so far. Of a few earlier tokens the softmax over some of their keys is
-computed, O(seq_len) scores in all. It gives the shares by distance, and the weights of the mixture, by head and row:
-that of a forecast is ∝ prior * exp(`FORECAST_RATE` * the mass that its lists would have held of those tokens), the
-exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
+all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three forecasts: the estimate as it
+is; moved along by one block; and the mean share at each distance so far. Of a few earlier tokens the softmax over some
+of their keys is computed, O(seq_len) scores in all. It gives the shares by distance, and the weights of the mixture, by
+head and row: that of a forecast is ∝ prior * exp(`FORECAST_RATE` * the mass that its lists would have held of those
+tokens), the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games,
+chapter 2).
 """
 
+from dilated_attention.routing.antidiagonal import antidiagonal_blocks
 from dilated_attention.routing.hashing import lsh_blocks
+from dilated_attention.routing.indexer import Indexer
 from dilated_attention.routing.learned import LearnedRouter
+from dilated_attention.routing.lines import vertical_slash
+from dilated_attention.routing.pages import PageBounds, page_bounds
 from dilated_attention.routing.selectors import density_schedule, hierarchical_blocks, topk_blocks, topp_blocks
 
 __all__ = [
+    "Indexer",
     "LearnedRouter",
+    "PageBounds",
+    "antidiagonal_blocks",
     "density_schedule",
     "hierarchical_blocks",
     "lsh_blocks",
+    "page_bounds",
     "topk_blocks",
     "topp_blocks",
+    "vertical_slash",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,16 @@ KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 
 
-def estimated_shares(q: Tensor, k: Tensor, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
+Pooled = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What stands for the tokens of blocks: queries (B, H, rows, parts, D), the weight of each part (rows, parts), keys
+(B, kv_heads, columns, peaks, D), and the logarithm of how many keys each stands for (columns, peaks)."""
+
+
+def estimated_shares(
+    q: Tensor, k: Tensor, grid: Candidates, *, group: bool = False, pool: Callable[..., Pooled] | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """Shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
-    query, weight, key, multiplicity = pooled(q, k, grid)
+    query, weight, key, multiplicity = (pool or pooled)(q, k, grid)
     parts, start = [], 0
     for at, share in scored_rows(query, weight, key, multiplicity, grid.allowed):
         parts.append(share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share)
@@ -69,13 +76,13 @@ def share_of_blocks(logits: Tensor, weight: Tensor, allowed: Tensor) -> Tensor:
     return ((weight / total)[..., None, :] @ mass).squeeze(-2)
 
 
-def pooled(q: Tensor, k: Tensor, grid: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `scored_rows` takes: queries, their weights, keys, the logarithms of their multiplicities."""
-    query, weight = _pooled_queries(q, grid)
+def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Pooled:
+    """The estimate of the package's docstring."""
+    query, weight = pooled_queries(q, grid)
     return query, weight, *_pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
 
 
-def _pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
+def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     """Scaled (B, H, rows, parts, D) and the weight of each part (rows, parts)."""
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
     if grid.is_causal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,9 +12,16 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import QUERY_PARTS, estimated_shares, pooled, scored_rows, share_of_blocks
+from dilated_attention.routing.estimates import (
+    QUERY_PARTS,
+    Pooled,
+    estimated_shares,
+    pooled,
+    scored_rows,
+    share_of_blocks,
+)
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import ALWAYS, Keys, Queries, ascending, candidates, largest, ranked
+from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Queries, ascending, candidates, largest, ranked
 
 
 @torch.no_grad()
@@ -35,10 +43,23 @@ def topk_blocks(
     comes first. `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    return largest_shares(q, k, density, grid, group=per_kv_head)
+
+
+def largest_shares(
+    q: Tensor,
+    k: Tensor,
+    density: float,
+    grid: Candidates,
+    *,
+    group: bool,
+    pool: Callable[..., Pooled] | None = None,
+) -> BlockLayout:
+    """As `topk_blocks`; `pool`: what stands for the tokens of a block in the estimate."""
     budget = grid.budget(density)
-    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
+    forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
     chosen = []
-    for at, share in estimated_shares(q, k, grid, group=per_kv_head):
+    for at, share in estimated_shares(q, k, grid, group=group, pool=pool):
         if forecast is not None:
             share = forecast(at, share, budget[at])
         chosen.append(largest(grid.ranked(at, share), budget[at], int(budget.max())))

@@ -209,6 +209,9 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
             q, k, density, region=8 if q.shape[1] // block_size > 64 else 4, **options
         ),
         "LSH": lambda q, k: routing.lsh_blocks(q, k, density, **options),
+        "antidiagonals": lambda q, k: routing.antidiagonal_blocks(q, k, density, **options),
+        "columns and diagonals": lambda q, k: routing.vertical_slash(q, k, density, **options),
+        "pages": lambda q, k: routing.page_bounds(q, k, density, **options),
     }
 
 
@@ -279,7 +282,7 @@ def _quality(
             lost.append(1 - captured(share, layout))
             out = attention(q, k, v, layout, is_causal=is_causal)
             errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
-        most = {"top-k": 0.05, "LSH": 0.15}.get(name) if judged else None
+        most = {"LSH": 0.15, "local window": None, "two stages": None}.get(name, 0.05) if judged else None
         for figure, values, bar in ((LOST, lost, most), ("routing: relative error of the output", errors, None)):
             mean = math.fsum(values) / len(values)
             yield Row(f"{figure}, {name}", parameters, mean, "", bar=bar, spread=Spread.of(values))

@@ -1,0 +1,159 @@
+"""Mixture of block attention: every query sees its own block and the blocks whose mean keys it scores highest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.decoding import listed_attention
+from dilated_attention.functional import block_sparse_attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.nn.positions import Tables, rotate
+from dilated_attention.nn.selection import (
+    SelectionCache,
+    check_blocks,
+    check_heads,
+    largest_blocks,
+    pieces,
+    refuse_mesh,
+    tables_at,
+)
+
+
+class BlockAttentionMixture(nn.Module):
+    """Causal self-attention over blocks that each query and head choose (MoBA, Lu et al. 2025, arXiv:2502.13189).
+
+        out_t = W_o softmax(q_t K[S_t]ᵀ / sqrt(head_dim)) V[S_t],        S_t = {j <= t: block of j in B_t},
+
+    where B_t holds t's own block and, of the blocks before it, the `top_k - 1` with the largest q_t · mean(K of the
+    block). q and k are R W_q x and R W_k x with rotary positions R. The choice has no gradient.
+
+    Memory is O(seq): the scores of choosing queries are formed a bounded piece at a time.
+
+    Args:
+        block_size: tokens of a block, at most 256.
+        top_k: blocks that a query sees, its own among them.
+        query_block: so many neighbouring queries see the blocks that the first of them chooses, since a later one's
+            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
+            for it alone: slow on a CPU.
+        bias: of the projections.
+        backend: as in `attention`.
+
+    Shapes: forward takes x `(batch, seq, embed_dim)` and gives the same. Samples of other lengths are padded at their
+    ends: no row sees a later one.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        block_size: int = 256,
+        top_k: int = 4,
+        query_block: int = 16,
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(embed_dim, num_heads, num_kv_heads)
+        check_blocks(query_block, block_size)
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k} must be at least 1: a query's own block")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.block_size, self.top_k, self.query_block, self.backend = block_size, top_k, query_block, backend
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.input = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, **factory)
+        self.output = nn.Linear(embed_dim, embed_dim, **factory)
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: see `parallel.set_context_parallel`."""
+        refuse_mesh(self, mesh)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"block_size={self.block_size}, top_k={self.top_k}, query_block={self.query_block}, "
+            f"backend={self.backend!r}"
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        *,
+        cache: SelectionCache | None = None,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """rotary, cache: as in `NativeSparseAttention`."""
+        if cache is None or not cache.used_by(self, x.shape[0]):
+            return self._whole(x, rotary, cache)
+        rows = [slice(i, i + 1) for i in range(x.shape[1])]
+        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+
+    def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        q, k, v = self._project(x, rotary)
+        seq_len, whole = x.shape[1], x.shape[1] // self.block_size
+        mean = self._means(k[:, : whole * self.block_size])
+        position = torch.arange(0, seq_len, self.query_block, device=x.device)
+        chosen = self._choose(q[:, :: self.query_block], position, mean)
+        layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
+        out = block_sparse_attention(q, k, v, layout, is_causal=True, backend=self.backend)
+        assert isinstance(out, Tensor)
+        if cache is not None:
+            for name, rows in (("keys", k), ("values", v), ("means", mean)):
+                cache.append(name, rows)
+            cache.length, cache.chosen = seq_len, chosen[:, :, -1]
+        return self.output(out.flatten(-2))
+
+    def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        """The row of one token more."""
+        q, k, v = self._project(x, rotary)
+        if cache.length % self.query_block == 0:
+            position = torch.tensor([cache.length], device=x.device)
+            cache.chosen = self._choose(q, position, cache.last("means"))[:, :, 0]
+        assert cache.chosen is not None
+        cache.append("keys", k)
+        cache.append("values", v)
+        cache.length += 1
+        keys, values = cache.last("keys"), cache.last("values")
+        if cache.length % self.block_size == 0:
+            cache.append("means", self._means(keys[:, -self.block_size :]))
+        return self.output(listed_attention(q, keys, values, cache.chosen, self.block_size).flatten(-2))
+
+    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
+        return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
+
+    @torch.no_grad()
+    def _means(self, k: Tensor) -> Tensor:
+        """Of whole blocks, in single precision at least."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
+
+    @torch.no_grad()
+    def _choose(
+        self,
+        q: Float[Tensor, "batch queries heads head_dim"],
+        position: Int[Tensor, " queries"],
+        mean: Float[Tensor, "batch blocks kv_heads head_dim"],
+    ) -> Int[Tensor, "batch heads queries chosen"]:
+        """The blocks that these queries see, -1 for none."""
+        own = position // self.block_size
+        blocks = int(own[-1]) + 1
+        mean = mean[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
+        chosen = []
+        for at in pieces(len(position), q.shape[0] * q.shape[2] * blocks):
+            query = q[:, at].to(mean.dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+            scores = (query @ mean).flatten(1, 2)
+            scores = F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
+            chosen.append(largest_blocks(scores, own[at], self.top_k, local=1, first=False))
+        return torch.cat(chosen, 2)

@@ -1,0 +1,320 @@
+"""Native sparse attention: compressed, selected and nearby keys, mixed by gates."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.call import Pattern
+from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
+from dilated_attention.functional import attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.nn.positions import Tables, rotate
+from dilated_attention.nn.selection import (
+    SelectionCache,
+    check_blocks,
+    check_heads,
+    largest_blocks,
+    pieces,
+    refuse_mesh,
+    tables_at,
+)
+from dilated_attention.patterns import Dilated, layout_for
+
+
+class BlockPooling(nn.Module):
+    """One row for every block of rows: y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
+
+    l is the length of a block, d the stride; only whole blocks give a row. W_1 has columns of its own for every
+    position in the block. Vectors added to the positions, as in the paper, would add a constant to b_1.
+    """
+
+    def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
+        super().__init__()
+        self.length, self.stride = length, stride
+        self.hidden = nn.Linear(length * head_dim, head_dim, **factory)
+        self.output = nn.Linear(head_dim, head_dim, **factory)
+
+    def number(self, seq_len: int) -> int:
+        """Of whole blocks."""
+        return max(0, (seq_len - self.length) // self.stride + 1)
+
+    def forward(
+        self, x: Float[Tensor, "batch seq kv_heads head_dim"]
+    ) -> Float[Tensor, "batch blocks kv_heads head_dim"]:
+        number, strides = self.number(x.shape[1]), self.length // self.stride
+        if not number:
+            return x[:, :0]
+        rows = x[:, : (number + strides - 1) * self.stride]
+        rows = rows.unflatten(1, (-1, self.stride)).transpose(2, 3).flatten(3)  # (batch, strides of all, heads, d * D)
+        blocks = torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
+        return self.output(F.gelu(self.hidden(blocks)))
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention by native sparse attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
+
+        out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),        g_t = sigmoid(W_g x_t + b_g), one a head and branch,
+
+    of three branches c, each with keys and values of its own; query heads share those of their group.
+
+    - compressed: key i is W_2 gelu(W_1 [k_{id}; …; k_{id + l - 1}]), and so is its value; l is `compress_block`, d
+      `compress_stride`. A query sees those that end at or before it; one that sees none gets 0 from this branch.
+    - selected: tokens j <= t of `num_selected` blocks of `block_size` tokens. The probabilities of the compressed
+      branch, summed over the query heads of a key-value head, give a block its importance: d-token pieces of it share
+      in each compressed key that covers them. The first block and the `local_blocks` up to t's own are always taken.
+    - window: tokens j <= t of t's block and of those that hold a key less than `window` tokens before its first token.
+    - with `pattern` a fourth: dilated attention of that pattern.
+
+    The selection has no gradient; what it goes by learns through the compressed branch. R are rotary positions; a
+    compressed key is pooled first and turned as its last token.
+
+    Memory is O(seq): no score matrix is formed but for the selecting queries, a bounded piece at a time.
+
+    Args:
+        num_selected: blocks a query selects, those that are always taken among them.
+        query_block: so many neighbouring queries see the blocks that the first of them selects, since a later one's
+            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
+            for it alone: slow on a CPU.
+        pattern: of the fourth branch.
+        bias: of the projections W_q, W_k, W_v and W_o.
+        backend: as in `attention`.
+
+    Shapes: forward takes x `(batch, seq, embed_dim)` and gives the same. Samples of other lengths are padded at their
+    ends: no row sees a later one.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        block_size: int = 64,
+        num_selected: int = 16,
+        local_blocks: int = 2,
+        window: int = 512,
+        query_block: int = 16,
+        pattern: Dilated | None = None,
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(embed_dim, num_heads, num_kv_heads)
+        check_blocks(query_block, block_size)
+        if compress_stride < 1 or compress_block < 1 or compress_block % compress_stride:
+            raise ValueError(f"compress_stride={compress_stride} must divide compress_block={compress_block}")
+        if block_size % compress_stride:
+            raise ValueError(f"compress_stride={compress_stride} must divide block_size={block_size}")
+        if local_blocks < 1 or num_selected < local_blocks + 1:
+            raise ValueError(
+                f"num_selected={num_selected} must have room for the first block and local_blocks={local_blocks} "
+                "(at least 1)"
+            )
+        if window < 1:
+            raise ValueError(f"window={window} must be at least 1")
+        if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
+            raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.block_size, self.num_selected, self.local_blocks = block_size, num_selected, local_blocks
+        self.window, self.query_block, self.pattern, self.backend = window, query_block, pattern, backend
+        self.branches = 3 if pattern is None else 4
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        rows = num_heads + 2 * self.branches * num_kv_heads
+        self.input = nn.Linear(embed_dim, rows * self.head_dim, bias=bias, **factory)
+        self.gate = nn.Linear(embed_dim, self.branches * num_heads, **factory)
+        self.key_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
+        self.value_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
+        self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self._window_layout = partial(BlockLayout.local, window=window, block_size=block_size, is_causal=True)
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: see `parallel.set_context_parallel`."""
+        refuse_mesh(self, mesh)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"compress_block={self.key_pooling.length}, compress_stride={self.key_pooling.stride}, "
+            f"block_size={self.block_size}, num_selected={self.num_selected}, local_blocks={self.local_blocks}, "
+            f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        *,
+        cache: SelectionCache | None = None,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """rotary: tables for x's tokens, of `Rotary.tables` or `rotary_tables`; None: no positions.
+
+        cache: x are the tokens after those in it, which are attended to besides, and it is brought up to date: rows
+        are those of one forward over all tokens. The first call takes many tokens at once, later ones one after
+        another. No gradient flows into what a cache holds.
+        """
+        if cache is None or not cache.used_by(self, x.shape[0]):
+            return self._whole(x, rotary, cache)
+        rows = [slice(i, i + 1) for i in range(x.shape[1])]
+        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+
+    def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
+        seq_len = x.shape[1]
+        last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
+        key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
+        value = self.value_pooling(pooled_v)
+        position = torch.arange(0, seq_len, self.query_block, device=x.device)
+        chosen = self._select(q[:, :: self.query_block], position, key)
+        layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
+        outs = [
+            self._attend_compressed(q, key, value),
+            self._attend(q, k, v, layout),
+            self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len)),
+        ]
+        if self.pattern is not None:
+            outs.append(self._attend(q, far[0], far[1], self.pattern))
+        if cache is not None:
+            self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
+            self._append(cache, "compressed", key, value)
+            cache.chosen = chosen[:, :, -1]
+        return self._mix(x, outs)
+
+    def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        """The row of one token more."""
+        q, rows = self._project(x, rotary)
+        position = cache.length
+        self._remember(cache, *rows)
+        length, stride = self.key_pooling.length, self.key_pooling.stride
+        if cache.length >= length and (cache.length - length) % stride == 0:
+            pooled_k, pooled_v = self._last(cache, "pooled", length)
+            self._append(cache, "compressed", self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v))
+        key, value = self._last(cache, "compressed")
+        if position % self.query_block == 0:
+            at = torch.tensor([position], device=x.device)
+            cache.chosen = self._select(q, at, key)[:, :, 0]
+        assert cache.chosen is not None
+        start = max(0, position // self.block_size * self.block_size - (self.window - 1))
+        near = cache.length - start // self.block_size * self.block_size
+        near_k, near_v = self._last(cache, "window", near)
+        outs = [
+            newest_attention(q, key.transpose(1, 2), value.transpose(1, 2)),
+            listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size),
+            newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2)),
+        ]
+        if self.pattern is not None:
+            outs.append(cached_attention(q, *self._last(cache, "pattern"), self.pattern))
+        return self._mix(x, outs)
+
+    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
+        """Queries, and keys and values of each branch; turned, but for the keys that are pooled first."""
+        sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
+        q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
+        if rotary is not None:
+            q = rotate(q, rotary[:2])
+            rest[2::2] = [rotate(k, rotary[-2:]) for k in rest[2::2]]
+        return q, rest
+
+    def _mix(self, x: Tensor, outs: list[Tensor]) -> Tensor:
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.branches, self.num_heads, 1)).unbind(2)
+        mixed = outs[0] * gates[0]
+        for out, gate in zip(outs[1:], gates[1:], strict=True):
+            mixed = torch.addcmul(mixed, out, gate)
+        return self.output(mixed.flatten(-2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend)
+        assert isinstance(out, Tensor)
+        return out
+
+    # ---- the compressed branch
+
+    def _compressed_keys(self, k: Tensor, rotary: Tables | None) -> Tensor:
+        key = self.key_pooling(k)
+        return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
+
+    def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """d queries after one another see equally many keys: as d heads they attend causally, a key a row."""
+        (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
+        if not number:
+            return torch.zeros_like(q)
+        first = self.key_pooling.length - 1
+        rows = F.pad(q[:, first:], (0, 0, 0, 0, 0, number * stride - (seq_len - first)))
+        rows = rows.unflatten(1, (number, stride)).transpose(2, 3).flatten(2, 3)
+        out = self._attend(rows, key, value, Dilated((number,), (1,)))
+        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, : seq_len - first]
+        return F.pad(out, (0, 0, 0, 0, first, 0))
+
+    # ---- the selection
+
+    @torch.no_grad()
+    def _select(
+        self,
+        q: Float[Tensor, "batch queries heads head_dim"],
+        position: Int[Tensor, " queries"],
+        key: Float[Tensor, "batch blocks kv_heads head_dim"],
+    ) -> Int[Tensor, "batch kv_heads queries chosen"]:
+        """The blocks that these queries select, -1 for none."""
+        own = position // self.block_size
+        blocks = int(own[-1]) + 1
+        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
+        return torch.cat(
+            [
+                largest_blocks(
+                    self._importance(q[:, at], seen[at], key, blocks),
+                    own[at],
+                    self.num_selected,
+                    local=self.local_blocks,
+                    first=True,
+                )
+                for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
+            ],
+            2,
+        )
+
+    def _importance(self, q: Tensor, seen: Tensor, key: Tensor, blocks: int) -> Tensor:
+        """The probability of the first `seen` compressed keys, by the blocks that they cover, summed over a group."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        number = int(seen[-1])
+        if not number:
+            return q.new_zeros(len(q), self.num_kv_heads, len(seen), blocks, dtype=dtype)
+        query = q.to(dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * self.head_dim**-0.5
+        hidden = torch.arange(number, device=q.device) >= seen[:, None]
+        probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
+        strides = self.block_size // self.key_pooling.stride
+        importance = probability.new_zeros(*probability.shape[:3], blocks)
+        for shift in range(self.key_pooling.length // self.key_pooling.stride):
+            shifted = F.pad(probability, (shift, blocks * strides - number - shift))
+            importance += shifted.unflatten(-1, (blocks, strides)).sum(-1)
+        return importance
+
+    # ---- the cache
+
+    def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
+        """Keys and values of each branch, of tokens that are new."""
+        keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
+        names = ("pooled", "selected", "window", "pattern")[: self.branches]
+        for i, name in enumerate(names):
+            self._append(cache, name, *rows[2 * i : 2 * i + 2], keep=keep.get(name))
+        cache.length += rows[0].shape[1]
+
+    @staticmethod
+    def _append(cache: SelectionCache, name: str, k: Tensor, v: Tensor, *, keep: int | None = None) -> None:
+        cache.append(f"{name} keys", k, keep)
+        cache.append(f"{name} values", v, keep)
+
+    @staticmethod
+    def _last(cache: SelectionCache, name: str, number: int | None = None) -> tuple[Tensor, Tensor]:
+        return cache.last(f"{name} keys", number), cache.last(f"{name} values", number)

@@ -1,0 +1,138 @@
+"""Blocks that queries select, and what modules that select remember of earlier tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.layout.spans import MAX_BLOCK
+from dilated_attention.nn.positions import Tables
+
+CHUNK = 2**24
+"""Scores of selecting queries that are held at a time."""
+
+
+def largest_blocks(
+    importance: Float[Tensor, "*lists queries blocks"],
+    own: Int[Tensor, " queries"],
+    number: int,
+    *,
+    local: int,
+    first: bool,
+) -> Int[Tensor, "*lists queries chosen"]:
+    """The `number` most important blocks of each query, -1 where it sees fewer; none behind its own.
+
+    own: the block that a query lies in. The last `local` blocks up to it, with `first` the first block too, come before
+    all others.
+    """
+    block = torch.arange(importance.shape[-1], device=importance.device)
+    own = own[:, None]
+    always = block > own - local
+    if first:
+        always = always | (block == 0)
+    ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
+    best = ranked.topk(min(number, len(block)), dim=-1)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+
+def pieces(queries: int, scores: int) -> Iterator[slice]:
+    """So many queries at a time that `CHUNK` holds their scores, `scores` of one."""
+    step = max(1, CHUNK // max(1, scores))
+    for start in range(0, queries, step):
+        yield slice(start, min(start + step, queries))
+
+
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
+            "num_heads"
+        )
+
+
+def check_blocks(query_block: int, block_size: int) -> None:
+    """Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask."""
+    if not 1 <= block_size <= MAX_BLOCK:
+        raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
+    if query_block < 1 or block_size % query_block:
+        raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
+
+
+def refuse_mesh(layer: object, mesh: Any) -> None:
+    """For `set_context_parallel`: a rank alone would select among its own shard's tokens."""
+    if mesh is not None:
+        raise UnsupportedError(f"{type(layer).__name__} runs on one device; over a mesh use nn.DilatedAttention")
+
+
+class Rows:
+    """Rows `(batch, tokens, ...)` that are appended to; the last `keep` of them, or all, can be read."""
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.keep = keep
+        self.buffer: Tensor | None = None
+        self.held = 0
+
+    def append(self, x: Tensor) -> None:
+        x = x.detach() if self.keep is None else x[:, -self.keep :].detach()
+        stop = self.held + x.shape[1]
+        if self.buffer is None or stop > self.buffer.shape[1]:
+            old = x[:, :0] if self.buffer is None else self.last()
+            stop = old.shape[1] + x.shape[1]
+            self.buffer = x.new_empty(x.shape[0], 2 * stop, *x.shape[2:])
+            self.buffer[:, : old.shape[1]] = old
+        self.buffer[:, stop - x.shape[1] : stop] = x
+        self.held = stop
+
+    def last(self, number: int | None = None) -> Tensor:
+        """The last `number` rows, or all that are kept."""
+        assert self.buffer is not None
+        number = self.keep if number is None else number
+        return self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
+
+
+class SelectionCache:
+    """What a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
+
+    Attributes:
+        length: how many tokens there are.
+        rows: what it keeps of them, by name.
+        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
+        nbytes: of the rows, room for later ones included.
+    """
+
+    def __init__(self) -> None:
+        self.user: tuple[ReferenceType[object], int] | None = None  # the layer, and the batch
+        self.length = 0
+        self.rows: dict[str, Rows] = {}
+        self.chosen: Tensor | None = None
+
+    def used_by(self, layer: object, batch: int) -> bool:
+        """Whether tokens are there already. ValueError if they are of another layer, or of another batch."""
+        if self.user is None:
+            self.user = ref(layer), batch
+        if self.user[0]() is not layer:
+            raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
+        if self.user[1] != batch:
+            raise ValueError(f"cache holds {self.user[1]} samples, got x with {batch}; begin with an empty one")
+        return self.length > 0
+
+    def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
+        self.rows.setdefault(name, Rows(keep)).append(x)
+
+    def last(self, name: str, number: int | None = None) -> Tensor:
+        return self.rows[name].last(number)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.buffer.nbytes for rows in self.rows.values() if rows.buffer is not None)
+
+
+def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
+    """The tables of some of the tokens."""
+    return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)

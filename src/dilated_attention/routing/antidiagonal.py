@@ -1,0 +1,72 @@
+"""Blocks by the sums of scores along antidiagonals."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockSize
+from dilated_attention.routing.estimates import Pooled
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.selectors import largest_shares
+
+
+@torch.no_grad()
+def antidiagonal_blocks(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    stride: int = 16,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """As many blocks as `topk_blocks`, those with the largest antidiagonal sums (XAttention, arXiv:2503.16428).
+
+    Queries and keys are cut into pieces of `stride` tokens, x and y. With
+
+        s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i},
+
+    the mean score along the antidiagonal of a piece of the score matrix, which every column and every diagonal
+    crosses, share(i, J) is the mean over the pieces x of query block i of the softmax of s(x, ·) over all pieces,
+    summed over those of J. It reads every query and key and forms 1 / stride² of the scores. The pieces' tokens behind
+    the end are zeros.
+
+    Args:
+        stride: divides both block sizes. The time is about 1 / stride of that of all scores.
+
+    When causal, the pieces x are of the q_block queries that end at the block's first one, and the shares are one of
+    the forecasts of `topk_blocks`. All else as there.
+    """
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    if stride < 1 or grid.q_block % stride or grid.k_block % stride:
+        raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")
+    return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pieces, stride=stride))
+
+
+def _pieces(q: Tensor, k: Tensor, grid: Candidates, *, stride: int) -> Pooled:
+    rows, columns, behind = grid.rows, grid.columns, 0
+    if grid.is_causal:  # block i has the queries that end at its first one, the first block none
+        q, rows, behind = q[:, 1 : 1 + (rows - 1) * grid.q_block], rows - 1, 1
+
+    def cut(x: Tensor, blocks: int, block: int, *, turn: bool) -> tuple[Tensor, Tensor]:
+        """(B, H, blocks, pieces of a block, stride * D), and which pieces have tokens, (blocks, pieces)."""
+        pieces = F.pad(x, (0, 0, 0, 0, 0, blocks * block - x.shape[1])).unflatten(1, (blocks, block // stride, stride))
+        first = torch.arange(0, blocks * block, stride, device=x.device).view(blocks, block // stride)
+        return (pieces.flip(3) if turn else pieces).permute(0, 4, 1, 2, 3, 5).flatten(4), first < x.shape[1]
+
+    query, has_query = cut(q, rows, grid.q_block, turn=True)
+    key, has_key = cut(k, columns, grid.k_block, turn=False)
+    query, weight = (
+        torch.cat([x.new_zeros(*x.shape[:at], behind, *x.shape[at + 1 :]), x], at)
+        for x, at in ((query.to(grid.dtype) * (grid.scale / stride), 2), (has_query.to(grid.dtype), 0))
+    )
+    return query, weight / weight.sum(-1, keepdim=True).clamp(min=1), key.to(grid.dtype), has_key.to(grid.dtype).log()

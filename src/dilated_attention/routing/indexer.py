@@ -1,0 +1,122 @@
+"""An indexer of tokens: small heads, trained by the attention that they must foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.routing import estimates
+from dilated_attention.routing.grid import Keys, Queries
+
+
+class Indexer(nn.Module):
+    """Chooses the keys of each query, for all heads together (DSA's indexer; DeepSeek-AI 2025, DeepSeek-V3.2).
+
+        index(t, s) = Σ_j w_{t, j} relu(a_{t, j} · b_s) / sqrt(head_dim),        a = W_a x, b = W_b x, w = W_w x,
+
+    with few heads j that share b. A query sees the `top_k` tokens s <= t with the largest index.
+
+    **Training.** The choice has no gradient. `loss` is the mean over queries of
+
+        KL(p_t || softmax_{s <= t} index(t, s)),        p_t = the mean over heads of the attention's probabilities,
+
+    so that the index foretells where the model's attention falls. Only the indexer learns from it.
+
+    The indices are formed for some queries at a time, N² of them in all; no N x N matrix is held.
+
+    Args:
+        num_heads, head_dim: of the indexer, small.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 4,
+        head_dim: int = 32,
+        *,
+        top_k: int = 2048,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(embed_dim, num_heads, head_dim, top_k) < 1:
+            raise ValueError(
+                f"embed_dim={embed_dim}, num_heads={num_heads}, head_dim={head_dim} and top_k={top_k} must be positive"
+            )
+        self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
+        factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.query = nn.Linear(embed_dim, num_heads * head_dim, **factory)
+        self.key = nn.Linear(embed_dim, head_dim, **factory)
+        self.weight = nn.Linear(embed_dim, num_heads, **factory)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
+
+    def forward(self, x: Float[Tensor, "batch seq embed_dim"]) -> BlockLayout:
+        """The tokens that each query of a sequence sees, causal; for all heads."""
+        return BlockLayout.from_topk(self.choose(x), is_causal=True)
+
+    @torch.no_grad()
+    def choose(
+        self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
+    ) -> Int[Tensor, "batch new chosen"]:
+        """The tokens that the last `new` queries see, or all of them; -1 where there are fewer than `top_k`."""
+        seq_len = x.shape[1]
+        new = seq_len if new is None else new
+        chosen = []
+        for at in self._pieces(x, seq_len - new):
+            index = self._index(x, at)
+            best = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf).topk(min(self.top_k, seq_len), dim=-1)
+            chosen.append(best.indices.masked_fill(best.values == -torch.inf, -1))
+        return torch.cat(chosen, 1)
+
+    def loss(
+        self, x: Float[Tensor, "batch seq embed_dim"], q: Queries, k: Keys, *, scale: float | None = None
+    ) -> Float[Tensor, ""]:
+        """The loss above: x as given to `forward`, q and k of the attention (rotated, where it rotates them)."""
+        if q.shape[:2] != x.shape[:2] or k.shape[:2] != x.shape[:2] or q.shape[2] % k.shape[2]:
+            raise ValueError(
+                "q and k must have the batch and seq of x, and the heads of k divide those of q; got "
+                f"x {tuple(x.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+            )
+        x, q, k = x.detach(), q.detach(), k.detach()
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        part = partial(self._divergence, x, q, k, scale)
+        parts = [
+            checkpoint(part, at, use_reentrant=False) if torch.is_grad_enabled() else part(at)
+            for at in self._pieces(x, 0, heads=q.shape[2])
+        ]
+        return torch.stack(parts).sum() / (x.shape[0] * x.shape[1])
+
+    def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
+        """The sum of the divergences of some queries."""
+        index = self._index(x, at)
+        with torch.no_grad():
+            query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
+            score = query @ k[:, : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
+            wanted = score.masked_fill_(index[:, None, None] == -torch.inf, -torch.inf).softmax(-1).mean((1, 2))
+        told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token lies ahead, not 0 times -inf
+        return F.kl_div(told, wanted, reduction="sum")
+
+    def _index(self, x: Tensor, at: slice) -> Tensor:
+        """Of these queries, over the tokens up to the last one: (batch, queries, tokens), -inf for later ones."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
+        key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
+        score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
+        index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
+        token = torch.arange(at.stop, device=x.device)
+        return index.masked_fill(token > token[at, None], -torch.inf)
+
+    def _pieces(self, x: Tensor, start: int, heads: int = 0) -> Iterator[slice]:
+        step = max(1, estimates.CHUNK // (x.shape[0] * x.shape[1] * max(heads, self.num_heads)))
+        for first in range(start, x.shape[1], step):
+            yield slice(first, min(first + step, x.shape[1]))

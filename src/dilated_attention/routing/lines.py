@@ -1,0 +1,108 @@
+"""Blocks on the columns and on the diagonals that carry a head's attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockSize
+from dilated_attention.routing import estimates
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest
+
+KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
+
+
+@torch.no_grad()
+def vertical_slash(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """As many blocks as `topk_blocks`, on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
+
+    With p_i(J) the softmax of the first query of block i over all keys, summed over key block J, and b_i the key block
+    that this query lies in,
+
+        vertical(J) = mean_i p_i(J),  slash(δ) = mean_i p_i(b_i - δ),  score(i, J) = max(vertical(J), slash(b_i - J)),
+
+    means over the i for which the block exists. A threshold on the score lists whole columns and whole diagonals, as
+    many of either as the head's attention asks for; the threshold is such that the row has its number of blocks.
+
+    When causal, the softmax is over the keys up to the query, and the means for block i are over the blocks up to i, a
+    block's weight `KEPT` times that of the next. The paper takes the last queries of the prompt for all rows, whose
+    lists then look ahead. All else as in `topk_blocks`.
+    """
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    budget = grid.budget(density)
+    chosen = [
+        largest(grid.ranked(at, score), budget[at], int(budget.max()))
+        for at, score in line_scores(q, k, grid, group=per_kv_head)
+    ]
+    return grid.layout(torch.cat(chosen, dim=2), budget)
+
+
+def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Scores (B, H, some rows, columns) for all rows, in order."""
+    own = grid.edges[0][:, 0] // grid.k_block
+    last = grid.columns - 1
+    column = torch.arange(grid.columns, device=grid.device)
+    offsets = grid.columns if grid.is_causal else 2 * grid.columns - 1  # diagonals: b_i - J + (0 or last)
+    shift = 0 if grid.is_causal else last
+    sums: tuple[Tensor, ...] = ()
+    weight = torch.zeros(grid.columns, dtype=grid.dtype, device=grid.device)
+    for at, share in _shares(q, k, grid, group):
+        if not sums:
+            sums = share.new_zeros(*share.shape[:2], 1, grid.columns), share.new_zeros(*share.shape[:2], 1, offsets)
+        diagonal = own[at, None] - column + shift
+        exists = diagonal >= 0
+        slash = share.new_zeros(*share.shape[:3], offsets)
+        slash.scatter_add_(3, diagonal.clamp(min=0).expand(share.shape), share.masked_fill(~exists, 0.0))
+        if not grid.is_causal:
+            sums = sums[0] + share.sum(2, keepdim=True), sums[1] + slash.sum(2, keepdim=True)
+            continue
+        for i in range(at.stop - at.start):  # a column exists from the row on that reaches it, and so does a diagonal
+            weight = KEPT * weight + exists[i]
+            sums = tuple(KEPT * total + x[:, :, i : i + 1] for total, x in zip(sums, (share, slash), strict=True))
+            share[:, :, i], slash[:, :, i] = (total[:, :, 0] / weight.clamp(min=1) for total in sums)
+        slash = slash.gather(3, diagonal.clamp(min=0).expand(share.shape))
+        yield at, torch.maximum(share, slash).masked_fill_(~exists, 0.0)
+    if not grid.is_causal:
+        reach = torch.arange(offsets, device=grid.device) - last
+        low, high = reach.clamp(min=0), reach.clamp(max=0) + last  # b_i must lie between them
+        number = torch.searchsorted(own, high, right=True) - torch.searchsorted(own, low)
+        vertical, slash = sums[0] / grid.rows, sums[1] / number.clamp(min=1)
+        step = max(1, estimates.CHUNK // vertical.numel())
+        for start in range(0, grid.rows, step):
+            at = slice(start, min(start + step, grid.rows))
+            diagonal = (own[at, None] - column + last).expand(*vertical.shape[:2], -1, -1)
+            yield at, torch.maximum(vertical, slash.expand(-1, -1, diagonal.shape[2], -1).gather(3, diagonal))
+
+
+def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
+    """The softmax of the first query of some rows, by key block: (B, H, rows, columns)."""
+    position = grid.edges[0][:, 0]
+    key = torch.arange(grid.seq_len, device=grid.device)
+    whole = grid.columns * grid.k_block - grid.seq_len
+    step = max(1, estimates.CHUNK // (q.shape[0] * q.shape[2] * grid.seq_len))
+    for start in range(0, grid.rows, step):
+        at = slice(start, min(start + step, grid.rows))
+        seen = int(position[at.stop - 1]) + 1 if grid.is_causal else grid.seq_len
+        query = q[:, position[at]].to(grid.dtype) * grid.scale
+        query = query.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        score = (query @ k[:, :seen].to(grid.dtype).permute(0, 2, 3, 1)).unflatten(2, (-1, at.stop - at.start))
+        if grid.is_causal:
+            score.masked_fill_(key[:seen] > position[at, None], -math.inf)
+        share = F.pad(score.softmax(-1), (0, grid.seq_len - seen + whole)).unflatten(-1, (grid.columns, -1)).sum(-1)
+        yield at, share.mean(2) if group else share.flatten(1, 2)

@@ -1,0 +1,121 @@
+"""Blocks by an upper bound on the scores of pages of keys, for decoding with a cache and for whole sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import BlockSize
+from dilated_attention.routing.estimates import Pooled, in_blocks, pooled_queries
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.selectors import largest_shares
+
+
+@torch.no_grad()
+def page_bounds(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    page_size: int = 16,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """As many blocks as `topk_blocks`, by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
+
+    For a page of keys with least and greatest components low and high,
+
+        max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
+
+    share(i, J) is the mean over the pooled queries of block i of the softmax of the bound over all pages, summed over
+    those of J. A bound can be far above every score, the more so in large pages. For a token at a time with a cache see
+    `PageBounds`, which is what the paper does.
+
+    Args:
+        page_size: divides the size of a key block.
+
+    All else as in `topk_blocks`.
+    """
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    if page_size < 1 or grid.k_block % page_size:
+        raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
+    return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pages, page_size=page_size))
+
+
+class PageBounds:
+    """The least and greatest components of the keys of each page, kept up to date as keys come; to decode with.
+
+    `append` takes the keys of new tokens, `best` gives the pages that a query should see, by the bound of
+    `page_bounds`: `decoding.listed_attention` reads those alone. It holds two rows a page.
+
+    Attributes:
+        seq_len: tokens so far.
+    """
+
+    def __init__(self, page_size: int = 16) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size={page_size} must be at least 1")
+        self.page_size, self.seq_len, self.pages = page_size, 0, 0
+        self.bounds: Tensor | None = None  # (batch, kv_heads, room, 2 * head_dim): greatest, least
+
+    @torch.no_grad()
+    def append(self, k: Float[Tensor, "batch new kv_heads head_dim"]) -> None:
+        held = self.seq_len % self.page_size
+        pages = -(-(self.seq_len + k.shape[1]) // self.page_size)
+        if self.bounds is None or pages > self.bounds.shape[2]:
+            grown = k.new_empty(k.shape[0], k.shape[2], 2 * pages, 2 * k.shape[3])
+            if self.bounds is not None:
+                grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
+            self.bounds = grown
+        fresh = _extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held)
+        first = self.pages - (held > 0)
+        if held:  # the open page
+            head_dim, open_page = k.shape[3], self.bounds[:, :, first]
+            fresh[:, :, 0, :head_dim] = torch.maximum(fresh[:, :, 0, :head_dim], open_page[..., :head_dim])
+            fresh[:, :, 0, head_dim:] = torch.minimum(fresh[:, :, 0, head_dim:], open_page[..., head_dim:])
+        self.bounds[:, :, first:pages] = fresh
+        self.seq_len, self.pages = self.seq_len + k.shape[1], pages
+
+    @torch.no_grad()
+    def best(self, q: Float[Tensor, "batch 1 heads head_dim"], number: int) -> Int[Tensor, "batch heads chosen"]:
+        """The `number` pages with the largest bounds for each head, the newest page always; or all there are."""
+        if self.bounds is None or number < 1:
+            raise ValueError(f"number={number} must be at least 1, and keys must have been appended")
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        key = self.bounds[:, :, : self.pages].to(dtype)
+        bound = (_signed(q[:, 0].to(dtype)).unflatten(1, (key.shape[1], -1)) @ key.mT).flatten(1, 2)
+        bound[..., -1] = torch.inf
+        return bound.topk(min(number, self.pages), dim=-1).indices
+
+
+def _signed(q: Tensor) -> Tensor:
+    """q as the bound's factor of (greatest, least): positive parts, negative parts."""
+    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
+
+
+def _extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
+    """(B, N, H, D) -> greatest and least of each page, (B, H, pages, 2 D), without the first `skip` tokens."""
+    pages = in_blocks(x, page)
+    token = torch.arange(pages.shape[1] * page, device=x.device).view(-1, page, 1, 1)
+    none = (token < skip) | (token >= x.shape[1])
+    high = pages.masked_fill(none, -torch.inf).amax(2)
+    low = pages.masked_fill(none, torch.inf).amin(2)
+    return torch.cat([high, low], -1).transpose(1, 2)
+
+
+def _pages(q: Tensor, k: Tensor, grid: Candidates, *, page_size: int) -> Pooled:
+    query, weight = pooled_queries(q, grid)
+    bounds = _extremes(k, page_size).to(grid.dtype)
+    ahead = grid.columns * (grid.k_block // page_size) - bounds.shape[2]
+    bounds = F.pad(bounds, (0, 0, 0, ahead)).unflatten(2, (grid.columns, -1))
+    token = torch.arange(0, grid.columns * grid.k_block, page_size, device=grid.device).view(grid.columns, -1)
+    return _signed(query), weight, bounds, (token < grid.seq_len).to(grid.dtype).log()

@@ -1,0 +1,148 @@
+"""`bench selected`: attention over what queries select: modules beside dense attention, and lists of single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.functional import block_sparse_attention
+from dilated_attention.layout import BlockLayout
+from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Contender
+from dilated_attention_bench.results import Row
+from dilated_attention_bench.suites import Step, seconds
+
+WIDTH, HEADS, KV_HEADS = 512, 8, 2
+HEAD_DIM = WIDTH // HEADS
+PHASES = ("forward", "forward+backward")
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "native sparse attention": {
+        "compress_block": 32, "compress_stride": 16, "block_size": 64, "num_selected": 16, "local_blocks": 2,
+        "window": 512, "query_block": 16,
+    },
+    "mixture of blocks": {"block_size": 256, "top_k": 4, "query_block": 16},
+}  # fmt: skip
+"""The modules' own defaults, written out so that a row says what it measured."""
+BARS = {8192: 1.0, 32768: 0.25}
+"""What forward and backward of native sparse attention may take over dense attention of the same width."""
+TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
+"""What lists of 2,048 of 32,768 tokens may take over others."""
+GATHERED = 128
+"""Queries whose keys the gather holds at a time; in its backward each piece fills a gradient of all keys."""
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    if quick:
+        return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0)]
+    return [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 600.0)]
+
+
+def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
+    def run() -> Iterator[Row]:
+        torch.manual_seed(0)
+        x = torch.randn(1, seq_len, WIDTH, device=device, requires_grad=True)
+        dense = SelfAttention(WIDTH, HEADS, KV_HEADS, None).to(device)
+        modules: dict[str, nn.Module] = {
+            "native sparse attention": NativeSparseAttention(
+                WIDTH, HEADS, KV_HEADS, device=device, **SETTINGS["native sparse attention"]
+            ),
+            "mixture of blocks": BlockAttentionMixture(
+                WIDTH, HEADS, KV_HEADS, device=device, **SETTINGS["mixture of blocks"]
+            ),
+        }
+        work = {name: _trained(partial(module, x), (x, *module.parameters())) for name, module in modules.items()}
+        work["dense"] = _trained(partial(dense, x, is_causal=True), (x, *dense.parameters()))
+        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+        for name, settings in SETTINGS.items():
+            parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
+            for phase in PHASES:
+                judged = name == "native sparse attention" and phase == "forward+backward"
+                yield Row.of(
+                    f"{name}, {phase}: time over dense",
+                    parameters,
+                    rounds.ratio(name, "dense", phase),
+                    bar=BARS.get(seq_len) if judged else None,
+                    times=seconds(rounds, phase),
+                )
+
+    return Step(f"modules that select, {seq_len:,} tokens", run)
+
+
+def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contender:
+    """Forward and backward to the leaves, the first of which has the shape of the output."""
+    gradient = torch.randn_like(leaves[0])
+
+    def work() -> Iterator[str]:
+        out = call()
+        yield "forward"
+        torch.autograd.grad(out, leaves, gradient)
+        yield "forward+backward"
+
+    return work
+
+
+def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
+    """One list of single tokens for each query, for all heads: what an indexer of tokens gives, drawn uniformly."""
+
+    def run() -> Iterator[Row]:
+        torch.manual_seed(0)
+        kept = torch.randperm(seq_len, device=device)[:number]
+        chosen = (kept + torch.randint(seq_len, (seq_len, 1), device=device)) % seq_len
+        layout = BlockLayout.from_topk(chosen)
+        q, k, v = (
+            torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
+        )
+        calls: dict[str, Callable[[], Tensor]] = {
+            "lists": lambda: block_sparse_attention(q, k, v, layout),  # type: ignore[dict-item, return-value]
+            "gather": lambda: gather(q, k, v, chosen),
+            "dense": lambda: _dense(q, k, v),
+        }
+        parameters = {
+            "seq_len": seq_len, "keys": number, "heads": HEADS // 2, "kv_heads": 1, "head_dim": HEAD_DIM,
+            "block_size": 1, "lists": "drawn uniformly",
+        }  # fmt: skip
+        with torch.no_grad():
+            found, expected = (calls[name]().double() for name in ("lists", "gather"))
+        difference = float((found - expected).norm() / expected.norm())
+        yield Row("lists of tokens: relative difference from a gather", parameters, difference, "", bar=3e-6)
+        work = {name: _trained(call, (q, k, v)) for name, call in calls.items()}
+        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+        for rival, bar in TOKEN_BARS.items():
+            for phase in PHASES:
+                yield Row.of(
+                    f"lists of tokens, {phase}: time over {rival}",
+                    parameters,
+                    rounds.ratio("lists", rival, phase),
+                    bar=bar if number == 2048 else None,
+                    times={name: rounds.spread(name, phase) for name in ("lists", rival)},
+                )
+
+    return Step(f"lists of {number:,} of {seq_len:,} tokens", run)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.expand(-1, -1, q.shape[2], -1) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+    """Each query's keys and values, copied, then plain products; some queries at a time, made again in backward.
+
+    q: `(1, seq, heads, head_dim)`; k, v: `(1, seq, 1, head_dim)`; chosen: `(seq, keys)`.
+    """
+
+    def part(query: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        key, value = (x[0, :, 0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in (k, v))
+        return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+    pieces = zip(q[0].split(GATHERED), chosen.split(GATHERED), strict=True)
+    parts = [checkpoint(part, query, k, v, rows, use_reentrant=False) for query, rows in pieces]
+    return torch.cat(parts)[None]

@@ -1,0 +1,218 @@
+"""Antidiagonal sums, columns and diagonals, bounds of pages, the indexer: against their definitions in loops."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from dilated_attention import BlockLayout, Dilated, attention_weights, block_sparse_attention, routing
+from dilated_attention.decoding import listed_attention
+from dilated_attention.routing import antidiagonal, estimates, lines, pages
+from dilated_attention.routing.estimates import estimated_shares
+from dilated_attention.routing.grid import candidates
+
+SHAPES = [(37, (8, 16), 4, 2), (40, 8, 1, 1), (5, 8, 2, 1), (45, (16, 8), 2, 2)]  # seq_len, block_size, heads, kv_heads
+
+
+def make(seq_len, heads, kv_heads, head_dim=4):
+    shapes = ((2, seq_len, heads, head_dim), (2, seq_len, kv_heads, head_dim), (2, seq_len, kv_heads, head_dim))
+    return (torch.randn(shape, dtype=torch.float64) * 1.5 for shape in shapes)
+
+
+def head_pairs(q, k):
+    """(sample, head, queries, keys) of each head."""
+    group = q.shape[2] // k.shape[2]
+    for sample in range(len(q)):
+        for head in range(q.shape[2]):
+            yield sample, head, q[sample, :, head], k[sample, :, head // group]
+
+
+def queries_of(row, grid):
+    """The tokens that speak for a query block: its own, or when causal those that end at its first one."""
+    start = row * grid.q_block
+    if grid.is_causal:
+        return list(range(start - grid.q_block + 1, start + 1)) if row else []
+    return list(range(start, min(start + grid.q_block, grid.seq_len)))
+
+
+def padded(x, tokens):
+    return torch.stack([x[t] if 0 <= t < len(x) else torch.zeros_like(x[0]) for t in tokens])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
+def test_antidiagonal_sums(seq_len, block_size, heads, kv_heads, is_causal):
+    q, k, _ = make(seq_len, heads, kv_heads)
+    grid, stride = candidates(q, k, block_size, is_causal, True, 1), 4
+    pool = partial(antidiagonal._pieces, stride=stride)
+    found = torch.cat([share for _, share in estimated_shares(q, k, grid, pool=pool)], 2)
+    expected = torch.zeros_like(found)
+    for sample, head, queries, keys in head_pairs(q, k):
+        for row in range(grid.rows):
+            tokens = queries_of(row, grid)
+            may = [c for c in range(grid.columns) if bool(grid.allowed[row, c])]
+            starts = [y for c in may for y in range(c * grid.k_block, (c + 1) * grid.k_block, stride) if y < seq_len]
+            xs = tokens[::stride]
+            for x in xs if starts else []:
+                piece = padded(queries, range(x, x + stride))
+                scores = [
+                    grid.scale / stride * sum(piece[stride - 1 - i] @ other[i] for i in range(stride))
+                    for other in (padded(keys, range(y, y + stride)) for y in starts)
+                ]
+                for y, p in zip(starts, torch.stack(scores).softmax(0), strict=True):
+                    expected[sample, head, row, y // grid.k_block] += p / len(xs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
+def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, monkeypatch):
+    q, k, _ = make(seq_len, heads, kv_heads)
+    grid = candidates(q, k, block_size, is_causal, True, 1)
+    own = [row * grid.q_block // grid.k_block for row in range(grid.rows)]
+    expected = torch.zeros(2, heads, grid.rows, grid.columns, dtype=torch.float64)
+
+    def mean(found, row):
+        weight = {i: lines.KEPT ** (row - i) if is_causal else 1.0 for i in found}
+        return sum(weight[i] * x for i, x in found.items()) / sum(weight.values())
+
+    for sample, head, queries, keys in head_pairs(q, k):
+        shares = []
+        for row in range(grid.rows):
+            t = row * grid.q_block
+            seen = keys[: t + 1] if is_causal else keys
+            p = (grid.scale * seen @ queries[t]).softmax(0)
+            shares.append([p[c * grid.k_block : (c + 1) * grid.k_block].sum() for c in range(grid.columns)])
+        for row in range(grid.rows):
+            known = range(row + 1) if is_causal else range(grid.rows)
+            for c in range(own[row] + 1 if is_causal else grid.columns):
+                vertical = {i: shares[i][c] for i in known if not is_causal or own[i] >= c}
+                at = {i: own[i] - own[row] + c for i in known}
+                slash = {i: shares[i][j] for i, j in at.items() if 0 <= j < grid.columns}
+                expected[sample, head, row, c] = max(mean(vertical, row), mean(slash, row))
+    for chunk in (2**24, 1):
+        monkeypatch.setattr(estimates, "CHUNK", chunk)
+        found = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=False)], 2)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=True)], 2)
+    assert of_groups.shape[1] == kv_heads
+
+
+def naive_bound(query, page):
+    return sum(
+        max(float(a * low), float(a * high)) for a, low, high in zip(query, page.amin(0), page.amax(0), strict=True)
+    )
+
+
+def test_bounds_of_pages():
+    q, k, _ = make(37, 2, 1)
+    grid = candidates(q, k, (8, 16), False, True, 1)
+    share = torch.cat([x for _, x in estimated_shares(q, k, grid, pool=partial(pages._pages, page_size=4))], 2)
+    query, weight, bounds, number = pages._pages(q, k, grid, page_size=4)
+    assert number.isfinite().sum() == 10  # pages with a token
+    for sample, row, part in ((0, 0, 0), (1, 4, 1)):
+        assert weight[row, part] > 0
+        for page in range(10):
+            expected = naive_bound(
+                query[sample, 1, row, part].chunk(2)[0] + query[sample, 1, row, part].chunk(2)[1],
+                k[sample, page * 4 : page * 4 + 4, 0],
+            )
+            found = query[sample, 1, row, part] @ bounds[sample, 0].flatten(0, 1)[page]
+            assert abs(float(found) - expected) < 1e-12
+    torch.testing.assert_close(share.sum(-1), torch.ones_like(share.sum(-1)))
+
+
+def test_decoding_by_pages():
+    """Pages that hold every token give dense attention; fewer give that of the layout with those pages."""
+    q, k, v = make(23, 4, 2)
+    bounds, size = routing.PageBounds(page_size=4), 4
+    for start, stop in ((0, 6), (6, 7), (7, 8), (8, 22), (22, 23)):
+        bounds.append(k[:, start:stop])
+    newest = q[:, -1:]
+    for sample, head, queries, keys in head_pairs(q, k):
+        wanted = [naive_bound(queries[-1], keys[i * size : (i + 1) * size]) for i in range(5)] + [math.inf]
+        best = sorted(range(6), key=lambda i: -wanted[i])[:3]
+        assert set(bounds.best(newest, 3)[sample, head].tolist()) == set(best)
+    for number in (3, 99):
+        chosen = bounds.best(newest, number)
+        found = listed_attention(newest, k, v, chosen, size)
+        lists = torch.full((2, 4, 6, chosen.shape[2]), -1)
+        lists[:, :, -1] = chosen
+        layout = BlockLayout.from_topk(lists, (4, 4), seq_len=23)
+        torch.testing.assert_close(found, block_sparse_attention(q, k, v, layout)[:, -1:], rtol=0, atol=1e-12)
+    none = torch.full((2, 1, 2), -1)
+    assert not listed_attention(newest, k, v, none).any()
+
+
+def test_the_indexer_by_its_definition(monkeypatch):
+    q, k, _ = make(13, 4, 2)
+    x = torch.randn(2, 13, 6, dtype=torch.float64, requires_grad=True)
+    indexer = routing.Indexer(6, 2, 3, top_k=4, dtype=torch.float64)
+    a, b, w = indexer.query(x).unflatten(-1, (2, 3)), indexer.key(x), indexer.weight(x)
+    future = torch.ones(13, 13, dtype=torch.bool).triu(1)
+    index = sum(w[..., j, None] * (a[:, :, j] @ b.mT).relu() for j in range(2)) / math.sqrt(3)
+    index = index.masked_fill(future, -math.inf)
+    target = attention_weights(q, k, Dilated((13,), (1,)), is_causal=True).to_dense().mean(1)
+    told = index.log_softmax(-1).masked_fill(future, 0.0)
+    expected = (target * (target.clamp(min=1e-300).log() - told)).sum(-1).mean()
+    parameters = list(indexer.parameters())
+    wanted = torch.autograd.grad(expected, parameters)
+    for chunk in (2**24, 1):
+        monkeypatch.setattr(estimates, "CHUNK", chunk)
+        loss = indexer.loss(x, q, k)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        for found, reference in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
+            torch.testing.assert_close(found, reference, rtol=0, atol=1e-12)
+        layout = indexer(x)
+        assert layout.is_causal
+        assert layout.counts[0, 0].tolist() == [1, 2, 3] + [4] * 10
+        kept = index.detach().masked_fill(~layout.dense_mask()[:, 0], -math.inf)
+        torch.testing.assert_close(kept.logsumexp(-1), index.detach().topk(4).values.logsumexp(-1))
+        assert torch.equal(indexer.choose(x, 3), indexer.choose(x)[:, -3:])
+    with torch.no_grad():
+        torch.testing.assert_close(indexer.loss(x, q, k), expected.detach(), rtol=0, atol=1e-12)
+
+
+def test_an_indexer_learns_where_attention_falls():
+    q, k, _ = make(64, 2, 2, head_dim=8)
+    x = torch.cat([q.flatten(2), k.flatten(2)], -1).float()
+    q, k = q.float(), k.float()
+    weights = attention_weights(q, k, Dilated((64,), (1,)), is_causal=True).to_dense().mean(1)
+    indexer = routing.Indexer(32, 4, 16, top_k=8)
+
+    def held():
+        return float((weights * indexer(x).dense_mask()[:, 0]).sum() / weights.topk(8).values.sum())
+
+    before = held()
+    optimizer = torch.optim.Adam(indexer.parameters(), lr=2e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        indexer.loss(x, q, k).backward()
+        optimizer.step()
+    assert before < 0.7
+    assert held() > 0.9
+
+
+Q, K, V = (torch.zeros(1, 64, heads, 8) for heads in (4, 2, 2))
+PAGES = routing.PageBounds()
+BAD = [
+    ("stride=5 must divide both block sizes, 128 and 128", lambda: routing.antidiagonal_blocks(Q, K, 0.1, stride=5)),
+    ("page_size=5 must divide the size of a key block, 128", lambda: routing.page_bounds(Q, K, 0.1, page_size=5)),
+    ("page_size=0 must be at least 1", lambda: routing.PageBounds(0)),
+    ("number=1 must be at least 1, and keys must have been appended", lambda: PAGES.best(Q[:, -1:], 1)),
+    (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
+    ("top_k=0 must be positive", lambda: routing.Indexer(8, top_k=0)),
+    ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
+    (r"chosen must be .* with 1, 2 or 4 lists; got \(1, 3, 2\)",
+     lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
+    (r"q must be \(batch, 1, heads, head_dim\)", lambda: listed_attention(Q, K, V, torch.zeros(1, 1, 2).long())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "call"), BAD)
+def test_what_is_refused(message, call, unchecked):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,293 @@
+"""Native sparse attention and the mixture of blocks against their definitions in loops, and token by token."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dilated_attention import Dilated, UnsupportedError
+from dilated_attention.nn import (
+    BlockAttentionMixture,
+    NativeSparseAttention,
+    SelectionCache,
+    rotary_tables,
+    rotate,
+    selection,
+)
+
+HEAD_DIM = 4
+
+
+def native(heads, kv_heads, query_block, **options):
+    settings = {
+        "compress_block": 4, "compress_stride": 2, "block_size": 4, "num_selected": 4, "local_blocks": 2, "window": 6,
+        "query_block": query_block,
+    }  # fmt: skip
+    return NativeSparseAttention(heads * HEAD_DIM, heads, kv_heads, dtype=torch.float64, **{**settings, **options})
+
+
+def mixture(heads, kv_heads, query_block, **options):
+    settings = {"block_size": 4, "top_k": 3, "query_block": query_block}
+    return BlockAttentionMixture(heads * HEAD_DIM, heads, kv_heads, dtype=torch.float64, **{**settings, **options})
+
+
+def softmax_over(query, keys, values):
+    """Of one query over lists of rows."""
+    if not keys:
+        return torch.zeros_like(query)
+    weight = (torch.stack(keys) @ query / math.sqrt(len(query))).softmax(0)
+    return weight @ torch.stack(values)
+
+
+def best_blocks(importance, own, number, always):
+    """The blocks in `always`, then the most important ones up to `own`."""
+    rest = sorted((i for i in range(own + 1) if i not in always), key=lambda i: -float(importance[i]))
+    return sorted([*always, *rest][:number])
+
+
+def tokens_of(blocks, size, last):
+    return [j for block in blocks for j in range(block * size, (block + 1) * size) if j <= last]
+
+
+def naive_native(module, x, rotary=None):
+    """Sample by sample, head by head, token by token, with plain softmax over explicit lists."""
+    heads, kv_heads, size = module.num_heads, module.num_kv_heads, module.block_size
+    length, stride = module.key_pooling.length, module.key_pooling.stride
+    rows = []
+    for sample in x:
+        projected = module.input(sample).view(len(sample), -1, HEAD_DIM)
+        q, *parts = projected.split([heads] + [kv_heads] * (2 * module.branches), 1)
+        gates = module.gate(sample).sigmoid().view(len(sample), module.branches, heads)
+        turned = [q, *parts[2::2]]
+        if rotary is not None:
+            turned = [rotate(part[None], rotary)[0] for part in turned]
+        q, parts[2::2] = turned[0], turned[1:]
+
+        def pool(pooling, part, head, start, turn):
+            block = part[start : start + length, head].flatten()
+            row = pooling.output(F.gelu(pooling.hidden(block)))
+            if turn and rotary is not None:
+                row = rotate(row[None, None, None], tuple(table[start + length - 1 :][:1] for table in rotary))[0, 0, 0]
+            return row
+
+        starts = list(range(0, len(sample) - length + 1, stride))
+        keys, values = (
+            [[pool(pooling, part, head, start, turn) for start in starts] for head in range(kv_heads)]
+            for pooling, part, turn in ((module.key_pooling, parts[0], True), (module.value_pooling, parts[1], False))
+        )
+        outs = torch.zeros(len(sample), heads, HEAD_DIM, dtype=x.dtype)
+        for t in range(len(sample)):
+            for head in range(heads):
+                kv, group = head // (heads // kv_heads), heads // kv_heads
+                ended = [i for i, start in enumerate(starts) if start + length - 1 <= t]
+                branches = [softmax_over(q[t, head], [keys[kv][i] for i in ended], [values[kv][i] for i in ended])]
+
+                chooser = t // module.query_block * module.query_block
+                importance = torch.zeros(chooser // size + 1, dtype=x.dtype)
+                seen = [i for i, start in enumerate(starts) if start + length - 1 <= chooser]
+                for member in range(kv * group, (kv + 1) * group) if seen else ():
+                    score = torch.stack([keys[kv][i] for i in seen]) @ q[chooser, member] / math.sqrt(HEAD_DIM)
+                    for i, p in zip(seen, score.detach().softmax(0), strict=True):
+                        for piece in range(starts[i], starts[i] + length, stride):
+                            importance[piece // size] += float(p)
+                own = chooser // size
+                always = {0, *range(max(0, own - module.local_blocks + 1), own + 1)}
+                chosen = best_blocks(importance, own, module.num_selected, always)
+                listed = tokens_of(chosen, size, t)
+                branches.append(softmax_over(q[t, head], *([part[j, kv] for j in listed] for part in parts[2:4])))
+
+                low = max(0, t // size * size - (module.window - 1)) // size * size
+                branches.append(softmax_over(q[t, head], *(list(part[low : t + 1, kv]) for part in parts[4:6])))
+                if module.pattern is not None:
+                    listed = [
+                        j
+                        for w, r, offsets in zip(
+                            module.pattern.segment_lengths,
+                            module.pattern.dilation_rates,
+                            module.pattern.offset_table(kv_heads),
+                            strict=True,
+                        )
+                        if t % w % r == offsets[kv]
+                        for j in range(t // w * w, t + 1)
+                        if j % w % r == offsets[kv]
+                    ]
+                    branches.append(softmax_over(q[t, head], *([part[j, kv] for j in listed] for part in parts[6:8])))
+                outs[t, head] = sum(gates[t, i, head] * out for i, out in enumerate(branches))
+        rows.append(module.output(outs.flatten(1)))
+    return torch.stack(rows)
+
+
+def naive_mixture(module, x, rotary=None):
+    heads, kv_heads, size = module.num_heads, module.num_kv_heads, module.block_size
+    rows = []
+    for sample in x:
+        projected = module.input(sample).view(len(sample), -1, HEAD_DIM)
+        q, k, v = projected.split([heads, kv_heads, kv_heads], 1)
+        if rotary is not None:
+            q, k = (rotate(part[None], rotary)[0] for part in (q, k))
+        outs = torch.zeros(len(sample), heads, HEAD_DIM, dtype=x.dtype)
+        for t in range(len(sample)):
+            for head in range(heads):
+                kv = head // (heads // kv_heads)
+                chooser = t // module.query_block * module.query_block
+                own = chooser // size
+                query = q[chooser, head].detach()
+                gate = [query @ k.detach()[i * size : (i + 1) * size, kv].mean(0) for i in range(own)] + [0.0]
+                listed = tokens_of(best_blocks(gate, own, module.top_k, {own}), size, t)
+                outs[t, head] = softmax_over(q[t, head], *([part[j, kv] for j in listed] for part in (k, v)))
+        rows.append(module.output(outs.flatten(1)))
+    return torch.stack(rows)
+
+
+FAR = Dilated((8, 16), (1, 2))
+CASES = [  # tokens, heads, kv_heads, query_block, options of native
+    (1, 2, 1, 1, {}),
+    (3, 2, 2, 2, {}),  # no compressed key
+    (19, 4, 2, 1, {}),
+    (23, 2, 1, 4, {"pattern": FAR}),
+    (21, 2, 2, 2, {"num_selected": 16, "block_size": 8, "compress_block": 2}),
+    (22, 3, 1, 2, {"window": 1, "local_blocks": 1, "num_selected": 2, "compress_block": 8, "bias": True}),
+]
+
+
+def made(kind, case):
+    tokens, heads, kv_heads, query_block, options = case
+    if kind == "native":
+        module = native(heads, kv_heads, query_block, **options)
+    else:
+        options = {name: value for name, value in options.items() if name in ("block_size", "bias")}
+        module = mixture(heads, kv_heads, query_block, top_k=1 + tokens % 4, **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(3.0)  # sharper scores
+    return module, torch.randn(2, tokens, heads * HEAD_DIM, dtype=torch.float64)
+
+
+NAIVE = {"native": naive_native, "mixture": naive_mixture}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} tokens")
+@pytest.mark.parametrize("kind", NAIVE)
+def test_definition(kind, case):
+    module, x = made(kind, case)
+    x.requires_grad_()
+    rotary = None if case is CASES[2] else rotary_tables(torch.arange(x.shape[1]), HEAD_DIM, dtype=torch.float64)
+    out, expected = module(x, rotary), NAIVE[kind](module, x, rotary)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    leaves = [x, *module.parameters()]
+    cotangent = torch.randn_like(out)
+    found, wanted = (
+        torch.autograd.grad(value, leaves, cotangent, allow_unused=True, materialize_grads=True)
+        for value in (out, expected)
+    )
+    for gradient, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("prompt", [1, 14])
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"{case[0]} tokens")
+@pytest.mark.parametrize("kind", NAIVE)
+@torch.no_grad()
+def test_token_by_token(kind, case, prompt):
+    module, x = made(kind, case)
+    rotary = rotary_tables(torch.arange(x.shape[1]), HEAD_DIM, dtype=torch.float64)
+    cache = SelectionCache()
+    rows = [
+        module(x[:, at], tuple(table[at] for table in rotary), cache=cache)
+        for at in (slice(0, prompt), slice(prompt, prompt + 7), slice(prompt + 7, None))
+        if at.start < x.shape[1]
+    ]
+    torch.testing.assert_close(torch.cat(rows, 1), module(x, rotary), rtol=0, atol=1e-12)
+    assert cache.length == x.shape[1]
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+@torch.no_grad()
+def test_nothing_looks_ahead(kind):
+    module, x = made(kind, CASES[3])
+    other = x.clone()
+    other[:, 13:] = torch.randn_like(other[:, 13:])
+    torch.testing.assert_close(module(other)[:, :13], module(x)[:, :13], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+@torch.no_grad()
+def test_pieces_and_single_precision(kind, monkeypatch):
+    module, x = made(kind, CASES[2])
+    whole = module(x)
+    monkeypatch.setattr(selection, "CHUNK", 1)
+    torch.testing.assert_close(module(x), whole, rtol=0, atol=1e-13)
+    assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+def test_single_precision_is_near(kind):
+    """Long enough for the kernels of single precision, which the definition's short cases do not reach."""
+    if kind == "native":
+        options = {"compress_block": 4, "num_selected": 5, "window": 32, "pattern": Dilated((64, 128), (1, 2))}
+        module = native(4, 2, 4, block_size=16, **options)
+    else:
+        module = mixture(4, 2, 4, block_size=16)
+    x = torch.randn(1, 150, 4 * HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn_like(x)
+    exact = torch.autograd.grad(module(x), [x, *module.parameters()], cotangent)
+    single = copy.deepcopy(module).float()
+    y = x.detach().float().requires_grad_()
+    found = torch.autograd.grad(single(y), [y, *single.parameters()], cotangent.float())
+    for gradient, reference in zip(found, exact, strict=True):
+        assert float((gradient - reference).norm()) < 1e-5 * (1 + float(reference.norm()))
+
+
+@torch.no_grad()
+def test_a_cache_keeps_of_old_tokens_what_may_be_seen():
+    cache = SelectionCache()
+    module, x = native(2, 1, 1), torch.randn(1, 90, 8, dtype=torch.float64)
+    for start in range(0, 90, 30):
+        module(x[:, start : start + 30], cache=cache)
+    assert cache.last("pooled keys").shape[1] == 4
+    assert cache.last("window keys").shape[1] <= 6 + 2 * 4
+    assert cache.last("compressed keys").shape[1] == (90 - 4) // 2 + 1
+    assert cache.rows["window keys"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
+    assert cache.nbytes <= 2 * 2 * 8 * HEAD_DIM * (90 + 44 + 15 + 5)
+
+
+def test_a_cache_is_of_one_layer_and_one_batch():
+    layer, other, cache = native(2, 1, 1), native(2, 1, 1), SelectionCache()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match="cache holds the tokens of another layer"):
+        other(x, cache=cache)
+    with pytest.raises(ValueError, match="cache holds 2 samples, got x with 1"):
+        layer(x[:1], cache=cache)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_no_mesh(make):
+    layer = make(2, 1, 1)
+    layer.set_context_parallel(None)
+    with pytest.raises(UnsupportedError, match="runs on one device; over a mesh use"):
+        layer.set_context_parallel(object())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: native(2, 3, 1), "num_heads=2 must divide embed_dim=8, and num_kv_heads=3 must divide num_heads"),
+        (lambda: native(2, 1, 3), "query_block=3 must divide block_size=4"),
+        (lambda: native(2, 1, 1, block_size=512), r"block_size=512 must lie in \[1, 256\]"),
+        (lambda: native(2, 1, 1, compress_block=3), "compress_stride=2 must divide compress_block=3"),
+        (lambda: native(2, 1, 1, block_size=5), "compress_stride=2 must divide block_size=5"),
+        (lambda: native(2, 1, 1, num_selected=2), "num_selected=2 must have room for the first block and local_blocks"),
+        (lambda: native(2, 1, 1, window=0), "window=0 must be at least 1"),
+        (lambda: native(2, 1, 1, pattern=(8, 2)), r"pattern must be a Dilated without compat, or None; got \(8, 2\)"),
+        (lambda: mixture(2, 1, 1, top_k=0), "top_k=0 must be at least 1"),
+        (lambda: mixture(2, 1, 3), "query_block=3 must divide block_size=4"),
+    ],
+)
+def test_what_is_refused(make, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        make()
