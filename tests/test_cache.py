@@ -8,13 +8,15 @@ import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention import plan_cache
-from dilated_attention.backends import tiles
+from dilated_attention import BlockLayout, execution, plan_cache
+from dilated_attention.backends import blocks, native, tiles
 from dilated_attention.cache import PlanCache, lasting
 from dilated_attention.plan import plan_dilated
 
@@ -122,6 +124,23 @@ class TestCache:
         assert plan_cache.info()[:2] == (1, 1)
 
 
+def pretend_gpu(monkeypatch, stream):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+class Operations(TorchDispatchMode):
+    """Those that the calling thread runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def test_what_is_kept_is_made_outside_of_a_graph_s_warm_up(monkeypatch):
     """There the calling thread and its stream allocate in the graph's memory: the copies come from another thread, on a
     stream that waits for nothing and that nobody reads before it is done."""
@@ -131,8 +150,7 @@ def test_what_is_kept_is_made_outside_of_a_graph_s_warm_up(monkeypatch):
         def synchronize(self):
             happened.append(("synchronize", threading.get_ident()))
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    pretend_gpu(monkeypatch, Stream)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device: happened.append(("copy", threading.get_ident())) or x)
     table = tiles._to(torch.device("cuda", 0), np.ones((1, 12), np.int64))
     assert table.shape == (1, 12)
@@ -149,3 +167,34 @@ def test_what_is_kept_is_made_outside_of_a_graph_s_warm_up(monkeypatch):
 
     with pytest.raises(RuntimeError, match="out of memory"):
         lasting(fails, torch.device("cuda", 0))
+
+
+def one_head(layout):
+    (group,) = plan_dilated((16,), (1,), ((0, 0),), 16).groups
+    tile = native._Tile(batch=0, batches=1, segment=0, segments=1, residue=0, residues=1, q_head=1, q_step=1, q_shift=0,
+                        k_head=1, k_step=1, heads=1)  # fmt: skip
+    return tile.layout({16: layout}, group)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda layout: layout.transposed,
+        lambda layout: blocks.block_plan(layout, 0),
+        lambda layout: execution._layout(layout, None, 2, 16, True, torch.device("cuda", 0)),
+        one_head,
+    ],
+    ids=["transposed", "block plan", "causal", "one head"],
+)
+def test_tables_of_a_layout_on_a_gpu_are_made_outside_of_a_graph_s_warm_up(derive, monkeypatch):
+    layout, here = BlockLayout.from_mask(torch.ones(2, 4, 4, dtype=torch.bool), block_size=4), threading.get_ident()
+
+    def device(layout):
+        return torch.device("cuda", 0) if threading.get_ident() == here else torch.device("cpu")
+
+    monkeypatch.setattr(BlockLayout, "device", property(device))
+    monkeypatch.setattr(BlockLayout, "to", lambda layout, device: layout)
+    pretend_gpu(monkeypatch, Mock)
+    with Operations() as operations:
+        derive(layout)
+    assert not operations.names

@@ -18,7 +18,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
 from dilated_attention_bench import hopper
-from dilated_attention_bench.compile_ahead import SHARED_LIMIT, machine_code
+from dilated_attention_bench.compile_ahead import SHARED_LIMIT, loops, machine_code
 from tolerances import TOLERANCE, relative_error
 
 
@@ -70,7 +70,8 @@ def test_emulated(case, seed):
 )
 @pytest.mark.parametrize("head_dim", hopper.TILES_IN_FLIGHT)
 def test_machine_code(head_dim, monkeypatch):
-    """Compiled for sm_90 as a call would, without a GPU: nothing spilled, products that overlap, TMA."""
+    """Compiled for sm_90 as a call would, without a GPU: nothing spilled, TMA, and in both warpgroups all exponentials
+    of a step between the products that it issues and the wait for them."""
     from test_kernels_compile import AbsentGPU
 
     compiled, run = [], JITFunction.run
@@ -88,6 +89,15 @@ def test_machine_code(head_dim, monkeypatch):
     assert not code["serialized"]
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_LIMIT["sm_90"]
+    steps = loops(kernel)
+    assert len(steps) == 2
+    for step in steps:
+        at = {
+            name: [i for i, x in enumerate(step) if name in x] for name in ("HGMMA", "MUFU.EX2", "DEPBAR.LE gsb0, 0x0")
+        }
+        issued, exponentials, (waited,) = at.values()
+        assert len(exponentials) > hopper.ROWS.value * hopper.TILES_IN_FLIGHT[head_dim][0] // 128  # threads
+        assert issued[-1] < exponentials[0] <= exponentials[-1] < waited
 
 
 def test_the_paper_s_pattern_is_served():

@@ -301,7 +301,9 @@ class TestDilated:
         expected = backend.backward(dout, None, *few, *expected, near, **options)
         stats = backend._stats
         monkeypatch.setattr(
-            backend, "_stats", lambda *x: last_rows_of(stats(*(y if y is None else y[:, -rows:] for y in x)))
+            backend,
+            "_stats",
+            lambda *x, held: last_rows_of(stats(*(y if y is None else y[:, -rows:] for y in x), held={})),
         )
         for x, y in zip(
             backend.backward(last_rows_of(dout), None, *many, *found, plan, **options), expected, strict=True
@@ -333,7 +335,7 @@ class TestDilated:
         expected = backend.backward(dout, None, *few, *expected, near, **options)
         stats = backend._stats
         monkeypatch.setattr(
-            backend, "_stats", lambda *x: spread(stats(*(y if y is None else y[:, ::apart] for y in x)))
+            backend, "_stats", lambda *x, held: spread(stats(*(y if y is None else y[:, ::apart] for y in x), held={}))
         )
         for x, y in zip(backend.backward(spread(dout), None, *many, *found, plan, **options), expected, strict=True):
             assert torch.equal(x[:, ::apart], y)

@@ -6,6 +6,7 @@ compiles and reports the whole, and what it wrote is read here.
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_instructions_of_a_step():
     """Beside 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
     variant = Variant("sm_90", "forward", 128, "bf16", "even")
     (step,) = loops(code_of(variant))
-    assert step * 128 / shape_of(variant).loop <= 560
+    assert len(step) * 128 / shape_of(variant).loop <= 560
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -251,3 +252,68 @@ def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
     call(turned, k, v)
     call(turned, k, v)
     assert len(first.launched) == 3
+
+
+def test_launches_of_ever_new_kinds_are_not_all_kept():
+    held = {}
+    for scale in range(3 * backend.MOST_BOUND):
+        backend._bound(held, {}, (scale,), object)
+    assert len(held) <= backend.MOST_BOUND
+
+
+@pytest.mark.parametrize("call", CALLS_OF_THE_BACKEND)
+def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
+    """Also lists, hidden keys and words of dropout that are new, and the statistics of a backward."""
+    plan_cache.clear()
+    launched = []
+
+    class Compiled:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *x: launched.append(
+                (self.kernel, grid[0], dict(zip(self.kernel.arg_names, x, strict=True)), True)
+            )
+
+    def run(kernel, programs, **arguments):
+        launched.append((kernel, programs, {name: arguments[name] for name in kernel.arg_names}, False))
+        return Compiled(kernel)
+
+    monkeypatch.setattr(backend, "run", run)
+    monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
+    w, r = ((1024,), (1,)) if call == "blocks" else ((256, 1024), (1, 2))
+    plan = plan_dilated(w, r, ((0, 0), (0, 1))[: len(w)], 1024)
+
+    def tensors(window, word):
+        q, k, v, out, dout = (torch.rand(2, 1024, n, 48, dtype=torch.bfloat16) for n in (4, 2, 2, 4, 4))
+        gradients = tuple(torch.rand(x.shape) for x in (q, k, v))
+        new = {
+            "layouts": {1024: BlockLayout.local(1024, window, 64).causal()}, "key_bias": torch.rand(2, 1024),
+            "dropout": dropout_of(0.7, torch.tensor(word), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
+        }  # fmt: skip
+        options = {name: new.get(name, x) for name, x in CALLS_OF_THE_BACKEND[call].items()} | {"scale": 0.1}
+        return (q, k, v), (out, torch.rand(2, 1024, 4)), dout, gradients, options
+
+    def all_launches(x, merged, dout, gradients, options):
+        launched.clear()
+        backend.forward(*x, plan, state=merged, **options)
+        for deterministic in (True, False):
+            backend.backward(
+                dout, merged[1], *x, *merged, plan, state=gradients, deterministic=deterministic, **options
+            )
+        return launched.copy()
+
+    assert not any(again for *_, again in all_launches(*tensors(256, 1))[:2])
+    second = tensors(128, 2)
+    found = all_launches(*second)
+    plan_cache.clear()
+    expected = all_launches(*second)
+    assert all(again for *_, again in found)
+    for (*one, x, _), (*other, y, _) in zip(found, expected, strict=True):
+        assert one == other
+        for name, value in y.items():
+            if name == "STATS":
+                assert x[name].shape == value.shape
+            else:
+                assert x[name] is value or (torch.equal if name == "TILES" else operator.eq)(x[name], value), name

@@ -133,11 +133,10 @@ def _layout(
 
     def make() -> BlockLayout:
         made = layout.select(batch=batch).for_heads(heads).prefix(length)
-        made = made.causal() if is_causal else made
-        return made if made.device == device else lasting(lambda: made.to(device), device)
+        return (made.causal() if is_causal else made).to(device)
 
     names = name_of(layout.indptr), name_of(layout.indices), layout.seq_len, layout.block_size, layout.is_causal
-    return plan_layout((*names, batch, heads, length, is_causal, device), make)
+    return plan_layout((*names, batch, heads, length, is_causal, device), lambda: lasting(make, device))
 
 
 def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:

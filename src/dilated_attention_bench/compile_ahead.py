@@ -197,17 +197,19 @@ def machine_code(compiled: Any) -> dict[str, Any]:
     }
 
 
-def loops(compiled: Any) -> list[int]:
-    """Instructions of each loop that multiplies by `wgmma`, in the code for sm_90: what a step issues."""
+def loops(compiled: Any) -> list[list[str]]:
+    """The instructions of each loop that multiplies by `wgmma`, in the code for sm_90: what a step issues."""
     code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _disassemble(compiled, "--dump-sass"))
     at = [int(address, 16) for address, _ in code]
     found = []
     for i, (_, instruction) in enumerate(code):
-        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        jump = re.match(
+            r"@!?U?P\d BRA.*?0x([0-9a-f]+)", instruction
+        )  # a jump without a condition ends a wait elsewhere
         if jump and int(jump[1], 16) < at[i]:
             body = [text for _, text in code[at.index(int(jump[1], 16)) : i + 1]]
             if any("HGMMA" in text for text in body):
-                found.append(len(body))
+                found.append(body)
     return found
 
 

@@ -3,8 +3,9 @@
 
 `bench gpu` checks and times it; no backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
 waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
-tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and each of two warpgroups with 64 rows lets
-the product for the next tile of keys run under the softmax of this one, and under the last product with values.
+tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
+at issuing products, as FlashAttention-3 has it: a softmax runs under the same warpgroup's product with values and under
+both products of the other.
 
 It reads the tables of kernels/strided.py. A span of stride r is a box of a tensor that is viewed as (tokens / r rows of
 r tokens), so there is one descriptor per stride. Legend: H heads; N tokens; D head_dim; BN keys a tile; ST tiles in
@@ -81,9 +82,13 @@ def soften(s, m, z, scale, dtype: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale,
-            SPANS: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
-    """Warpgroup W: rows W · ROWS to W · ROWS + ROWS - 1 of the tile."""
+def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, TURN, b, head, H, N,
+            scale, SPANS: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+    """Warpgroup W: rows W · ROWS to W · ROWS + ROWS - 1 of the tile.
+
+    Turn n comes when the other one has handed over n times, for the second warpgroup n + 1 times. The wait for it is a
+    branch, across which the assembler moves no wait for products: the one below would else stand above the softmax.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     NUMERATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, NUMERATOR, 2)
@@ -103,6 +108,7 @@ def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FUL
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(K_FREE.index(0), count=1)
     m, z, p, decay = soften(s, m, z, scale, Q.dtype, OPERAND)
+    mbarrier.wait(TURN.index(W), 1 - W)
     for step in range(1, steps):
         at = step % ST
         before = (step - 1) % ST
@@ -110,9 +116,11 @@ def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FUL
         s = warpgroup_mma(q, K.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(V_FULL.index(before), ((step - 1) // ST) & 1)
         acc = warpgroup_mma(p, V.index(before), acc, is_async=True)
+        mbarrier.arrive(TURN.index(1 - W), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(K_FREE.index(at), count=1)
         m, z, new, decay = soften(s, m, z, scale, Q.dtype, OPERAND)
+        mbarrier.wait(TURN.index(W), (step + 1 - W) & 1)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(V_FREE.index(before), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(decay, OUT_ROWS), 1)
@@ -120,6 +128,7 @@ def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FUL
     last = (steps - 1) % ST
     mbarrier.wait(V_FULL.index(last), ((steps - 1) // ST) & 1)
     acc = warpgroup_mma(p, V.index(last), acc, is_async=True)
+    mbarrier.arrive(TURN.index(1 - W), count=1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     token = gl.load(T + 1) + gl.load(T + 2) * (W * ROWS + gl.arange(0, ROWS, OUT_ROWS))
     rows = (b * N + token).to(gl.int64) * H + head
@@ -147,7 +156,10 @@ def forward(QS, KS, VS, OUT, LSE, TILES, B, H, HK, N, scale, G: gl.constexpr, SP
     K_FREE = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     V_FULL = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     V_FREE = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    TURN = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(Q_FULL, count=1)
+    for n in gl.static_range(2):
+        mbarrier.init(TURN.index(n), count=1)
     for n in gl.static_range(ST):
         mbarrier.init(K_FULL.index(n), count=1)
         mbarrier.init(K_FREE.index(n), count=2)
@@ -155,10 +167,10 @@ def forward(QS, KS, VS, OUT, LSE, TILES, B, H, HK, N, scale, G: gl.constexpr, SP
         mbarrier.init(V_FREE.index(n), count=2)
     gl.warp_specialize(
         [
-            (compute, (0, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale, SPANS,
-                       D, BN, ST)),
-            (compute, (1, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, H, N, scale, SPANS,
-                       D, BN, ST)),
+            (compute, (0, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, TURN, b, head, H, N, scale,
+                       SPANS, D, BN, ST)),
+            (compute, (1, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, TURN, b, head, H, N, scale,
+                       SPANS, D, BN, ST)),
             (load_tiles, (T, QS, KS, VS, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, b, head, kv_head, H, HK, N,
                           SPANS, STRIDES, D, BN, ST)),
         ],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.backends.dropout import Pairs
-from dilated_attention.cache import plan_cache
+from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 
@@ -127,7 +127,7 @@ def calls(layout: BlockLayout) -> tuple[Calls, ...]:
 def block_plan(layout: BlockLayout, batch: int) -> _BlockPlan:
     batch = batch if layout.batch_size > 1 else 0
     key = ("blocks", layout.key, batch)
-    return plan_cache.get(key, lambda: _compile(layout, batch))
+    return plan_cache.get(key, lambda: lasting(lambda: _compile(layout, batch), layout.device))
 
 
 def _covered(layout: BlockLayout) -> bool:

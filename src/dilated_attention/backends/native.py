@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.backends.facts import Facts
-from dilated_attention.cache import plan_layout
+from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
 from dilated_attention.plan import Plan, Rows, StridedGroup
@@ -134,7 +134,11 @@ class _Tile:
         )
         if batch is heads is None:
             return layout
-        return plan_layout((layout.key, batch, heads), lambda: layout.select(batch=batch, heads=heads))
+
+        def make() -> BlockLayout:
+            return layout.select(batch=batch, heads=heads)
+
+        return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
 
     def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
         every_head = heads == x.shape[2] and head_step == 1 and self.residues == 1

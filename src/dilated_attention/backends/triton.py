@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,11 +24,16 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.tiles import Layouts
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
+from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
+
+Tensors = Mapping[str, Any]
+"""The arguments of a kernel that every call has anew: tensors, or None."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
+MOST_BOUND = 64  # launches of one kernel over one table that are kept for tensors of one kind each
 WIDE_FROM = 2**31
 """Elements, that a streamed tile reaches over, whose offsets take 64 bits."""
 
@@ -159,32 +164,14 @@ def forward(
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
         that see nothing.
     """
-    from dilated_attention.kernels import strided
-
     out, lse = state or _outputs(q, plan)
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    tensors = {
+        "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse,
+        **_hidden(key_bias, dropout),
+    }  # fmt: skip
     masked = dropout is not None or key_bias is not None
-    held = _launches("forward", q, plan, is_causal, layouts, masked)
-    is_plain = not masked and layouts is None
-    seen = _seen(q, k, v, out, lse, scale) if is_plain else ()
-    bound = held.bound.get(seen) if is_plain else None
-    if bound is None:
-        arguments = _arguments(q, k, v, None, key_bias, scale, dropout)
-        row = _row(arguments)
-        for name in ("Q", "K", "V"):
-            del arguments[name]
-        bound = tuple(
-            Bound(
-                strided.forward,
-                launch.programs(q, k),
-                arguments | launch.lists(layouts, q) | launch.constants(key_bias, launch.table.chain, row),
-            )
-            for launch in held.launches
-        )
-        if is_plain:
-            held.bound[seen] = bound
-    for launch in bound:
-        launch(out, lse, q, k, v)
+    for launch in _launches("forward", q, plan, is_causal, layouts, masked).launches:
+        launch(tensors, layouts, dropout, scale, launch.table.chain)
     return out, lse
 
 
@@ -215,19 +202,15 @@ def backward(
             additions in any order, so that the last bits differ from call to call. No caller asks for it before a GPU
             has shown it faster; see results/README.md.
     """
-    from dilated_attention.kernels import strided
-
     masked = dropout is not None or key_bias is not None
-
-    def launches(kernel: Kernel) -> tuple[Launch, ...]:
-        return _launches(kernel, q, plan, is_causal, layouts, masked).launches
-
-    keys = launches("dkdv" if deterministic else "dqdkdv")
-    queries = launches("dq") if deterministic else ()
+    held = _launches("dkdv" if deterministic else "dqdkdv", q, plan, is_causal, layouts, masked)
+    keys = held.launches
+    queries = _launches("dq", q, plan, is_causal, layouts, masked).launches if deterministic else ()
     dout = _dense_rows(dout)
-    arguments = _arguments(q, k, v, dout, key_bias, scale, dropout)
-    row = _row(arguments)
-    arguments["STATS"] = _stats(out, lse, dout, dlse)
+    tensors = {
+        "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout,
+        "STATS": _stats(out, lse, dout, dlse, held=held.stats), **_hidden(key_bias, dropout),
+    }  # fmt: skip
     add = state is not None or len(keys) > 1, state is not None or len(queries) > 1 or not deterministic
     dq, dk, dv = state or (
         _gradient(q, add[1], plan.covered),
@@ -235,25 +218,10 @@ def backward(
         _gradient(v, add[0], plan.covered and plan.square),
     )
     for launch in keys:
-        run(
-            strided.backward_dkdv,
-            launch.programs(k, k),
-            DQ=None if deterministic else dq,
-            DK=dk,
-            DV=dv,
-            **arguments,
-            **launch.lists(layouts, q),
-            **launch.constants(key_bias, add[0], row),
-        )
+        written = {"DQ": None if deterministic else dq, "DK": dk, "DV": dv}
+        launch(tensors | written, layouts, dropout, scale, add[0])
     for launch in queries:
-        run(
-            strided.backward_dq,
-            launch.programs(q, k),
-            DQ=dq,
-            **arguments,
-            **launch.lists(layouts, q),
-            **launch.constants(key_bias, add[1], row),
-        )
+        launch(tensors | {"DQ": dq}, layouts, dropout, scale, add[1])
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -275,11 +243,11 @@ def again(compiled: Any, programs: int, arguments: list[Any], device: torch.devi
 
 @dataclass(slots=True)
 class Bound:
-    """A launch of `forward` that fits tensors of one kind: all but out, lse, q, k and v is settled.
+    """A launch that fits tensors of one kind: all but the tensors is settled.
 
     Attributes:
         settled: the other arguments by name; compiled: from the first launch on, what it was compiled to.
-        arguments: the other arguments in order, from then on.
+        arguments: from then on all arguments in order, with gaps for the tensors at `places`.
     """
 
     kernel: Any
@@ -287,59 +255,85 @@ class Bound:
     settled: dict[str, Any]
     compiled: Any = None
     arguments: list[Any] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
-    def __call__(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if self.compiled is None:
-            self.compiled = run(self.kernel, self.programs, Q=q, K=k, V=v, OUT=out, LSE=lse, **self.settled)
-            if self.compiled is not None:  # Triton's interpreter compiles nothing
-                self.arguments = [self.settled[name] for name in self.kernel.arg_names[5:]]
-        else:
-            again(self.compiled, self.programs, [q, k, v, out, lse, *self.arguments], q.device)
+    def __call__(self, tensors: Tensors) -> None:
+        if self.compiled is not None:
+            arguments = self.arguments.copy()
+            for place, x in zip(self.places, tensors.values(), strict=True):
+                arguments[place] = x
+            again(self.compiled, self.programs, arguments, arguments[0].device)
+            return
+        compiled = run(self.kernel, self.programs, **tensors, **self.settled)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            names = self.kernel.arg_names
+            self.arguments = [self.settled.get(name) for name in names]
+            self.places = [names.index(name) for name in tensors]
+            self.compiled = compiled
 
 
-def _seen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Any, ...]:
-    """Of the tensors and the scale, what a launch of `forward` was bound for; out and lse are contiguous."""
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()) % 16 == 0
-    return q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, scale, aligned, _precision(q.dtype)
+def _bound(
+    held: dict[tuple[Any, ...], Bound], tensors: Tensors, also: tuple[Any, ...], settle: Callable[[], Bound]
+) -> Bound:
+    """The launch that fits these tensors, from `held`, which does not grow where each call is of another kind. `also`:
+    what else it was settled for, the shapes that count included."""
+    kinds = [None if x is None else (x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
+    seen = (*also, *kinds)
+    bound = held.get(seen)
+    if bound is None:
+        if len(held) == MOST_BOUND:
+            held.clear()
+        bound = held[seen] = settle()
+    return bound
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: its tiles and their shape."""
+    """One kernel launch: its tiles and their shape.
+
+    Attributes:
+        bound: the same, bound to tensors of one kind each.
+    """
 
     kernel: Kernel
     table: tiles.Table
     shape: Shape
+    bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
-    def programs(self, heads: Tensor, kv_heads: Tensor) -> int:
-        """One per tile, sample and head of `heads`; tiles name the heads of `kv_heads`."""
-        return len(self.table.lines) * heads.shape[0] * (heads.shape[2] // kv_heads.shape[2])
+    def __call__(
+        self, tensors: Tensors, layouts: Layouts | None, dropout: Dropout | None, scale: float, chain: bool
+    ) -> None:
+        """`tensors`: the kernel's, by name, but for the lists of a layout; `chain` as in kernels/strided.py."""
+        layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
+        lists = layout if layout is None or side_of(self.kernel) == "queries" else layout.transposed
+        indptr, indices = (None, None) if lists is None else (lists.indptr, lists.indices)
+        tensors = {**tensors, "INDPTR": indptr, "INDICES": indices}
+        q, k = tensors["Q"], tensors["K"]
 
-    def constants(self, key_bias: Tensor | None, chain: bool, row: int) -> dict[str, Any]:
-        """The kernel's arguments that the table settles; `chain` as in kernels/strided.py, `row` as from
-        `_row`."""
+        def settle() -> Bound:
+            from dilated_attention.kernels import strided
+
+            function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
+            heads = q if side_of(self.kernel) == "queries" else k
+            programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
+            settled = _numbers(tensors, scale, dropout) | _of_lists(layout, indptr, q)
+            return Bound(function, programs, settled | self._constants(tensors["BIAS"] is not None, chain, settled))
+
+        probability = 0.0 if dropout is None else dropout.probability
+        shapes = q.shape, k.shape, None if indptr is None else indptr.shape
+        _bound(self.bound, tensors, (scale, chain, probability, _precision(q.dtype), *shapes), settle)(tensors)
+
+    def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
+        """The kernel's arguments that the table settles."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
-            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
+            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
         else:
             sizes = {"BM": shape.loop, "BN": shape.own}
         return sizes | {
             "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
-            "EDGE": table.edge if key_bias is None or side_of(self.kernel) == "keys" else -1,
+            "EDGE": -1 if has_bias and side_of(self.kernel) == "queries" else table.edge,
             "EVEN": table.even, "CHAIN": chain, **shape.options(architecture(table.lines.device)),
-        }  # fmt: skip
-
-    def lists(self, layouts: Layouts | None, q: Tensor) -> dict[str, Any]:
-        """The kernel's arguments that the layout settles."""
-        if layouts is None or self.table.count is None:
-            return {"INDPTR": None, "INDICES": None, "lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
-        layout = layouts[self.table.count]
-        lists = layout if side_of(self.kernel) == "queries" else layout.transposed
-        lines = lists.indptr.shape[2]
-        return {
-            "INDPTR": lists.indptr, "INDICES": lists.indices,
-            "lsb": layout.num_heads * lines if layout.batch_size > 1 else 0, "lsh": lines,
-            "LH": q.shape[2] // layout.num_heads, "QB": layout.q_block, "KB": layout.k_block,
         }  # fmt: skip
 
 
@@ -348,12 +342,12 @@ class _Launches:
     """What the cache holds. It keeps the plan alive, whose id is in the key.
 
     Attributes:
-        bound: the launches bound to tensors of one kind each, by what `_seen` says of them.
+        stats: for a backward, the launch of its statistics, bound to tensors of one kind each.
     """
 
     plan: Plan
     launches: tuple[Launch, ...]
-    bound: dict[tuple[Any, ...], tuple[Bound, ...]] = field(default_factory=dict)
+    stats: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -396,64 +390,81 @@ def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _stats(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+def _stats(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], Bound]
+) -> Tensor:
     """lse and rowsum(dout · out) - dlse as the kernels read them: (B, N, H, 2)."""
-    from dilated_attention.kernels import online
-
-    _, tokens, heads, head_dim = out.shape
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
-    unit, (strides,) = _strides(dout)
-    rows = 32
+    dlse = None if dlse is None else dlse.contiguous()
+    tensors = {"OUT": out, "LSE": lse, "DOUT": dout, "DLSE": dlse, "STATS": stats}
+
+    def settle() -> Bound:
+        from dilated_attention.kernels import online
+
+        _, tokens, heads, head_dim = out.shape
+        unit, (strides,) = _strides(dout)
+        rows = 32
+        settled = {
+            "size": lse.numel(), "N": tokens, "H": heads, "sb": strides[0], "sn": strides[1], "sh": strides[2],
+            "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "BM": rows, **FUSED,
+        }  # fmt: skip
+        return Bound(online.backward_stats, -(-lse.numel() // rows), settled)
+
     if lse.numel():
-        run(
-            online.backward_stats, -(-lse.numel() // rows), OUT=out, LSE=lse, DOUT=dout,
-            DLSE=None if dlse is None else dlse.contiguous(), STATS=stats, size=lse.numel(), N=tokens, H=heads,
-            sb=strides[0], sn=strides[1], sh=strides[2], UNIT=unit, D=head_dim, DP=_padded(head_dim), BM=rows, **FUSED,
-        )  # fmt: skip
+        _bound(held, tensors, (out.shape,), settle)(tensors)
     return stats
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor | None,
-    key_bias: Tensor | None,
-    scale: float,
-    dropout: Dropout | None,
-) -> dict[str, Any]:
+def _hidden(key_bias: Tensor | None, dropout: Dropout | None) -> dict[str, Tensor | None]:
+    """The tensors that hide pairs."""
+    return {
+        "BIAS": None if key_bias is None else key_bias.contiguous(),
+        "WQ": None if dropout is None else dropout.queries.contiguous(),
+        "WK": None if dropout is None else dropout.keys,
+    }
+
+
+def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> dict[str, Any]:
     """The kernels' arguments that the call settles."""
+    q, k = tensors["Q"], tensors["K"]
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    named = {"q": _dense_rows(q), "k": _dense_rows(k), "v": _dense_rows(v)}
-    arguments: dict[str, Any] = {name.upper(): x for name, x in named.items()}
-    if dout is not None:
-        named["d"] = arguments["DOUT"] = dout
+    named = {"q": q, "k": k, "v": tensors["V"]} | ({"d": tensors["DOUT"]} if "DOUT" in tensors else {})
     unit, strides = _strides(*named.values())
-    for x, three in zip(named, strides, strict=True):
-        arguments |= {f"{x}sb": three[0], f"{x}sn": three[1], f"{x}sh": three[2]}
-    return arguments | {
-        "BIAS": None if key_bias is None else key_bias.contiguous(), "scale": scale, **_words(dropout),
-        "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
-        "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
+    steps = {
+        f"{x}s{axis}": n for x, three in zip(named, strides, strict=True) for axis, n in zip("bnh", three, strict=True)
+    }
+    return steps | {
+        "scale": scale, **_of_dropout(dropout), "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
+        "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
 
 
-def _row(arguments: dict[str, Any]) -> int:
-    """The most elements from a key to the next in what the loops of forward and dq read."""
-    return max(arguments["UNIT"] * arguments["ksn"], arguments["UNIT"] * arguments["vsn"], arguments["wsn"])
+def _of_lists(layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
+    """Those that the lists of a layout settle, whose `indptr` this is."""
+    if layout is None or indptr is None:
+        return {"lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
+    batch, heads, lines = indptr.shape
+    return {
+        "lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads,
+        "QB": layout.q_block, "KB": layout.k_block,
+    }  # fmt: skip
 
 
-def _words(dropout: Dropout | None) -> dict[str, Any]:
+def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
     if dropout is None:
-        return {"WQ": None, "WK": None, "threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
+        return {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
     keys = dropout.keys
     return {
-        "WQ": dropout.queries.contiguous(), "WK": keys, "threshold": dropout.threshold,
-        "keep_scale": 1 / (1 - dropout.probability),
+        "threshold": dropout.threshold, "keep_scale": 1 / (1 - dropout.probability),
         "wsn": keys.stride(0), "wsh": keys.stride(1) if keys.shape[1] > 1 else 0,
     }  # fmt: skip
+
+
+def _row(numbers: dict[str, Any]) -> int:
+    """The most elements from a key to the next in what the loops of forward and dq read."""
+    return max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -473,11 +484,11 @@ def _padded(head_dim: int) -> int:
 
 def _precision(dtype: torch.dtype) -> str:
     """tf32 only where PyTorch's own switch allows it in matrix products; ROCm's Triton has it on some devices only."""
-    if torch.version.hip:
+    if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     matmul = torch.backends.cuda.matmul
     allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if dtype == torch.float32 and allowed else "ieee"
+    return "tf32" if allowed else "ieee"
 
 
 def _on(device: torch.device) -> Any:

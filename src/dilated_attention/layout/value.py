@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.cache import name_of
+from dilated_attention.cache import lasting, name_of
 from dilated_attention.layout import builders, conversions
 from dilated_attention.layout.spans import (
     BlockGrid,
@@ -339,6 +339,9 @@ class BlockLayout:
     @cached_property
     def transposed(self) -> Transposed:
         """The lists seen from the key blocks, for the gradients of k and v."""
+        return lasting(self._transpose, self.device)
+
+    def _transpose(self) -> Transposed:
         rows, columns, row = self.query_blocks, self.key_blocks, self.row
         key = row // rows * columns + self.indices
         indices = sort_keys(key * rows + row % rows, "quicksort") % rows
