@@ -246,13 +246,13 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-@random_calls(300)
+@random_calls(150)
 @given(call=calls(products=False))
 def test_layouts_in_float64(call):
     check(call, torch.float64)
 
 
-@random_calls(200)
+@random_calls(150)
 @given(call=calls(products=False))
 def test_layouts_in_float32(call):
     check(call, torch.float32)
@@ -271,13 +271,13 @@ def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is
     torch.testing.assert_close(*pair, rtol=0, atol=1e-11)
 
 
-@random_calls(200)
+@random_calls(150)
 @given(call=calls(products=True), dtype=FULL_PRECISION)
 def test_products(call, dtype):
     check(call, dtype)
 
 
-@random_calls(200)
+@random_calls(150)
 @given(call=calls(products=False, ragged=True), dtype=FULL_PRECISION)
 def test_ragged_layouts(call, dtype):
     check(call, dtype)
