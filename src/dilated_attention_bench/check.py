@@ -122,16 +122,21 @@ class _Launched:
         return lambda *arguments: None
 
 
-def _host(limit: float) -> float:
+def _host(backward: bool) -> Callable[[float], float]:
     """A small call of the Triton backend, as on a GPU, but for what the driver and the GPU take."""
-    serving = replace(BACKENDS["triton"], refusal=lambda facts: None)
-    words = contender(lambda: [str(i) for i in range(10_000)])
-    with (
-        patch.dict(BACKENDS, triton=serving),
-        patch.object(triton, "run", lambda kernel, programs, **arguments: _Launched()),
-        patch.object(triton, "architecture", lambda device: "sm_90"),
-    ):
-        return fastest_ratio(replace(SMALL, backend="triton").contender(CPU), words, "forward", limit, patience=2.0)
+
+    def measure(limit: float) -> float:
+        serving = replace(BACKENDS["triton"], refusal=lambda facts: None)
+        words = contender(lambda: [str(i) for i in range(10_000)])
+        work = replace(SMALL, backend="triton").contender(CPU, backward=backward)
+        with (
+            patch.dict(BACKENDS, triton=serving),
+            patch.object(triton, "run", lambda kernel, programs, **arguments: _Launched()),
+            patch.object(triton, "architecture", lambda device: "sm_90"),
+        ):
+            return fastest_ratio(contender(lambda: list(work())), words, "forward", limit, patience=2.0)
+
+    return measure
 
 
 BOTH = "forward+backward"
@@ -142,7 +147,8 @@ GUARDS = (
     Guard("blocks over dense attention, forward", "x", TIME_MARGIN, _over(BLOCKS, "dense")),
     Guard("blocks over dense attention, forward+backward", "x", TIME_MARGIN, _over(BLOCKS, "dense", BOTH)),
     Guard("plan of 2^30 tokens over 10,000 integers to text", "x", TIME_MARGIN, _plan),
-    Guard("host's part of a small call on a GPU over 10,000 integers to text", "x", TIME_MARGIN, _host),
+    Guard("host's part of a small call on a GPU over 10,000 integers to text", "x", TIME_MARGIN, _host(False)),
+    Guard("the same with its backward", "x", TIME_MARGIN, _host(True)),
     Guard("dilated, peak of allocations, forward", "out", COUNT_MARGIN, _peak(DILATED, False)),
     Guard("dilated, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(DILATED, True)),
     Guard("blocks, peak of allocations, forward", "out", COUNT_MARGIN, _peak(BLOCKS, False)),
