@@ -111,8 +111,10 @@ def tile_attention(
         embedding[1:] = pooled / max(count, 1)
         embedding[0] = not pooled
         flow = embedding
+        # Made before the layers' tensors: what stays between them would keep the heap from using their places again.
+        lse = heads.new_empty(config.num_layers, config.num_heads, count + 1)
         with tempfile.TemporaryFile() as file:
-            layers = _encode(encoder, samples.pop(0), file)
+            layers = _encode(encoder, samples.pop(0), file, lse)
             for layer in reversed(range(config.num_layers)):
                 seen = _sums_of_rows(*layers[layer].read(), torch.stack((embedding, flow)), layers[layer].pattern)
                 heads[slide, layer, :, :count] = seen[0, :, 1:]
@@ -122,10 +124,10 @@ def tile_attention(
 
 
 class _Layer:
-    """The attention of one layer; its queries and keys go to a file."""
+    """The attention of one layer; its queries and keys go to a file, its lse, `(heads, tokens)`, where it is told."""
 
-    def __init__(self, pattern: Dilated, backend: str, file: IO[bytes]) -> None:
-        self.pattern, self.backend, self.file = pattern, backend, file
+    def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:
+        self.pattern, self.backend, self.file, self.lse = pattern, backend, file, lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Any = None) -> Tensor:
         self.dtype, self.shapes, self.start = q.dtype, (q.shape[1:], k.shape[1:]), self.file.tell()
@@ -133,7 +135,7 @@ class _Layer:
             for rows in x[0].split(_ROWS):
                 rows.contiguous().view(torch.uint8).cpu().numpy().tofile(self.file)
         out, lse = attention(q, k, v, self.pattern, backend=self.backend, return_lse=True)
-        self.lse = lse[0]
+        self.lse.copy_(lse[0])
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -152,13 +154,13 @@ class _Layer:
         return q, k
 
 
-def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes]) -> list[_Layer]:
+def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
     """Run the layers over one slide, the last one as far as its attention."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     layers = []
     for block in encoder.encoder.blocks:
         assert isinstance(block, TransformerBlock)
-        layers.append(_Layer(pattern, encoder.encoder.backend, file))
+        layers.append(_Layer(pattern, encoder.encoder.backend, file, lse[len(layers)]))
         if len(layers) < len(encoder.encoder.blocks):
             x = block(x, memory=layers[-1])
         else:
