@@ -148,7 +148,7 @@ class BlockLayout:
         """A dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every rate.
 
         A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
-        pattern: O(reach * len(rates)) blocks a row, every distance within a power of two. Give `reach` (default 1) or
+        pattern: O(reach * len(rates)) blocks per row, every distance within a power of two. Give `reach` (default 1) or
         `density`, which picks the reach whose density comes nearest.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)

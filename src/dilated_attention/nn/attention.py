@@ -21,7 +21,7 @@ from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
-"""Samples of one token each from which on they are more likely one sample in another layout."""
+"""From this many samples of one token each, they are more likely one sample in another layout."""
 
 
 class _Attention(nn.Module):

@@ -219,7 +219,7 @@ class NativeSparseAttention(nn.Module):
         return self._mix(x, outs)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Queries, and keys and values of each branch; turned, but for the keys that are pooled first."""
+        """Queries, and keys and values of each branch; rotated, except the keys that are pooled first."""
         sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
         q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
         if rotary is not None:

@@ -26,9 +26,9 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """The `number` most important blocks of each query, -1 where it sees fewer; none behind its own.
+    """The `number` most important blocks of each query, -1 where it sees fewer; none after its own.
 
-    own: the block that a query lies in. The last `local` blocks up to it, with `first` the first block too, come before
+    own: the block that a query lies in. The last `local` blocks up to it, and with `first` the first block, come before
     all others.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
