@@ -410,7 +410,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="write even if the folder exists")
-    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="whose it is")
+    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="whose weights")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
     parser.add_argument("--architecture", choices=architectures, help="of torchscale's model (default: recognised)")
     parser.add_argument("--heads", type=_positive, help="attention heads (default: 16, or as xPos tells)", metavar="N")

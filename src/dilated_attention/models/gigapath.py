@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): a slide's embedding from those of its tiles."""
+"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): a slide's embedding from its tiles and their places."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class NativeSparseAttention(nn.Module):
       `compress_stride`. A query sees those that end at or before it; if there are none, this branch gives 0.
     - selected: tokens j <= t of `num_selected` blocks of `block_size` tokens. The probabilities of the compressed
       branch, summed over the query heads of a key-value head, give a block its importance: each d-token piece of it
-      adds those of the compressed keys that cover it. The first block and the `local_blocks` up to t's own are always
-      taken.
+      adds the probabilities of the compressed keys that cover it. The first block and the `local_blocks` up to t's own
+      are always taken.
     - window: tokens j <= t of t's block and of those that hold a key less than `window` tokens before its first token.
     - with `pattern` a fourth: dilated attention of that pattern.
 

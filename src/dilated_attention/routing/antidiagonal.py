@@ -35,7 +35,7 @@ def antidiagonal_blocks(
 
         s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i},
 
-    the mean score along the antidiagonal of a tile of the score matrix, which crosses every column and every diagonal,
+    the mean score along the antidiagonal of a tile of scores (the antidiagonal crosses every column and diagonal),
     share(i, J) is the mean over the pieces x of query block i of the softmax of s(x, ·) over all pieces, summed over
     the pieces of J. Every query and key is read, but only 1 / stride² of the scores is formed. Tokens past the end are
     zeros.

@@ -70,7 +70,7 @@ class Candidates(BlockGrid):
         return ranked(share, self.allowed[at], self.always[at])
 
     def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
-        """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries count."""
+        """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries are used."""
         counts = counts.expand(lists.shape[:3])
         kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
         return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
