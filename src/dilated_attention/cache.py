@@ -21,7 +21,7 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 def name_of(thing: Any) -> int:
     """A number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
 
-    Tables of layouts have one, since a tensor is the same object on both sides of the dispatcher, and a layout is not.
+    Layouts are named by their tables: a tensor is the same object on both sides of the dispatcher, a layout is not.
     """
     name: int = _names.setdefault(thing, next(_numbers))
     return name
@@ -39,10 +39,10 @@ class CacheInfo(NamedTuple):
 
 
 class PlanCache:
-    """A least-recently-used cache bounded by bytes, safe under threads.
+    """A least-recently-used cache bounded by bytes, thread-safe.
 
-    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned and not
-    kept. A value used while a CUDA graph is captured is held for good, beside the limit: the graph reads its memory.
+    Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned but not
+    kept. A value used while a CUDA graph is captured is held for good, outside the limit: the graph reads its memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -106,16 +106,15 @@ class PlanCache:
 plan_cache = PlanCache(max_bytes=256 << 20)
 """Plans, layouts and their device tables, for the whole process.
 
-The triton backend's tables take about 36 bytes a token for 16 heads and four branches, forward and backward.
+The triton backend's tables take about 36 bytes per token for 16 heads and four branches, forward and backward.
 """
 
 
 def lasting(make: Callable[[], Value], device: torch.device) -> Value:
-    """`make()`, whose tensors on `device` are kept while others come and go.
+    """`make()`, with its tensors on `device` allocated outside the memory of any CUDA graph.
 
     While `torch.compile(mode="reduce-overhead")` warms up, what this thread allocates on its stream lies in the memory
-    of the graph, which writes over it when it runs. A thread of its own, on the default stream, allocates where it
-    always does.
+    of the graph, which overwrites it when it runs. A separate thread on the default stream allocates as usual.
     """
     if device.type != "cuda":
         return make()
@@ -143,6 +142,6 @@ class _Kept:
 
 
 def plan_layout(key: Hashable, make: Callable[[], Value]) -> Value:
-    """The layout that `make` gives, from the cache; `key` names all that it depends on."""
+    """The layout that `make` returns, cached; `key` names everything that the layout depends on."""
     layout: Value = plan_cache.get(("layout", key), lambda: _Kept(make())).layout
     return layout

@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0; 2 for bad input and 1 for a training that
+    """Run one command; returns its exit code: 0; 2 for bad input and 1 for training that
     diverged or results that could not be kept, with one line on stderr; 128 + n after signal n.
 
     Bad input is a ValueError or an OSError, from wherever; any other error is a fault of ours and shows where.
@@ -128,14 +128,15 @@ def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="show what dilated attention is for: recall over a long sequence, and a model of real text",
-        description="A small model learns to answer about a fact anywhere in --tokens tokens, beside the same model "
-        "with a local window, and dense attention is priced. A byte model of the Python standard library's sources is "
-        "compared with a table of order 3 and with itself on less context. At most 5 minutes on 2 CPU cores.",
+        description="A small model learns to recall a fact from anywhere in --tokens tokens; the same model with a "
+        "local window, and the cost of dense attention, are shown beside it. A byte model of the Python standard "
+        "library's sources is compared with a table of order 3 and with itself given less context. At most 5 minutes "
+        "on 2 CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
     parser.add_argument(
-        "--tokens", type=_positive, default=32768, help="in a sequence that is asked about", metavar="N"
+        "--tokens", type=_positive, default=32768, help="in a sequence to recall a fact from", metavar="N"
     )
     parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
     parser.add_argument("--seed", type=_natural, default=0, help="of weights, questions and text", metavar="N")
@@ -172,7 +173,7 @@ def _add_train(commands: Any) -> None:
     begin.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out with its options and its text; with more --steps also a finished one, whose "
+        help="continue the run in --out with its options and text; more --steps extend even a finished run, whose "
         "learning rate then follows the schedule of the larger number",
     )
     begin.add_argument("--overwrite", action="store_true", help="start anew even if --out holds a checkpoint")
@@ -187,7 +188,7 @@ def _add_train(commands: Any) -> None:
         "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
     )
     _plain(ranks, "context-parallel", _positive, 1, "processes that share each sequence; the others share the batch")
-    _plain(ranks, "timeout", _positive, 300, "seconds after which a process waits no longer for a lost one")
+    _plain(ranks, "timeout", _positive, 300, "seconds that a process waits for a lost one")
 
     model = parser.add_argument_group("model")
     _given(model, "layers", int, "num_layers", "transformer blocks")
@@ -222,7 +223,7 @@ def _plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, tex
 
 
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
-    """An option that --resume takes from the run where it is not given."""
+    """An option that --resume takes from the run if it is not given."""
     help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
     parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
 
@@ -262,7 +263,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
-    """Train; of several processes each runs this."""
+    """Train; with several processes, each of them runs this."""
     from rich.console import Console
 
     from dilated_attention.training import session
@@ -304,7 +305,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
 
 
 def _connect(options: argparse.Namespace, kept: Mapping[str, int], watch: Watch | None) -> Ranks | None:
-    """This process's place in a run of several, all started with the same options and versions; None alone."""
+    """This process's place in a run of several, all started with the same options and versions; None if alone."""
     if watch is None and options.context_parallel == 1:
         return None
     from dilated_attention.training.ranks import Ranks, require_divisor
@@ -330,8 +331,8 @@ def _onwards(out: Path) -> str:
 
 
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
-    """Say why `train` ends, in one line. A process of several ends here, without the collective goodbye that the others
-    may not answer."""
+    """Say why `train` ends, in one line. One of several processes exits here, without the collective goodbye that the
+    others may not answer."""
     print(f"dilated-attention train: error: {' '.join(problem.split())}", file=sys.stderr)
     if watch is not None:
         watch.leave(problem)
@@ -352,7 +353,7 @@ def _add_generate(commands: Any) -> None:
         type=Path,
         nargs="?",
         default=Path("runs/train"),
-        help="folder of a model, or of a run: its model, or before its end its newest checkpoint (default: runs/train)",
+        help="folder of a model or a run; an unfinished run gives its newest checkpoint (default: runs/train)",
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")
@@ -408,10 +409,10 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="even if the folder exists")
-    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="what it is of")
+    parser.add_argument("--overwrite", action="store_true", help="write even if the folder exists")
+    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="whose weights")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
-    parser.add_argument("--architecture", choices=architectures, help="of torchscale's (default: recognised)")
+    parser.add_argument("--architecture", choices=architectures, help="of torchscale's model (default: recognised)")
     parser.add_argument("--heads", type=_positive, help="attention heads (default: 16, or as xPos tells)", metavar="N")
     parser.add_argument("--segments", type=_integers, help="segment lengths (default: the released)", metavar="N,N,...")
     parser.add_argument("--rates", type=_integers, help="dilation rate of each segment length", metavar="N,N,...")
@@ -464,7 +465,7 @@ def _add_suggest(commands: Any) -> None:
     parser = commands.add_parser(
         "suggest",
         help="suggest segments and rates for a length, a number of heads and a budget",
-        description="Print a pattern of dilated branches that costs at most the budget, and why it is as it is.",
+        description="Print a pattern of dilated branches that costs at most the budget, and the reasons for it.",
     )
     parser.add_argument("--tokens", type=_positive, required=True, help="of the sequence", metavar="N")
     parser.add_argument("--heads", type=_positive, required=True, help="of keys and values", metavar="N")
@@ -475,8 +476,8 @@ def _add_suggest(commands: Any) -> None:
         help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
         metavar="X",
     )
-    parser.add_argument("--causal", action="store_true", help="no key after the query")
-    parser.add_argument("--largest-rate", type=_positive, help="of a branch (default: the heads)", metavar="N")
+    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
+    parser.add_argument("--largest-rate", type=_positive, help="of any branch (default: the heads)", metavar="N")
     parser.set_defaults(run=_suggest)
 
 

@@ -35,7 +35,7 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Differences on one random input: the greatest of an entry, and in norm over the reference's norm."""
+    """Differences on one random input: the greatest of any entry, and the norm relative to the reference's."""
 
     name: str
     greatest: float
@@ -63,7 +63,7 @@ def convert(
         tokens: of the random input; fewer where a segment that its rate does not divide would make the released code
             misplace its results.
         compat: of the model that is written.
-        overwrite: what `out` holds; without it a folder that holds anything is refused.
+        overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
         options: of `load_gigapath`, `load_longvit` or `load_torchscale`.
 
     Raises:

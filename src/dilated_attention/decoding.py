@@ -27,7 +27,7 @@ def cached_attention(
     Args:
         q: `(batch, new, heads, head_dim)`, the queries at positions seq - new to seq - 1.
         k, v: `(batch, seq, kv_heads, head_dim)`, new <= seq; any strides.
-            The head_dim of v may be another one.
+            The head_dim of v may differ.
         scale: of the scores; default 1 / sqrt(head_dim).
         sinks: as in `attention`.
 
@@ -103,7 +103,7 @@ def first_token_attention(
 def newest_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale q kᵀ) v of one token over all of some keys, but for the `hidden` ones; 0 where there are none.
+    """softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones; 0 where none is left.
 
     q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
     divides heads.
@@ -121,10 +121,10 @@ def newest_attention(
 def listed_attention(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int = 1, *, scale: float | None = None
 ) -> Tensor:
-    """The last row of causal attention over the blocks of keys that it chose: softmax(scale q·k) v over their tokens.
+    """The last row of causal attention over the key blocks chosen for it: softmax(scale q·k) v over their tokens.
 
     Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -1:]` where the layout's last row lists
-    these blocks. Reads those keys and values alone. Plain differentiable operations.
+    these blocks. Reads only their keys and values. Plain differentiable operations.
 
     Args:
         q: `(batch, 1, heads, head_dim)`, the query of the newest token.

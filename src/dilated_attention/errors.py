@@ -14,11 +14,11 @@ class BackendError(UnsupportedError):
 
 
 class ContextParallelError(RuntimeError):
-    """An exchange between ranks failed. The group is not used again; the message names rank, place and plan."""
+    """An exchange between ranks failed. The group cannot be used again; the message names rank, place and plan."""
 
 
 class MissingPackageError(ImportError):
-    """A package of the extra `cli` is not installed, which commands and pictures need; the message says the remedy."""
+    """A package of the extra `cli`, which commands and pictures need, is missing; the message says what to install."""
 
 
 def require(*packages: str) -> None:

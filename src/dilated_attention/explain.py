@@ -26,12 +26,12 @@ class Explanation:
         backend, reason: the backend that would serve the call, and why.
         refusals: why each other backend would not.
         groups: the strided groups of the plan, in order of execution.
-        flops: of the forward: 4 head_dim a score entry. Of several ranks' calls, flops and bytes are those of the
-            groups before block layouts thin them out.
-        bytes: that the forward must move at least in the device's memory: rows of q, k and v read, and of out and lse
-            read and written, per group, or per call inside a layout.
-        calls: inside the block layout of each number of tokens that a segment has, what the native backend runs.
-        transport: with a mesh, how rows travel, why, and why not otherwise.
+        flops: of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes count the groups before
+            block layouts thin them out.
+        bytes: the least that the forward must move in the device's memory: rows of q, k and v read, rows of out and
+            lse read and written, per group, or per call inside a layout.
+        calls: for each number of tokens in a segment, what the native backend runs inside the layout of that many.
+        transport: with a mesh, how rows travel between ranks, why, and why no other way.
         exchange: with a mesh, what this rank sends and receives.
         unserved: a line for each branch in which some tokens take part for no head.
     """
@@ -90,10 +90,10 @@ def explain(
     compat: str | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
-    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors serve as well.
+    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors will do.
 
     Takes the options of `attention`, and `compat` as `dilated_attention` does. With a mesh the groups are this rank's,
-    over its own rows and over those that it receives.
+    over its own rows and the rows that it receives.
     """
     if compat is not None:
         if not isinstance(pattern, Dilated):

@@ -44,7 +44,7 @@ def attention(
     transport: str = "auto",
     layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of a pattern: one softmax over the keys that it shows, counted with multiplicity.
+    """Exact attention over a pattern: one softmax over the keys that the pattern shows, counted with multiplicity.
 
     With c(i, j) the number of times that the pattern shows key j to query i (causal: keys j <= i only) and
     s = scale q kᵀ,
@@ -56,43 +56,43 @@ def attention(
     Args:
         q: `(batch, seq, heads, head_dim)`; float64, float32, bfloat16 or float16; any strides.
         k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads key-value head
-            h // (heads // kv_heads) and has its offset. The head_dim of v may be another one; what is shorter is then
-            filled with zeros, so that a call costs what it costs with the longer one.
+            h // (heads // kv_heads) and takes that head's offset. The head_dim of v may differ: the shorter of the two
+            is then padded with zeros, and the call costs as much as with the longer.
         pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
         is_causal: a query sees no key after itself.
-        scale: of the scores, any finite number; default 1 / sqrt(head_dim).
-        dropout_p: probability that a weight of the softmax is dropped, the others being divided by 1 - dropout_p; lse
-            is that of all. Drawn by torch's generator of q's device, so that `torch.manual_seed` reproduces it: one
-            number a call, from which every backend derives the same choice for (sample, query head, query, key). The
-            native backend then computes by plain products in single precision, in chunks of bounded memory, since the
-            fused operators have no dropout that others could repeat: slower than without dropout.
-        sinks: `(heads,)` logits: exp(sinks_h) is one more term of the denominator of out, with no value, so that a head
-            may attend to nothing. lse is without it. Learned: differentiable.
-        lengths: `(batch,)` integers: each sample ends there; rows after it give out 0, lse -inf and influence nothing.
-        cu_seqlens: `(samples + 1,)` integers from 0 to seq: samples packed one after another, batch 1, each with a
-            segment grid that starts at its own first token.
-        key_padding_mask: `(batch, seq)` bool, True: no query sees the key (as in `nn.MultiheadAttention`), which
-            may hold anything, NaN included.
+        scale: factor of the scores, any finite number; default 1 / sqrt(head_dim).
+        dropout_p: probability that a softmax weight is dropped; the others are divided by 1 - dropout_p. lse counts all
+            keys, dropped or not. Each call draws one number from torch's generator for q's device, so that
+            `torch.manual_seed` reproduces it; from this number every backend derives the same choice for (sample, query
+            head, query, key). No other backend could repeat the dropout of the fused operators, so the native backend
+            then uses plain products in single precision, in chunks of bounded memory: slower than without dropout.
+        sinks: `(heads,)` logits: exp(sinks_h) is added to the denominator of out, with no value, so that a head may
+            attend to nothing. lse leaves it out. Differentiable, so it can be learned.
+        lengths: `(batch,)` integers, the tokens of each sample; later rows get out 0, lse -inf and influence nothing.
+        cu_seqlens: `(samples + 1,)` integers from 0 to seq: the edges of samples packed one after another, batch 1.
+            Each sample's segment grid starts at its own first token.
+        key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). A
+            hidden key may hold anything, NaN included.
         return_lse: also return lse.
         backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, for AVX-512), `"triton"`
-            (kernels for GPUs, unmeasured on one yet), `"flash"` (FlashAttention, where it is installed; no masks but
-            the causal one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
-        mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously:
+            (GPU kernels, not yet measured on one), `"flash"` (FlashAttention, if installed; no mask except the causal
+            one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
+        mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously.
             q, k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
-            result is that of one device. lengths and cu_seqlens stay global.
+            results equal those on one device. lengths and cu_seqlens stay global.
         seq_len: the global length; default: equal shards, q's length times the number of ranks.
         transport: how rows travel between ranks: `"exchange"`, `"doubling"`, `"ring"`, `"all_gather"`, `"ulysses"`, or
-            `"auto"`: see `explain` for what it takes and why.
+            `"auto"`, whose choice `explain` reports with its reason.
         head_offset: global index of the first key-value head of these tensors (tensor parallelism).
-        layer: the name of the calling layer, for errors of a mesh.
+        layer: the calling layer's name, for error messages over a mesh.
 
     Returns:
-        out, as q with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
+        out, like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
         float64), natural logarithm, differentiable.
 
     Raises:
-        ValueError: naming the argument, its value and what would be right; with a mesh on every rank.
-        ContextParallelError: a rank was lost, or sent what it should not have; the group is not used again.
+        ValueError: names the argument, its value and what would be right; over a mesh, every rank raises it.
+        ContextParallelError: a rank was lost, or sent something unexpected; the group cannot be used again.
     """
     q, k, v = as_autocast(q, k, v)
     try:
@@ -146,13 +146,13 @@ def dilated_attention(
 
     Branch (w, r) lets token p take part for head h iff (p mod w) mod r == o(h); a query that takes part sees the keys
     of its segment p // w that take part (causal: keys j <= p). A query that no branch covers gets out 0, lse -inf and
-    gradient 0. The definition is LongNet's (arXiv:2307.02486), without its released code's padding keys and cut
-    gradient.
+    gradient 0. The definition is LongNet's (arXiv:2307.02486), without the padding keys and the cut gradient of the
+    released code.
 
     Args:
         segment_lengths, dilation_rates, offsets, head_groups, compat: the pattern, as in `Dilated`.
 
-    All else as in `attention`.
+    Everything else is as in `attention`.
     """
     pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)  # type: ignore[arg-type]
     return attention(q, k, v, pattern, **options)
@@ -162,14 +162,14 @@ def dilated_attention(
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, **options: Unpack[CallOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Block-sparse attention: one softmax a row over all keys of the key blocks that the layout lists for it.
+    """Block-sparse attention: for each query, one softmax over all keys in the blocks that the layout lists for it.
 
     A query whose block lists nothing gets out 0, lse -inf and gradient 0. Arguments and returns as in `attention`, and:
 
     Args:
-        layout: for q's length, with lists that all heads share, one a query head or one a key-value head, shared by the
-            batch or one an element. With `lengths` or `cu_seqlens` each sample has the lists for its first tokens.
-        is_causal: blocks above the diagonal are left out, those that it cuts are masked by token.
+        layout: made for q's length. Its lists may be shared or differ by query head or key-value head, and by batch
+            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the layout of the first n.
+        is_causal: blocks above the diagonal are left out; blocks that it cuts are masked by token.
     """
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}")

@@ -1,7 +1,8 @@
 """Patterns: what attends to what, as small frozen values that know no length, device or tensor.
 
 A pattern's heads are the heads of k and v. With grouped queries, query head h has the offset of the key-value head
-that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows one strided set of rows whoever asks.
+that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows all its query heads the same strided
+rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Dilated:
-    """Dilated attention: a union of branches (w, r) whose softmax runs over all their keys, counted with multiplicity.
+    """Dilated attention: a union of branches (w, r), with one softmax over all their keys, counted with multiplicity.
 
     In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A query that
     takes part sees the keys of its segment that take part. With c(i, j) the number of branches that show key j to
@@ -60,11 +61,11 @@ class Dilated:
         head_groups: cut the heads into one contiguous run per branch (the first num_heads mod branches runs are one
             head larger); run i uses branch i alone, at offset i mod r_i. Rows that take no part give out 0, lse -inf.
         compat: `"torchscale"`: the forward of released torchscale, GigaPath and LongViT checkpoints. Offsets `"head"`
-            mean `"head_block"`; and when not causal, a query also sees the zero keys that pad its segment to a multiple
-            of the rate. The gradient is the true one of that forward.
+            then mean `"head_block"`, and unless causal, a query also sees the zero keys that pad its segment to a
+            multiple of the rate. The gradient is the true gradient of that forward.
 
     Attributes:
-        reasons: why `suggest_pattern` gave it, which `print` shows; no part of the value.
+        reasons: why `suggest_pattern` chose this pattern; `print` shows them. Not part of the value.
     """
 
     reasons: ClassVar[tuple[str, ...]] = ()
@@ -122,7 +123,7 @@ class Dilated:
         """The offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the table is that of heads head_offset to head_offset + num_heads of a larger module.
+            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module.
 
         Raises ValueError where the pattern does not fit the heads, or where a branch could never show any token.
         """
@@ -169,7 +170,7 @@ class Dilated:
         return tuple(table)
 
     def branches(self, num_heads: int, head_offset: int = 0) -> Branches:
-        """The pattern in normal form, for so many key-value heads; arguments and errors as those of `offset_table`."""
+        """The pattern in normal form for num_heads key-value heads; arguments and errors as in `offset_table`."""
         if torch.compiler.is_compiling():  # a cache cannot be traced
             return _branches(self, num_heads, head_offset)
         return _kept_branches(self, num_heads, head_offset)
@@ -181,7 +182,7 @@ class Dilated:
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
 
-        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
@@ -201,14 +202,14 @@ class Dilated:
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
-        """Of each branch, how many residues modulo its rate no head serves: their tokens take no part in the branch."""
+        """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
     def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
-            num_heads: heads of k and v; default: as many as `head` needs to exist, at least one per branch.
+            num_heads: heads of k and v; default: just enough for `head` to exist, at least one per branch.
         """
         return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
 
@@ -230,7 +231,7 @@ def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
 
 
 def describe_unserved(branches: Branches) -> tuple[str, ...]:
-    """A line for each branch of which some tokens take part for no head."""
+    """A line for each branch in which some tokens take part for no head."""
     return tuple(
         f"residues that no head serves: {count} of {min(segment, rate)} in branch ({segment}, {rate})"
         for count, segment, rate in _unserved(branches)
@@ -239,7 +240,7 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """The layout for `length` tokens; what a callable gives is kept in `plan_cache` while the callable lives."""
+    """The layout for `length` tokens; `plan_cache` keeps what a callable returns for as long as the callable lives."""
     if isinstance(layout, BlockLayout):
         return layout
 
@@ -257,13 +258,12 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
 class Product:
     """Block sparsity inside dilated subsequences: a query sees the keys that both its branch and the layout show.
 
-    The tokens of a segment that take part, numbered from 0 in each segment, are the sequence that the layout cuts into
-    blocks.
+    Within each segment, the tokens that take part are numbered from 0, and the layout cuts this sequence into blocks.
 
     Args:
-        layout: a `BlockLayout`, where all segments of all branches have as many tokens as it has, or a callable that
-            gives the layout for n tokens, always the same for the same n: it is kept. It may have lists per query
-            head, not per batch element.
+        layout: a `BlockLayout`, if its length is the number of tokens that take part in every segment of every branch;
+            or a callable that returns the layout for n tokens, always the same for the same n, since it is cached. It
+            may have lists per query head, not per batch element.
     """
 
     dilated: Dilated
@@ -296,10 +296,10 @@ class Product:
     def coverage(self, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> Tensor:
         """How many keys each token of each query head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
 
-        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
 
         Args:
-            num_kv_heads: heads of k and v, which have the offsets; default: num_heads.
+            num_kv_heads: heads of k and v, which the offsets belong to; default: num_heads.
         """
         keys = self._seen(seq_len, num_heads, num_kv_heads, False)
         warn_of_blind(keys, "A branch of dilation rate 1, with a layout without empty rows, covers every token")
@@ -315,7 +315,7 @@ class Product:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
-            num_heads: heads, as many of k and v; default: as many as `head` needs to exist.
+            num_heads: heads of q and as many of k and v; default: just enough for `head` to exist.
         """
         return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
 

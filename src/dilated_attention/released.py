@@ -3,8 +3,8 @@
 No model uses it. It does what the released modules do, step by step, on their own state_dict: for each branch the
 sequence is padded with zeros to whole segments and these to whole dilated rows, the rows of every head are gathered
 into a copy, attended, scattered into a dense zero tensor, and the dense results of all branches are mixed by the
-softmax of their logsumexps. Only the flash-attention call, which has no CPU and no float32, is replaced, by PyTorch's
-fused operator. tests/test_released.py holds it against recorded outputs of the released code itself.
+softmax of their logsumexps. Only the flash-attention call, which supports neither CPU nor float32, is replaced, by
+PyTorch's fused operator. tests/test_released.py compares it with recorded outputs of the released code itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _scatter(out: Tensor, lse: Tensor, batch: int, seq: int, rate: int) -> tuple
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, options: Attention) -> Tensor:
-    """Mixed dilated attention of (batch, seq, heads, dim); (batch, seq, heads x dim)."""
+    """Mixed dilated attention: (batch, seq, heads, dim) to (batch, seq, heads x dim)."""
     batch, seq, heads, dim = q.shape
     outs, lses = [], []
     for segment, rate in zip(options.segment_lengths, options.dilation_rates, strict=True):

@@ -9,11 +9,11 @@ known to transformers, so that the model loads dilated; where it is not imported
 that names the unknown implementation.
 
 The segment grid counts the tokens that `attention_mask` keeps: wherever a sample's padding lies, its tokens get what
-they get alone. Padding rows get 0.
+they would get without it. Padding rows get 0.
 
-transformers asks an implementation for two functions. Its mask function says which keys a query may see; ours gives no
-tensor over pairs but a `Visibility`, which the attention function reads. A mask that is not plainly causal or plainly
-bidirectional cannot be said so, and is refused.
+transformers asks an implementation for two functions. The mask function says which keys a query may see; ours returns
+no tensor over pairs but a `Visibility`, which the attention function reads. A mask that is neither plainly causal nor
+plainly bidirectional cannot be expressed this way, and is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = {
     "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-"""What models hand to every attention function and what does not bear on attention."""
+"""Arguments that models pass to every attention function and that do not affect attention."""
 
 _NO_WINDOWS = (
     "a window and segments contradict each other; make the model from a configuration without windows: with "
@@ -65,10 +65,10 @@ class Visibility:
 
     Attributes:
         is_causal: a query sees no later key.
-        past, new: tokens in the cache, and of this call.
-        lengths: `(batch,)`, real tokens a sample; None: all are real, or `samples` says.
-        order: `(batch, new)`, a permutation that puts the real tokens of each sample first; None: they are.
-        samples: with a cache and padding, per sample: which of the new tokens are real, which of all.
+        past, new: tokens in the cache, and tokens of this call.
+        lengths: `(batch,)`, real tokens per sample; None: all are real, or `samples` says which.
+        order: `(batch, new)`, a permutation that puts the real tokens of each sample first; None: they come first.
+        samples: with a cache and padding, for each sample: which of the new tokens are real, and which of all tokens.
     """
 
     is_causal: bool
@@ -83,8 +83,8 @@ class _Pattern:
     """`config.dilated_attention` of every transformers configuration: the options of the pattern, a dict.
 
     Setting it, which reading a file does too, asks for dilated attention unless another implementation was asked for
-    by name. The request is written beside the options, where transformers reads it; it drops it there, so that without
-    this attribute a model that was loaded and saved again would be dense.
+    by name. The request is written beside the options, where transformers reads it. Since transformers then drops it,
+    a model that was loaded and saved again would be dense without this attribute.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -139,8 +139,8 @@ def dilate(
         backend: as in `dilated_attention`.
 
     Raises:
-        ValueError: before anything is changed, for a pattern that is none, and for a model that does not call
-            transformers' attention interface, caps its scores, or has windows.
+        ValueError: before anything is changed, for an invalid pattern, and for a model that does not call transformers'
+            attention interface, caps its scores, or has windows.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -170,9 +170,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     """Let a transformers model take `length` tokens, in place; returns the model. Call it before the optimizer is made.
 
     Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: place p gets what was trained for p modulo their
-    number, so that neighbours are told apart as before (Longformer, arXiv:2004.05150, does so). Rotary positions need
-    no table: `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is.
-    Either way the model is to be fine-tuned at the new length.
+    number, so that neighbours differ as before (as in Longformer, arXiv:2004.05150). Rotary positions need no table:
+    `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is. Either way,
+    fine-tune the model at the new length.
 
     Raises ValueError, before anything is changed, for a model that has neither, and for a length that is not larger.
     """
@@ -295,9 +295,9 @@ def visibility(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Visibility | UnsupportedError:
-    """The mask function: arguments as transformers' `sdpa_mask`, refusing what dilated attention does not honour.
+    """The mask function: takes the arguments of transformers' `sdpa_mask`, and refuses what we cannot honour.
 
-    Some models make masks for kinds of layers that they do not have. So a window is refused by the layer that gets it.
+    Some models make masks for kinds of layers that they do not have, so it is the layer given a window that refuses it.
     """
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):

@@ -22,10 +22,10 @@ def convert_attention(
     backend: str = "auto",
     choose: Callable[[str, nn.MultiheadAttention], bool] | None = None,
 ) -> list[str]:
-    """Replace the self-attention of a model, `nn.MultiheadAttention`, by `MultiheadDilatedAttention`, in place.
+    """Replace a model's self-attention, `nn.MultiheadAttention`, with `MultiheadDilatedAttention`, in place.
 
-    The parameters stay the same objects: an optimizer keeps working, and state_dict its keys. Then `forward` gives
-    weights only where it is called with need_weights=True.
+    The parameters stay the same objects: an optimizer keeps working, and the state_dict keeps its keys. Afterwards
+    `forward` returns weights only when called with need_weights=True.
 
     Args:
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
@@ -36,7 +36,7 @@ def convert_attention(
         The names of the replaced modules.
 
     Raises:
-        ValueError: before anything is replaced, naming the module that cannot be, or that there is none.
+        ValueError: before anything is replaced; names the module that cannot be, or says that there is none.
     """
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError(

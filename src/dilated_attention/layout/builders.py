@@ -1,4 +1,4 @@
-"""Patterns of blocks: for each query block the intervals of keys that a rule over tokens shows it.
+"""Block patterns: for each query block, the intervals of keys that a rule over tokens shows.
 
 **Rounding.** A block is active iff the rule holds for at least one of its (query, key) pairs (causal: a pair with key
 <= query); an active block shows all its pairs. Time and memory are O(active blocks): no dense mask is made.

@@ -195,7 +195,7 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
 
 
 def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Lists sorted by row -> int32 (counts, entries) as wide as the longest list, zero behind its end."""
+    """Lists sorted by row -> int32 (counts, entries) as wide as the longest list, filled up with zeros."""
     counts = torch.bincount(row, minlength=math.prod(shape))
     entries = torch.zeros(counts.numel(), max(1, int(counts.max())), dtype=torch.int32, device=row.device)
     entries[row, torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]] = column.int()

@@ -94,7 +94,7 @@ def row_offsets(counts: Tensor) -> Tensor:
 
 
 def rows_of(counts: Tensor, entries: int) -> Tensor:
-    """The row of each of so many entries, given the number of entries in each row."""
+    """The row of each of `entries` entries, given the number of entries in each row."""
     row = torch.arange(counts.numel(), device=counts.device)
     return torch.repeat_interleave(row, counts.flatten(), output_size=entries)
 

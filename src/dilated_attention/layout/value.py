@@ -2,8 +2,8 @@
 
 A layout cuts a sequence of N tokens into query blocks of `q_block` and key blocks of `k_block` tokens (the last ones
 may be partial) and stores, as compressed sparse rows, the key blocks of each query block. Query i sees key j iff block
-j // k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block without a list is legal: its
-queries give out 0 and lse -inf.
+j // k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block may have an empty list: its
+queries get out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BlockLayout:
     indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR of batch * heads * query
     blocks rows. indices: int64 `(blocks,)`, key blocks, strictly ascending within a row.
 
-    The constructor checks form only. `from_indices` and `from_mask` take lists from elsewhere and check their content.
+    The constructor checks dtypes and shapes only; `from_indices` and `from_mask` check the content of the lists too.
     """
 
     indptr: Tensor
@@ -128,8 +128,8 @@ class BlockLayout:
     def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
         """Query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse Transformer.
 
-        A stride of s blocks activates every s-th block; one that no block divides touches two blocks a period, and one
-        below a block touches all.
+        A stride of s whole blocks activates every s-th block; a stride that is no multiple of the block size touches
+        two blocks per period, and a stride shorter than a block touches all.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.strided(grid, stride))
@@ -148,7 +148,7 @@ class BlockLayout:
         """A dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every rate.
 
         A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
-        pattern: O(reach * len(rates)) blocks a row, every distance within a power of two. Give `reach` (default 1) or
+        pattern: O(reach * len(rates)) blocks per row, every distance within a power of two. Give `reach` (default 1) or
         `density`, which picks the reach whose density comes nearest.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
@@ -165,8 +165,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """Query i sees key j iff some level (stride, window), in tokens, has j mod stride == 0 and |i - j| < window.
 
-        Levels go fine to coarse: strides and windows ascend; a window of None reaches over the whole sequence. Near
-        keys are all seen, farther ones through the blocks that hold a multiple of a coarser stride.
+        Levels go fine to coarse: strides and windows ascend; a window of None reaches over the whole sequence. All near
+        keys are seen, and farther away the blocks that hold a multiple of a coarser stride.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.hierarchical(grid, levels))
@@ -251,15 +251,15 @@ class BlockLayout:
     ) -> BlockLayout:
         """From what an indexer chose: row i of `indices` names the key blocks that query block i sees, -1 for none.
 
-        The order within a row does not matter, and a block that is named twice is seen once. Rows may be of any
-        content, chosen by query, so a query block has one token by default.
+        The order within a row does not matter, and a block that is named twice is seen once. An indexer chooses for
+        each query, so a query block is one token by default.
 
         Args:
             indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or
                 `(batch, heads, query blocks, k)`; heads of q, or of k and v.
             block_size: tokens of a key block; or a pair (q_block, k_block).
-            seq_len: where the last query block is partial.
-            is_causal: then no row may name a block that lies wholly behind its queries; -1 in its place.
+            seq_len: needed if the last query block is partial.
+            is_causal: no row may then name a block that lies wholly after its queries; put -1 in its place.
         """
         return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
 
@@ -306,12 +306,12 @@ class BlockLayout:
 
     @cached_property
     def key(self) -> Hashable:
-        """Stands for this layout in caches. Equal layouts that were made apart have different keys."""
+        """Stands for this layout in caches. Equal layouts that were made separately have different keys."""
         return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
     def density(self) -> float:
-        """Active blocks over those that dense attention (causal: dense causal attention) computes."""
+        """Active blocks as a share of those that dense attention (causal: dense causal attention) computes."""
         return self.nnz / (int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
 
     @cached_property
@@ -371,7 +371,7 @@ class BlockLayout:
         """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
         `(batch, num_heads, seq_len)`.
 
-        Warns, naming how many, when some tokens of some heads see no key at all: their output is 0.
+        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
         self.check(self.batch_size, seq_len, num_heads)
         keys = self.seen.expand(-1, num_heads, -1)
@@ -381,7 +381,7 @@ class BlockLayout:
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
 
-        Of one batch element; of all of them where they have lists of their own.
+        For one batch element, or for all of them if each has its own lists.
         """
         self.check(self.batch_size, seq_len, num_heads)
         layout = self.causal() if is_causal else self
@@ -390,7 +390,7 @@ class BlockLayout:
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
         """Raise unless the layout fits tensors of this batch size, length and number of heads.
 
-        Lists for each of fewer KV heads serve the group of query heads that share the KV head.
+        With one list per KV head, all query heads that share a KV head use its list.
         """
         if seq_len != self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length")
@@ -402,7 +402,7 @@ class BlockLayout:
             )
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        """This layout with its tables on `device`. Calls need no copy made ahead: they keep one in `plan_cache`."""
+        """This layout with its tables on `device`. Not needed before a call, which keeps a copy in `plan_cache`."""
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
@@ -423,7 +423,7 @@ class BlockLayout:
         return replace(self, indptr=start, indices=self.indices[entry])
 
     def for_heads(self, num_heads: int) -> BlockLayout:
-        """With a list for each of `num_heads` query heads, where it has one for each of fewer key-value heads."""
+        """This layout for `num_heads` query heads: each list per key-value head is repeated for its query heads."""
         if self.num_heads in (1, num_heads):
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
@@ -442,7 +442,7 @@ class BlockLayout:
     # ---- algebra
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """Blocks of either. Both are causal or neither: a block cannot be masked for one and whole for the other."""
+        """Blocks of either. Both must be causal or neither: no block can be masked for one and whole for the other."""
         if not isinstance(other, BlockLayout):
             return NotImplemented
         if self.is_causal != other.is_causal:
@@ -465,7 +465,7 @@ class BlockLayout:
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
-        """Keys no later than the query: blocks wholly above the diagonal go, those it cuts are masked by token."""
+        """Without later keys: blocks wholly above the diagonal are dropped, blocks that it cuts are masked by token."""
         if self.is_causal:
             return self
         keep = ~self.grid.above(self.row, self.indices)
@@ -519,8 +519,8 @@ class BlockLayout:
     def to_torch_sparse(self) -> Tensor:
         """The blocks as a `torch.sparse_bsr` tensor of ones, `([batch, heads,] q_block * rows, k_block * columns)`.
 
-        It carries whole blocks: neither the causal triangle nor the length of a partial last block. The values are one
-        element expanded. BSR has one list length for a whole batch, so lists of unequal total length are refused.
+        It holds whole blocks: the causal triangle and the length of a partial last block are lost. The values are one
+        element, expanded. BSR has one list length for a whole batch, so lists of unequal total length are refused.
         """
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 

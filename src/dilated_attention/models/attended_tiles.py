@@ -27,13 +27,13 @@ _ROWS = 2048  # tokens that are written at a time
 
 @dataclass(frozen=True, eq=False)
 class TileAttention:
-    """What `tile_attention` gives. Entries of padding are 0.
+    """What `tile_attention` returns. Entries of padding are 0.
 
     Attributes:
-        heads: `(batch, layers, heads, tiles)`: in each layer, by each head, how much of the attention of the slide's
-            embedding goes to the tile.
-        rolled_up: `(batch, tiles)`: through all layers. What is missing from 1 stayed at the cls token, or went to the
-            padding that `compat="torchscale"` attends.
+        heads: `(batch, layers, heads, tiles)`: how much of the slide embedding's attention goes to each tile, by layer
+            and head.
+        rolled_up: `(batch, tiles)`: the same through all layers. What is missing from 1 stayed at the cls token, or
+            went to the padding that `compat="torchscale"` attends.
         coords: `(batch, tiles, 2)`, as given.
         lengths: tiles of each slide.
     """
@@ -46,11 +46,11 @@ class TileAttention:
     def plot(
         self, slide: int = 0, *, layer: int | None = None, head: int | None = None, ax: Axes | None = None
     ) -> Axes:
-        """Draw one slide's tiles at their places, brighter the more they are attended, in colours that print in grey.
+        """Draw one slide's tiles at their places, brighter for more attention, in colours that also work in grey.
 
         Args:
-            layer: of this layer; None: rolled up.
-            head: of this head of the layer; None: the mean over heads.
+            layer: draw this layer's attention; None: rolled up.
+            head: draw this head of the layer; None: the mean over heads.
         """
         if layer is None and head is not None:
             raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
@@ -76,13 +76,13 @@ def tile_attention(
 ) -> TileAttention:
     """How much a slide's embedding attends to each tile: exact, in memory linear in the tiles.
 
-    With P_l,h the attention probabilities of head h in layer l, over the cls token and the tiles, and u what the
-    embedding is made of (the cls token alone; with global_pool 1 / tiles of each tile), a layer's row is uᵀ P_l,h.
-    Rolled up (Abnar and Zuidema 2020, arXiv:2005.00928) is uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) / 2:
-    the half is the residual path. No P is formed: the rows are summed up from the log-sum-exp of the forward.
+    With P_l,h the attention probabilities of head h in layer l, over the cls token and the tiles, and u the weight of
+    each in the embedding (1 for the cls token; with global_pool 1 / tiles for each tile), `heads` holds uᵀ P_l,h, and
+    `rolled_up` (Abnar and Zuidema 2020, arXiv:2005.00928) uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) / 2,
+    where I stands for the residual path. No P is formed: its rows are summed from the log-sum-exp of the forward.
 
     Queries and keys of all layers are kept in a temporary file, 2 x layers x tiles x embed_dim numbers (in the folder
-    that TMPDIR names), so that the number of layers does not enter the memory; the time is that of one encoding, and of
+    that TMPDIR names), so that memory does not grow with the number of layers; the time is that of one encoding, plus
     one more attention in each layer.
 
     Args:
@@ -171,7 +171,7 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
 def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
     """weights @ P of every head, `(sums, heads, tokens)`: the rows of P = exp(q kᵀ), weighted and added.
 
-    Where keys ask queries for the weights, the numerator of that softmax is the sum: what a key sees is what sees it.
+    With keys and queries exchanged and the weights as values, the sum is the numerator of the softmax.
 
     Args:
         q, k: `(tokens, heads, head_dim)`.

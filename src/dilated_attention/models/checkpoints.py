@@ -43,10 +43,10 @@ PICKLE_ERRORS = (
 def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a state_dict, of a safetensors file, or of a file of `torch.save`, read with `weights_only`.
 
-    A state_dict that is an entry `model` (`state_dict`, `module`, ...) of the file is taken from there.
+    If the file holds the state_dict under an entry such as `model`, `state_dict` or `module`, it is taken from there.
 
     Args:
-        prefix: of a larger model's tensors take those whose names begin so, without it: `"LongNet_encoder."`.
+        prefix: take only the tensors whose names begin with it, and strip it from them: `"LongNet_encoder."`.
 
     Raises:
         ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors; nothing begins
@@ -151,23 +151,24 @@ def load_torchscale(
 ) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
     """A model with the weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both.
 
-    Widths, layers, sub-LN and xPos are read from the weights. Pre-norm and gelu, torchscale's defaults, are what is
-    computed; a checkpoint without sub-LN and without a final norm is taken for post-norm, and refused.
+    Widths, layers, sub-LN and xPos are read from the weights. The model computes pre-norm and gelu, torchscale's
+    defaults; a checkpoint with neither sub-LN nor a final norm is taken to be post-norm, and refused.
 
     Args:
         source: a state_dict, or a path to a safetensors file or one of `torch.save`.
-        segment_lengths, dilation_rates: `segment_length` and `dilated_ratio` of its arguments, which no weight tells.
-        num_heads: of attention; with xPos the weights tell.
-        architecture: None: recognised: names under `encoder.` and `decoder.` are an encoder-decoder, embed_tokens with
-            output_projection a decoder (name an encoder that has both), other layers an encoder.
+        segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which no weight tells.
+        num_heads: of attention; with xPos, read from the weights.
+        architecture: None: recognised. Names under `encoder.` and `decoder.` mean an encoder-decoder, embed_tokens with
+            output_projection a decoder (give `"encoder"` for an encoder that has both), other layers an encoder.
         compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
             None: the corrected ones, exact attention with the offsets that the weights were trained with.
         norm_eps: of its LayerNorms.
-        prefix: where the weights are part of a larger model's: what their names begin with, as `"LongNet_encoder."`.
-        surplus: `"warn"`: leave names that the model has no place for, with a warning.
+        prefix: what the names begin with if the weights are part of a larger model's, such as `"LongNet_encoder."`.
+        surplus: `"warn"`: skip weights that the model has no place for, with a warning.
 
     Raises:
-        ValueError: a damaged file, or anything but tensors; or names missing, surplus, of other shapes, all listed.
+        ValueError: a damaged file, or anything but tensors; or weights missing, surplus or of the wrong shape, all
+            listed.
     """
     tensors, pattern = read_checkpoint(source, prefix), _pattern(segment_lengths, dilation_rates)
     if architecture not in (*ARCHITECTURES, None):
@@ -218,8 +219,8 @@ def load_gigapath(
 ) -> GigaPathSlideEncoder:
     """Prov-GigaPath's slide encoder (`slide_encoder.pth`) of any width; the rest as in `load_torchscale`.
 
-    The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. A fixed
-    table of positions in the file is checked by its shape alone and left: it is computed.
+    The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. Of a fixed
+    table of positions in the file only the shape is checked: the model computes its own.
     """
     tensors = read_checkpoint(source, prefix)
     taken = _Taken(tensors, not isinstance(source, Mapping))
@@ -261,7 +262,7 @@ def load_longvit(
     """torchscale's LongViT, pretrained or with a classifier; the rest as in `load_torchscale`.
 
     Args:
-        segment_lengths: None: the released ones of the image size that the weights' positions are for.
+        segment_lengths: None: those released for the image size that the weights' positions fit.
     """
     tensors = _without_prefix(read_checkpoint(source, prefix))
     taken = _Taken(tensors, not isinstance(source, Mapping))

@@ -20,7 +20,7 @@ class Configuration:
 
     nested: ClassVar[Mapping[str, Any]] = {}
     newer: ClassVar[frozenset[str]] = frozenset()
-    """Fields that files of earlier versions lack: their defaults are what was meant then."""
+    """Fields that files of earlier versions lack; their defaults say what those versions did."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def to_json(self) -> str:
@@ -116,7 +116,7 @@ class LongNetConfig(Configuration):
     The defaults are a small plain language model; `LongNetConfig.preset("longnet-base")` is the paper's.
 
     Attributes:
-        vocab_size: number of token ids, 256 for bytes; None: no embedding, the input is vectors.
+        vocab_size: number of token ids, 256 for bytes; None: no embedding, the inputs are vectors.
         num_kv_heads: heads of k and v (grouped queries); None = num_heads.
         mlp_dim: width inside the MLP; None = 4 embed_dim.
         pattern: which tokens attend to which; None = dense attention.

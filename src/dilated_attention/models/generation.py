@@ -1,7 +1,7 @@
 """Generation: a cache of the keys and values that later tokens can still see, and sampling.
 
 In branch (w, r) a token at p is seen by later tokens of its segment p // w alone, and only where it takes part, p mod w
-mod r == o(h). So a branch needs ceil(w / r) rows a key-value head, whatever the length: row (p mod w) // r holds the
+mod r == o(h). So a branch needs ceil(w / r) rows per key-value head, whatever the length: row (p mod w) // r holds the
 token at p, a new segment overwrites the last one, and the number of rows in use follows from p. A token's attention is
 the merge of its branches' partial results over these rows; its cost is bounded by sum w / r, at any position.
 """
@@ -189,7 +189,7 @@ class KeyValueCache:
         self.origins = torch.tensor([n // 2 for n in lengths], device=self.device)[:, None]  # as in the forward
 
     def end(self, lengths: Sequence[int]) -> None:
-        """The layers have been called: so many tokens more."""
+        """The layers have been called: each sample has this many more tokens."""
         self.spans = None
         self.positions = [a + b for a, b in zip(self.positions, lengths, strict=True)]
 
@@ -207,7 +207,7 @@ class KeyValueCache:
         return positions
 
     def move(self, distances: Sequence[int]) -> None:
-        """Count xPos of each sample's keys from an origin that lies so many tokens later."""
+        """Count xPos of each sample's keys from an origin that lies `distances` tokens later."""
         rotary = self.config.rotary
         if rotary is None or rotary.scale_base is None or not any(distances):
             return
@@ -280,9 +280,9 @@ def stream(
     """New tokens, one of every sample at a time, as soon as they are drawn.
 
     Args:
-        decode: `LongNetLM.decode`, which gives the logits behind a token.
-        first, cache: of `LongNetLM.prefill`.
-        stop_token: a sample that draws it gets nothing but it from then on; the stream ends once all have.
+        decode: `LongNetLM.decode`, which gives the logits after a token.
+        first, cache: from `LongNetLM.prefill`.
+        stop_token: a sample that draws it repeats it from then on; the stream ends once all samples have drawn it.
     """
     logits, stopped = first, torch.zeros(len(first), dtype=torch.bool, device=first.device)
     for i in range(max_new_tokens):

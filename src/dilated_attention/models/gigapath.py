@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): from tiles' embeddings and places to a slide's."""
+"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): a slide's embedding from its tiles and their places."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GigaPathConfig(Configuration):
         in_chans: channels of a tile's embedding.
         slide_ngrids: a slide has at most slide_ngrids x slide_ngrids places.
         tile_size: pixels from one place to the next.
-        global_pool: the slide's embedding is that of the mean of its tiles; else of the cls token.
+        global_pool: take the slide's embedding from the mean of its tiles; else from the cls token.
         norm_eps: of the last LayerNorm.
         encoder: takes vectors, without positions.
     """
@@ -87,7 +87,7 @@ class GigaPathSlideEncoder(Pretrained):
     forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies at
     place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
 
-    The published weights load by `load_gigapath`.
+    `load_gigapath` loads the published weights.
     """
 
     configuration = GigaPathConfig
@@ -115,11 +115,11 @@ class GigaPathSlideEncoder(Pretrained):
         all_layers: bool = False,
     ) -> Tensor:
         """lengths: tiles of each slide; the rest of x and coords is padding, which costs nothing and influences
-            nothing. Each slide's embedding is the one that it has alone.
-        global_pool: other than the configuration's.
-        all_layers: `(layers + 1, batch, embed_dim)`: the embeddings of the tokens before the first layer and after each
-            one, through the same last LayerNorm; the last has not passed the encoder's own norm, and so is not the
-            result without all_layers.
+            nothing. Each slide gets the embedding that it would get alone.
+        global_pool: overrides the configuration's.
+        all_layers: return `(layers + 1, batch, embed_dim)`: the slide's embedding before the first layer and after each
+            layer, all through this model's last LayerNorm but not the encoder's own, so that the last one differs from
+            the result without all_layers.
         """
         mean = self.config.global_pool if global_pool is None else global_pool
         first_only = not (mean or all_layers)  # then the last layer computes the cls tokens alone

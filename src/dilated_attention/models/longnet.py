@@ -25,7 +25,7 @@ from dilated_attention.parallel.sharding import cp_mean, shard_sequence
 class LongNetAttention(Pretrained):
     """The self-attention of one LongNet layer with its positions: W_o LN A(R W_q x, R W_k x, W_v x) (`SelfAttention`).
 
-    forward: `(batch, seq, embed_dim)` -> the same. Of the configuration it reads what belongs to attention.
+    forward: `(batch, seq, embed_dim)` -> the same shape. Only the attention's part of the configuration is read.
     """
 
     configuration = LongNetConfig
@@ -74,8 +74,8 @@ class LongNetEncoder(LongNetStack):
         seq_len: int | None = None,
         all_layers: bool = False,
     ) -> Tensor | list[Tensor]:
-        """lengths: tokens of each sample, whose states are those that it has alone. What is after them is padding: it
-            costs nothing, influences nothing, and has states 0.
+        """lengths: tokens of each sample, whose states are those that it would have alone. The rest is padding: it
+            costs nothing, influences nothing, and gets states 0.
         positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
         seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
@@ -98,7 +98,7 @@ class LongNetLM(LongNetStack):
     With `config.pattern=None` it is the same model (same parameters, same draws) with dense attention.
 
     Args:
-        cross_attention: be the decoder of a `LongNet`, which gives it a source.
+        cross_attention: make it the decoder of a `LongNet`, which gives it a source.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class LongNetLM(LongNetStack):
     ) -> Float[Tensor, "batch seq vocab"]:
         """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
         lengths: tokens of each sample; padding after them costs nothing in the blocks, and its logits are 0. (Without
-            it the other tokens' logits are the same: they see no later token.)
+            lengths, the other tokens' logits are the same: they see no later token.)
         seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-        source, source_lengths: the encoder's states, of a decoder with cross_attention.
+        source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
         """
         sources, mask = self._read(source, source_lengths)
         (states,) = self.hidden(
@@ -164,8 +164,8 @@ class LongNetLM(LongNetStack):
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, ""]:
-        """Mean cross entropy in nats of tokens[:, 1:] given all before each; of ragged samples, of those within
-        lengths.
+        """Mean cross entropy, in nats, of each of tokens[:, 1:] given all tokens before it; with lengths, of those
+        within them.
 
         Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
         scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
@@ -225,8 +225,8 @@ class LongNetLM(LongNetStack):
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " batch"], cache: KeyValueCache) -> Float[Tensor, "batch vocab"]:
-        """The logits after one more token of each sample, which the cache then holds; the same as `forward` over all
-        its tokens gives at its position."""
+        """The logits after one more token of each sample, equal to those of `forward` over all its tokens; the cache
+        then holds the token."""
         if tokens.shape != (cache.batch_size,):
             raise ValueError(
                 f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
@@ -287,7 +287,7 @@ class LongNetLM(LongNetStack):
     def generate(
         self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any
     ) -> Int[Tensor, "batch longer"]:
-        """tokens, each sample followed by `max_new_tokens` sampled ones, or fewer after `stop_token`.
+        """tokens, each sample followed by `max_new_tokens` sampled ones, or fewer if all samples draw `stop_token`.
 
         Args:
             lengths: tokens of each prompt, where they differ; what follows a sample's new tokens is 0.
@@ -316,7 +316,7 @@ class LongNet(Pretrained):
     forward: source (tokens, or vectors where the encoder has `vocab_size=None`) and target tokens `(batch, seq)` ->
     logits `(batch, seq, vocab_size)` of the decoder; those at t see the whole source and the target up to t.
 
-    Dilated are the self-attentions; the paper defines no dilated cross-attention, and torchscale has none.
+    Only self-attention is dilated: the paper defines no dilated cross-attention, and torchscale has none.
     """
 
     configuration = EncoderDecoderConfig
@@ -338,8 +338,8 @@ class LongNet(Pretrained):
         *,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
-        """source_lengths: tokens of each source; padding influences nothing. (Padding after a target needs no telling:
-        no token before it sees it.)"""
+        """source_lengths: tokens of each source; padding influences nothing. (Padding after a target needs no lengths:
+        no earlier token sees it.)"""
         states = self.encoder(source, lengths=source_lengths)
         return self.decoder(target, source=states, source_lengths=source_lengths)
 

@@ -49,8 +49,8 @@ class LongViTConfig(Configuration):
     """Shape of a `LongViT`.
 
     Attributes:
-        image_size: pixels a side, for which there is one learned position a patch.
-        num_classes: of the classifier; None: none.
+        image_size: pixels per side; at this size there is one learned position per patch.
+        num_classes: of the classifier; None: no classifier.
         norm_eps: of the LayerNorm before the classifier.
     """
 
@@ -79,8 +79,8 @@ class LongViT(Pretrained):
     """forward: images `(batch, in_chans, rows, columns)` -> states of the patches `(batch, patches, embed_dim)`, row by
     row; with `num_classes` logits `(batch, num_classes)` of LN(mean over patches).
 
-    An image of another size than the configuration's has its positions interpolated, bicubically, as in the released
-    code. Sides are multiples of the patch size.
+    For an image of another size than the configuration's, the positions are interpolated bicubically, as in the
+    released code. Sides are multiples of the patch size.
     """
 
     configuration = LongViTConfig

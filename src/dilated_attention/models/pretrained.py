@@ -42,10 +42,10 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[Some], folder: str | Path, *, backend: str = "auto") -> Some:
-        """A model saved by `save_pretrained`, on the CPU, of the saved dtype.
+        """A model saved by `save_pretrained`, on the CPU, in the saved dtype.
 
-        ValueError names what is wrong with a missing, damaged or foreign file; nothing is loaded by halves. A folder
-        without SHA256SUMS is read without that check.
+        ValueError names what is wrong with a missing, damaged or foreign file; a model is loaded whole or not at all.
+        Without SHA256SUMS in the folder, digests are not checked.
         """
         weights_path, config_path = (Path(folder) / name for name in FILES)
         if (Path(folder) / SUMS).exists():

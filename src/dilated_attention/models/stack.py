@@ -26,8 +26,8 @@ class LongNetStack(Pretrained):
     arXiv:2307.02486; with `config.sub_ln` on MAGNETO, arXiv:2210.06423).
 
     Attributes:
-        gradient_checkpointing: in training, keep only the input of each block for the backward and compute the rest
-            again there. False at first; any time.
+        gradient_checkpointing: in training, keep only the input of each block and recompute the rest in the backward.
+            False at first; may be set at any time.
 
     After `parallel.set_context_parallel(model, mesh)` inputs and results are this rank's shard of a sequence.
     """
@@ -66,11 +66,11 @@ class LongNetStack(Pretrained):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal of deviation 1 / sqrt(fan in); what adds to the residual stream is divided by sqrt(2 num_layers).
+        """Normal, deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for what adds to the residual stream.
 
-        With sub_ln MAGNETO's: Xavier normal, of gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
-        encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and of
-        gain 1 for all else.
+        With sub_ln MAGNETO's: Xavier normal, with gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
+        encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and with
+        gain 1 for everything else.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -93,11 +93,11 @@ class LongNetStack(Pretrained):
                     nn.init.xavier_normal_(weight)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """What `parallel.set_context_parallel` calls; use that, which reaches the attention of every block too."""
+        """Called by `parallel.set_context_parallel`; use that, since it also reaches the attention of every block."""
         self.mesh = mesh
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
-        """Tokens through the embedding; vectors as they are, where there is none."""
+        """Tokens through the embedding; without an embedding, the vectors as they are."""
         config = self.config
         if self.embedding is None:
             if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():

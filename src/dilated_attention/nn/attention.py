@@ -21,7 +21,7 @@ from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
-"""Samples of one token each from which on they are more likely one sample in another layout."""
+"""From this many samples of one token each, they are more likely one sample in another layout."""
 
 
 class _Attention(nn.Module):
@@ -39,12 +39,12 @@ class _Attention(nn.Module):
         self.layer = ""
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, None for one device; `layer` in errors. See `parallel.set_context_parallel`."""
+        """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = mesh, transport, layer
 
     @property
     def compat(self) -> str | None:
-        """Of the pattern: see `Dilated`."""
+        """The pattern's `compat`: see `Dilated`."""
         return None
 
     def pattern_of(self, seq_len: int) -> Pattern:
@@ -87,9 +87,9 @@ class _Attention(nn.Module):
 
 
 class DilatedAttention(_Attention):
-    """`dilated_attention` with its pattern and options held; no parameters.
+    """`dilated_attention` as a module that holds its pattern and options; no parameters.
 
-    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out as q, or (out, lse).
+    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
     Attention dropout acts in training only.
     """
 
@@ -120,10 +120,10 @@ class DilatedAttention(_Attention):
 
 
 class RingDilatedAttention(DilatedAttention):
-    """`DilatedAttention` over a mesh on which seq is sharded; without one, on one device.
+    """`DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
 
     Args:
-        mesh, transport: as in `dilated_attention`. forward takes the global `seq_len`, where shards are uneven.
+        mesh, transport: as in `dilated_attention`. If shards are uneven, forward needs the global `seq_len`.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class RingDilatedAttention(DilatedAttention):
 
 
 class BlockSparseDilatedAttention(_Attention):
-    """Attention of a block layout, or of block sparsity inside dilated subsequences, with its options held.
+    """Attention over a block layout, alone or inside dilated subsequences, as a module that holds its options.
 
     forward: as `DilatedAttention`. No parameters; the layout follows q to its device.
 
     Args:
-        layout: a `BlockLayout`, or a callable that gives the layout for n tokens, always the same for the same n: it is
-            kept. Alone it is for seq; with segment_lengths, for the tokens of a segment that take part (`Product`).
-        segment_lengths, dilation_rates, offsets, head_groups: of `Dilated`; left out: no dilation.
+        layout: a `BlockLayout`, or a callable that returns the layout for n tokens, always the same for the same n,
+            since it is cached. n is seq; with segment_lengths, the tokens of a segment that take part (`Product`).
+        segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class BlockSparseDilatedAttention(_Attention):
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
-    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without one, on one device.
+    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
 
     Args:
-        mesh, transport: as in `dilated_attention`. forward takes the global `seq_len`, where shards are uneven.
+        mesh, transport: as in `dilated_attention`. If shards are uneven, forward needs the global `seq_len`.
     """
 
     def __init__(
@@ -293,9 +293,9 @@ class _MultiheadAttention(nn.Module):
 
         key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
         attn_mask: the causal mask, `(seq, seq)`, True (or -inf) above the diagonal; the same as is_causal=True.
-        need_weights: also return the probabilities, formed a second time as a sparse COO tensor (`attention_weights`):
+        need_weights: also return the probabilities, computed again as a sparse COO tensor (`attention_weights`):
             `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
-            no batch where query has none.
+            no batch dim if query has none.
         seq_len: over a mesh, the global length; default: equal shards.
         """
         if need_weights and self.attention.mesh is not None:
@@ -368,10 +368,10 @@ class MultiheadDilatedAttention(_MultiheadAttention):
     """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
 
     Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
-    whose trained weights load as they are; `batch_first` is True by default. What this attention cannot honour is
-    refused by name (`UnsupportedError`): an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key
-    whose length is not the query's. Unlike PyTorch's, need_weights is False by default and gives a sparse tensor, and
-    `is_causal=True` is no hint: it needs no mask, and it masks. With a `mesh`, seq is sharded over it, as in
+    whose trained weights load as they are. What this attention cannot honour is refused by name (`UnsupportedError`):
+    an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. Unlike
+    PyTorch's, `batch_first` is True by default; need_weights is False by default and gives a sparse tensor; and
+    `is_causal=True` is not a hint: it masks, and needs no attn_mask. With a `mesh`, seq is sharded over it, as in
     `RingDilatedAttention`.
 
     Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
@@ -430,7 +430,7 @@ class BlockSparseRingMultiheadDilatedAttention(_MultiheadAttention):
     """`MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
 
     layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport as in
-    `BlockSparseRingDilatedAttention`; all else, weights of `nn.MultiheadAttention` included, as in
+    `BlockSparseRingDilatedAttention`; everything else, loading weights of `nn.MultiheadAttention` included, as in
     `MultiheadDilatedAttention`.
     """
 

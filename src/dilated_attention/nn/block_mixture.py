@@ -36,15 +36,15 @@ class BlockAttentionMixture(nn.Module):
 
     Args:
         block_size: tokens of a block, at most 256.
-        top_k: blocks that a query sees, its own among them.
-        query_block: so many neighbouring queries see the blocks that the first of them chooses, since a later one's
-            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
-            for it alone: slow on a CPU.
+        top_k: blocks that a query sees, including its own.
+        query_block: this many neighbouring queries share the blocks that the first of them chooses (the choice of a
+            later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
+            are read for it alone: slow on a CPU.
         bias: of the projections.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)` and gives the same. Samples of other lengths are padded at their
-    ends: no row sees a later one.
+    Shapes: forward takes x `(batch, seq, embed_dim)` and returns the same shape. Pad shorter samples at their ends: no
+    row sees a later one.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BlockAttentionMixture(nn.Module):
         return self.output(out.flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one token more."""
+        """The row of one more token."""
         q, k, v = self._project(x, rotary)
         if cache.length % self.query_block == 0:
             position = torch.tensor([cache.length], device=x.device)
@@ -135,7 +135,7 @@ class BlockAttentionMixture(nn.Module):
 
     @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """Of whole blocks, in single precision at least."""
+        """The mean keys of whole blocks, in at least single precision."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
 

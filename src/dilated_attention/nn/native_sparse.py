@@ -41,7 +41,7 @@ class BlockPooling(nn.Module):
         self.output = nn.Linear(head_dim, head_dim, **factory)
 
     def number(self, seq_len: int) -> int:
-        """Of whole blocks."""
+        """The number of whole blocks."""
         return max(0, (seq_len - self.length) // self.stride + 1)
 
     def forward(
@@ -59,34 +59,35 @@ class BlockPooling(nn.Module):
 class NativeSparseAttention(nn.Module):
     """Causal self-attention by native sparse attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
 
-        out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),        g_t = sigmoid(W_g x_t + b_g), one a head and branch,
+        out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),       g_t = sigmoid(W_g x_t + b_g), one per head and branch,
 
-    of three branches c, each with keys and values of its own; query heads share those of their group.
+    over three branches c, each with its own keys and values, which the query heads of a group share.
 
-    - compressed: key i is W_2 gelu(W_1 [k_{id}; …; k_{id + l - 1}]), and so is its value; l is `compress_block`, d
-      `compress_stride`. A query sees those that end at or before it; one that sees none gets 0 from this branch.
+    - compressed: key i is W_2 gelu(W_1 [k_{id}; …; k_{id + l - 1}]), and likewise its value; l is `compress_block`, d
+      `compress_stride`. A query sees those that end at or before it; if there are none, this branch gives 0.
     - selected: tokens j <= t of `num_selected` blocks of `block_size` tokens. The probabilities of the compressed
-      branch, summed over the query heads of a key-value head, give a block its importance: d-token pieces of it share
-      in each compressed key that covers them. The first block and the `local_blocks` up to t's own are always taken.
+      branch, summed over the query heads of a key-value head, give a block its importance: each d-token piece of it
+      adds the probabilities of the compressed keys that cover it. The first block and the `local_blocks` up to t's own
+      are always taken.
     - window: tokens j <= t of t's block and of those that hold a key less than `window` tokens before its first token.
     - with `pattern` a fourth: dilated attention of that pattern.
 
-    The selection has no gradient; what it goes by learns through the compressed branch. R are rotary positions; a
-    compressed key is pooled first and turned as its last token.
+    The selection has no gradient; the scores behind it learn through the compressed branch. R are rotary positions; a
+    compressed key is pooled first, then rotated to the position of its last token.
 
-    Memory is O(seq): no score matrix is formed but for the selecting queries, a bounded piece at a time.
+    Memory is O(seq): score matrices are formed for the selecting queries only, a bounded piece at a time.
 
     Args:
-        num_selected: blocks a query selects, those that are always taken among them.
-        query_block: so many neighbouring queries see the blocks that the first of them selects, since a later one's
-            choice would look ahead. Divides `block_size`. 1 is the paper's, a choice a query, whose keys are then read
-            for it alone: slow on a CPU.
+        num_selected: blocks that a query selects, including those that are always taken.
+        query_block: this many neighbouring queries share the blocks that the first of them selects (the choice of a
+            later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
+            are read for it alone: slow on a CPU.
         pattern: of the fourth branch.
         bias: of the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)` and gives the same. Samples of other lengths are padded at their
-    ends: no row sees a later one.
+    Shapes: forward takes x `(batch, seq, embed_dim)` and returns the same shape. Pad shorter samples at their ends: no
+    row sees a later one.
     """
 
     def __init__(
@@ -158,11 +159,11 @@ class NativeSparseAttention(nn.Module):
         *,
         cache: SelectionCache | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """rotary: tables for x's tokens, of `Rotary.tables` or `rotary_tables`; None: no positions.
+        """rotary: tables for x's tokens, from `Rotary.tables` or `rotary_tables`; None: no positions.
 
-        cache: x are the tokens after those in it, which are attended to besides, and it is brought up to date: rows
-        are those of one forward over all tokens. The first call takes many tokens at once, later ones one after
-        another. No gradient flows into what a cache holds.
+        cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
+        those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
+        No gradient flows into the cache.
         """
         if cache is None or not cache.used_by(self, x.shape[0]):
             return self._whole(x, rotary, cache)
@@ -192,7 +193,7 @@ class NativeSparseAttention(nn.Module):
         return self._mix(x, outs)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one token more."""
+        """The row of one more token."""
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)
@@ -218,7 +219,7 @@ class NativeSparseAttention(nn.Module):
         return self._mix(x, outs)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Queries, and keys and values of each branch; turned, but for the keys that are pooled first."""
+        """Queries, and keys and values of each branch; rotated, except the keys that are pooled first."""
         sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
         q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
         if rotary is not None:

@@ -46,8 +46,8 @@ class Rotary:
 
     xPos multiplies channel pair i of a query at m by zeta_i^((m - origin) / scale_base), of a key at n by the inverse
     power, zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1: their product decays as zeta_i^((m - n) / scale_base) with the
-    distance to an earlier key, whatever the origin. The two factors alone leave the range of a dtype when a position is
-    too far from the origin (`check`).
+    distance to an earlier key, whatever the origin. Each factor by itself leaves the range of a dtype when a position
+    is too far from the origin (`check`).
 
     Attributes:
         base: wavelengths run from 2 pi to 2 pi base tokens.
@@ -81,14 +81,14 @@ class Rotary:
         return torch.cat((power, power), -1)
 
     def reach(self, dtype: torch.dtype) -> int | None:
-        """The farthest from the origin that a position may lie in this dtype; None: any distance."""
+        """How far from the origin a position may lie in this dtype; None: any distance."""
         if self.scale_base is None:
             return None
         # The factor may fill the range of the dtype but for 2^12, which queries, keys and their product need.
         return int(self.scale_base * (math.log(torch.finfo(dtype).max) - 12 * math.log(2)) / math.log(1.4 / 0.4))
 
     def check(self, distance: int, dtype: torch.dtype) -> None:
-        """ValueError if a position `distance` tokens from the origin has no place in the dtype."""
+        """ValueError if a position `distance` tokens from the origin is out of the dtype's range."""
         reach = self.reach(dtype)
         if reach is not None and distance > reach:
             raise ValueError(

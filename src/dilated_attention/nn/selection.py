@@ -26,9 +26,9 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """The `number` most important blocks of each query, -1 where it sees fewer; none behind its own.
+    """The `number` most important blocks of each query, -1 where it sees fewer; none after its own.
 
-    own: the block that a query lies in. The last `local` blocks up to it, with `first` the first block too, come before
+    own: the block that a query lies in. The last `local` blocks up to it, and with `first` the first block, come before
     all others.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
@@ -103,7 +103,7 @@ class SelectionCache:
         length: how many tokens there are.
         rows: what it keeps of them, by name.
         chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
-        nbytes: of the rows, room for later ones included.
+        nbytes: size of the rows, including room for later ones.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class SelectionCache:
         self.chosen: Tensor | None = None
 
     def used_by(self, layer: object, batch: int) -> bool:
-        """Whether tokens are there already. ValueError if they are of another layer, or of another batch."""
+        """Whether it holds tokens already. ValueError if they belong to another layer or a batch of another size."""
         if self.user is None:
             self.user = ref(layer), batch
         if self.user[0]() is not layer:

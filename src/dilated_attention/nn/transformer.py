@@ -28,7 +28,7 @@ class Memory(Protocol):
     """What a layer remembers of earlier tokens: a KV cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The attention of these tokens over all so far, as q; `attend` is that of these tokens alone."""
+        """The attention of these tokens over all tokens so far, shaped as q; `attend` covers these tokens alone."""
 
 
 class SelfAttention(nn.Module):
@@ -39,8 +39,7 @@ class SelfAttention(nn.Module):
 
     Args:
         bias: of the projections.
-        sub_ln: the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423); without it LN is left
-            out.
+        sub_ln: include the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423).
         dropout: of the attention's probabilities, in training.
     """
 
@@ -81,7 +80,7 @@ class SelfAttention(nn.Module):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, None for one device. See `parallel.set_context_parallel`."""
+        """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = mesh, transport, layer
 
     def forward(
@@ -95,8 +94,8 @@ class SelfAttention(nn.Module):
         memory: Memory | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """rotary: tables of `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens, seq_len: as
-        in `dilated_attention`. first_only: the rows of each sample's first token."""
+        """rotary: tables from `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens, seq_len: as in
+        `dilated_attention`. first_only: return only the row of each sample's first token."""
         attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         if first_only:
             attend = partial(self._attend_first, attend=attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
@@ -201,7 +200,7 @@ class TransformerBlock(nn.Module):
         bias, sub_ln: as in `SelfAttention`; the LN inside the MLP is sub-LN's too.
         dropout: of what is added to x, in training.
         attention_dropout: of the attention's probabilities.
-        cross_attention: have C.
+        cross_attention: include C.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class TransformerBlock(nn.Module):
         source_mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """source, source_mask: of `CrossAttention`. The others as in `SelfAttention`."""
+        """source, source_mask: source and mask of `CrossAttention`. The others as in `SelfAttention`."""
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "memory": memory}
         out = self.attention(self.attention_norm(x), rotary, is_causal, first_only=first_only, **options)
         x = (first_tokens(x, cu_seqlens) if first_only else x) + self.dropout(out)

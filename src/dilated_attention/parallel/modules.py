@@ -8,12 +8,12 @@ from dilated_attention.parallel.sharding import Mesh, context_group
 
 
 def set_context_parallel(module: nn.Module, mesh: Mesh | None, transport: str = "auto") -> None:
-    """Let every attention of `module` run over `mesh`, on which its sequences are sharded; None: on one device again.
+    """Run every attention of `module` over `mesh`, on which its sequences are sharded; None: back to one device.
 
-    What takes part has a method `set_context_parallel(mesh, transport, layer)` of its own: the attention modules of
-    this library, and models whose positions or losses depend on where a shard lies. Errors name the layer.
+    Whatever takes part has its own method `set_context_parallel(mesh, transport, layer)`: the attention modules of this
+    library, and models whose positions or losses depend on where a shard lies. Errors name the layer.
 
-    Raises ValueError where nothing in `module` takes part: its attention would see a shard only.
+    Raises ValueError if nothing in `module` takes part: its attention would see only a shard.
     """
     if mesh is not None:
         context_group(mesh)

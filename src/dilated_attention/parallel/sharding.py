@@ -1,4 +1,4 @@
-"""Sequences cut into contiguous shards, one a rank: slices, labels across the edges, and the global mean of a loss."""
+"""Sequences cut into contiguous shards, one per rank: slices, labels across edges, and the global mean of a loss."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class _Unshard(torch.autograd.Function):
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
     """The whole sequence on every rank, from each rank's shard.
 
-    Its gradient is that of the sum over ranks of what each does with its copy, as in `torch.distributed`'s own
-    all_gather.
+    Its gradient is the sum over ranks of the gradients of their copies, as in `torch.distributed`'s own all_gather.
 
     Args:
         seq_len: the global length; default: the shard's length times the number of ranks (equal shards).

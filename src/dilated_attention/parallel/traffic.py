@@ -27,15 +27,15 @@ _BUFFER_SHARDS = 4  # `auto` keeps received rows under this many times the shard
 class ExchangePlan:
     """What one rank moves in one attention call. A row is the key and the value of one token of one key-value head.
 
-    Rows do not count seals; bytes do. Bytes to and from the rank itself do not count.
+    Bytes include the messages' seals, rows do not. Bytes that the rank sends itself do not count.
 
     Attributes:
         peers_sent, peers_received: messages of the forward, over all its rounds.
-        rounds: of the forward: steps of communication that follow one another.
+        rounds: consecutive communication steps of the forward.
         bytes_sent, bytes_received: of the forward, in the tensors' dtype.
         backward_bytes_sent, backward_bytes_received: of the backward, which returns partial gradients in float32 at
             least.
-        saved_bytes: kept from forward to backward.
+        saved_bytes: bytes kept from forward to backward.
     """
 
     transport: str
@@ -55,7 +55,7 @@ class ExchangePlan:
 
     @property
     def modelled_seconds(self) -> float:
-        """Forward's communication by the model of 5 microseconds a message and 50 GB/s."""
+        """The forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s."""
         messages, moved = max(self.peers_sent, self.peers_received), max(self.bytes_sent, self.bytes_received)
         return _LATENCY * messages + moved / _BANDWIDTH
 

@@ -10,18 +10,18 @@ q̃ the pooled queries and (k̃, n) the pooled keys, share(i, J) is the mean ove
 scale q̃·k̃ + log n, summed over the k̃ of J.
 
 **Causal guarantee.** With `is_causal`, what the queries up to token t see is a function of the tokens up to t. The list
-of query block i is made from the tokens up to its first query, i * q_block: its pooled queries are those of the q_block
-queries that end there, and that query itself; its candidates are the key blocks that end there or earlier; the key
+of query block i is made from the tokens up to its first query, i * q_block. Its pooled queries are those of the q_block
+queries that end there, and that query itself. Its candidates are the key blocks that end there or earlier; the key
 blocks that later tokens of the block reach (the diagonal) are always listed. The direction that picks a key block's
-peaks is the mean query as of the first query block that may choose the key block.
+peaks is the mean query up to the first query block that may choose that key block.
 
-**Forecast.** So a causal estimate is that of the block before, and some heads look at tokens, others at distances. In
-all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three forecasts: the estimate as it
-is; moved along by one block; and the mean share at each distance so far. Of a few earlier tokens the softmax over some
-of their keys is computed, O(seq_len) scores in all. It gives the shares by distance, and the weights of the mixture, by
-head and row: that of a forecast is ∝ prior * exp(`FORECAST_RATE` * the mass that its lists would have held of those
-tokens), the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games,
-chapter 2).
+**Forecast.** A causal estimate is therefore that of the block before; and some heads attend to certain tokens, others
+at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three
+forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
+a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the
+shares by distance and, for each head and row, the weights of the mixture: a forecast's weight is ∝ prior *
+exp(`FORECAST_RATE` * the mass of that softmax that its lists would have held), the exponentially weighted average
+forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
 """
 
 from dilated_attention.routing.antidiagonal import antidiagonal_blocks

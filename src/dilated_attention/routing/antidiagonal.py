@@ -35,16 +35,16 @@ def antidiagonal_blocks(
 
         s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i},
 
-    the mean score along the antidiagonal of a piece of the score matrix, which every column and every diagonal
-    crosses, share(i, J) is the mean over the pieces x of query block i of the softmax of s(x, ·) over all pieces,
-    summed over those of J. It reads every query and key and forms 1 / stride² of the scores. The pieces' tokens behind
-    the end are zeros.
+    the mean score along the antidiagonal of a tile of scores (the antidiagonal crosses every column and diagonal),
+    share(i, J) is the mean over the pieces x of query block i of the softmax of s(x, ·) over all pieces, summed over
+    the pieces of J. Every query and key is read, but only 1 / stride² of the scores is formed. Tokens past the end are
+    zeros.
 
     Args:
         stride: divides both block sizes. The time is about 1 / stride of that of all scores.
 
-    When causal, the pieces x are of the q_block queries that end at the block's first one, and the shares are one of
-    the forecasts of `topk_blocks`. All else as there.
+    When causal, the pieces x are those of the q_block queries that end at the block's first one, and the shares serve
+    as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     if stride < 1 or grid.q_block % stride or grid.k_block % stride:

@@ -39,8 +39,8 @@ def scored_rows(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Shares (B, H, some rows, columns) of pooled queries, for as many rows at a time as `CHUNK` allows.
 
-    allowed: (rows, columns), a prefix of the columns, no shorter in later rows. `held`: what the caller needs besides
-    for a row of one head.
+    allowed: (rows, columns), a prefix of the columns, no shorter in later rows. `held`: what else the caller needs for
+    a row of one head.
     """
     batch, heads, _, parts, _ = query.shape
     kv_heads, columns = key.shape[1:3]

@@ -1,4 +1,4 @@
-"""Shares that a causal choice will meet, from the estimate of the block before and what tokens so far have seen."""
+"""The shares to expect of a query block, from the estimate of the block before and what tokens so far have seen."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Forecast:
-    """The shares that a causal choice will meet in each row, from an estimate that knows the block before.
+    """The shares to expect in each row of a causal choice, from an estimate that knows only the block before.
 
-    To be called once for all rows, in order. Of some query blocks, `sampled`, a few tokens' softmax is computed; a row
-    knows of those before it, `known` many. `seen`: their mean share, in the key blocks that the row may choose.
-    `distant`: its mean over the first 0, 1, ... sampled blocks by distance, counted back from the last block that a row
-    may choose.
+    Call it once over all rows, in order. For some query blocks, `sampled`, the softmax of a few tokens is computed; a
+    row knows the `known` of them that lie before it. `seen`: their mean share, in the key blocks that the row may
+    choose. `distant`: its mean over the first 0, 1, ... sampled blocks by distance, counted back from the last block
+    that a row may choose.
     """
 
     def __init__(self, q: Queries, k: Keys, grid: Candidates, *, group: bool = False) -> None:

@@ -37,7 +37,7 @@ class Candidates(BlockGrid):
 
     @cached_property
     def always(self) -> Tensor:
-        """Key blocks that the tokens of the query block lie in; causal: but for those complete at its first query."""
+        """Key blocks that the query block's tokens lie in; causal: except those complete at its first query."""
         first_query, last_query, first_key, last_key = self.edges
         if not self.keep_diagonal:
             return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)
@@ -70,7 +70,7 @@ class Candidates(BlockGrid):
         return ranked(share, self.allowed[at], self.always[at])
 
     def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
-        """Ascending lists (B, H, rows, width), of which the first `counts` entries are meant."""
+        """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries are used."""
         counts = counts.expand(lists.shape[:3])
         kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
         return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
@@ -112,6 +112,6 @@ def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
 
 
 def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
-    """The first `counts` entries of each list, ascending; `columns` behind them."""
+    """The first `counts` entries of each list, ascending, then `columns` for the rest."""
     behind = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
     return order.masked_fill(behind, columns).sort(-1).values

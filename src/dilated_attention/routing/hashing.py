@@ -41,12 +41,12 @@ def lsh_blocks(
     bucket in one of the hashes, so every such pair is attended (and the rest of its block with it). With `density` each
     row keeps as many blocks as in `topk_blocks`, those with the largest estimated share of its softmax.
 
-    The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). The first factor is a weight of the key alone; the second is what
-    collisions of centred q and k stand for. In each hash a query spreads its attention over the keys of its bucket in
-    proportion to their weights, and the shares are averaged over queries and hashes; a part goes by weight alone.
+    The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). The first factor is a weight of the key alone; collisions of the
+    centred q and k stand in for the second. In each hash a query spreads its attention over the keys of its bucket in
+    proportion to their weights; the shares are averaged over queries and hashes, and a part goes by weight alone.
 
-    When causal, block i is hashed by the q_block queries that end at its first one, and centres are means so far; pairs
-    that later queries of the block would share are then not looked for.
+    When causal, the q_block queries that end at block i's first one are hashed in its place, and the centres are means
+    so far; pairs that the block's later queries would form are then not looked for.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     if num_hashes < 1 or not 1 <= num_bits <= 16:

@@ -1,4 +1,4 @@
-"""An indexer of tokens: small heads, trained by the attention that they must foretell."""
+"""An indexer of tokens: small heads trained to predict where the attention falls."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Indexer(nn.Module):
 
         KL(p_t || softmax_{s <= t} index(t, s)),        p_t = the mean over heads of the attention's probabilities,
 
-    so that the index foretells where the model's attention falls. Only the indexer learns from it.
+    so that the index predicts where the model's attention falls. Only the indexer learns from it.
 
-    The indices are formed for some queries at a time, N² of them in all; no N x N matrix is held.
+    The index is formed for some queries at a time, N² values in all; no N x N matrix is held.
 
     Args:
         num_heads, head_dim: of the indexer, small.
@@ -68,7 +68,7 @@ class Indexer(nn.Module):
     def choose(
         self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
     ) -> Int[Tensor, "batch new chosen"]:
-        """The tokens that the last `new` queries see, or all of them; -1 where there are fewer than `top_k`."""
+        """The tokens that the last `new` queries see (None: all queries); -1 where there are fewer than `top_k`."""
         seq_len = x.shape[1]
         new = seq_len if new is None else new
         chosen = []

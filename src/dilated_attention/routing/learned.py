@@ -24,8 +24,8 @@ class LearnedRouter(nn.Module):
     **Relaxation.** gate(i, J) = sigmoid(score(i, J) / temperature - τ_i), with τ_i such that a row's gates sum to its
     budget; the diagonal's gates are 1. `relaxed_attention` is softmax attention with the log of a block's gate added to
     its scores: as temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in the
-    router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss of its output trains
-    the router. It forms the whole score matrix: for training at moderate lengths.
+    router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss on its output trains
+    the router. It forms the whole score matrix, so it is meant for training at moderate lengths.
     """
 
     def __init__(

@@ -37,12 +37,12 @@ def vertical_slash(
 
         vertical(J) = mean_i p_i(J),  slash(δ) = mean_i p_i(b_i - δ),  score(i, J) = max(vertical(J), slash(b_i - J)),
 
-    means over the i for which the block exists. A threshold on the score lists whole columns and whole diagonals, as
-    many of either as the head's attention asks for; the threshold is such that the row has its number of blocks.
+    with means over the i for which the block exists. A threshold on the score lists whole columns and whole diagonals,
+    in the proportion that the head's attention asks for; it is set so that the row gets its number of blocks.
 
-    When causal, the softmax is over the keys up to the query, and the means for block i are over the blocks up to i, a
-    block's weight `KEPT` times that of the next. The paper takes the last queries of the prompt for all rows, whose
-    lists then look ahead. All else as in `topk_blocks`.
+    When causal, the softmax is over the keys up to the query, and the means for block i are over the blocks up to i,
+    each weighing `KEPT` times as much as the next. The paper uses the prompt's last queries for all rows, so that its
+    lists look ahead. Everything else is as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     budget = grid.budget(density)

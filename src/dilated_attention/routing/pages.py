@@ -37,8 +37,8 @@ def page_bounds(
         max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
 
     share(i, J) is the mean over the pooled queries of block i of the softmax of the bound over all pages, summed over
-    those of J. A bound can be far above every score, the more so in large pages. For a token at a time with a cache see
-    `PageBounds`, which is what the paper does.
+    the pages of J. A bound can lie far above every score, the more so in large pages. To decode a token at a time with
+    a cache, as the paper does, see `PageBounds`.
 
     Args:
         page_size: divides the size of a key block.
@@ -52,10 +52,10 @@ def page_bounds(
 
 
 class PageBounds:
-    """The least and greatest components of the keys of each page, kept up to date as keys come; to decode with.
+    """The least and greatest components of each page's keys, kept up to date as keys come, for decoding.
 
-    `append` takes the keys of new tokens, `best` gives the pages that a query should see, by the bound of
-    `page_bounds`: `decoding.listed_attention` reads those alone. It holds two rows a page.
+    `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
+    `page_bounds`; `decoding.listed_attention` reads only those. Two rows are held per page.
 
     Attributes:
         seq_len: tokens so far.
@@ -87,7 +87,7 @@ class PageBounds:
 
     @torch.no_grad()
     def best(self, q: Float[Tensor, "batch 1 heads head_dim"], number: int) -> Int[Tensor, "batch heads chosen"]:
-        """The `number` pages with the largest bounds for each head, the newest page always; or all there are."""
+        """The `number` pages with the largest bounds for each head, always including the newest; or all there are."""
         if self.bounds is None or number < 1:
             raise ValueError(f"number={number} must be at least 1, and keys must have been appended")
         dtype = torch.promote_types(q.dtype, torch.float32)

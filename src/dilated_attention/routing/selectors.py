@@ -1,4 +1,4 @@
-"""The blocks with the largest estimated shares: so many of them, or up to a mass, in one stage or two."""
+"""The blocks with the largest estimated shares: a given number, or up to a given mass, in one stage or two."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def hierarchical_blocks(
     scale: float | None = None,
     floor: int = 1,
 ) -> BlockLayout:
-    """Two stages: coarse shares choose regions of `region` blocks a side, finer shares choose blocks within them.
+    """Two stages: coarse shares choose regions of `region` blocks per side, finer shares choose blocks within them.
 
-    A query region looks into the key regions with the largest shares, its own among them, that hold `breadth` times as
-    many tokens as `density` keeps; of their blocks each of its query blocks keeps as many as in `topk_blocks`. The
-    scores cost 1 / region + breadth * density of those of `topk_blocks`.
+    A query region looks into the key regions with the largest shares, including its own, that together hold `breadth`
+    times the tokens that `density` keeps. From their blocks, each of its query blocks keeps as many as in
+    `topk_blocks`. The scores cost 1 / region + breadth * density of those of `topk_blocks`.
     """
     if region < 1 or breadth < 1:
         raise ValueError(f"region and breadth must be at least 1, got region={region}, breadth={breadth}")
@@ -176,9 +176,9 @@ def hierarchical_blocks(
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:
-    """min(1, (dense_until / seq_len) ** exponent): dense at first, then ∝ seq_len ** (1 - exponent) keys a query.
+    """min(1, (dense_until / seq_len) ** exponent): dense at first, then ∝ seq_len ** (1 - exponent) keys per query.
 
-    An exponent of 1 holds the number of keys that a query sees, an exponent of 0 the density.
+    An exponent of 1 keeps the number of keys per query constant, an exponent of 0 the density.
     """
     if seq_len < 1 or dense_until < 1 or not 0 <= exponent <= 1:
         raise ValueError(

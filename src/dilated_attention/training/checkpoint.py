@@ -1,12 +1,12 @@
 """Checkpoints of a run: a folder a step, written by one process or many, read by any number.
 
-    checkpoint/step-40/index.json                what it is of; of every tensor which rows lie in which file
+    checkpoint/step-40/index.json                what was saved; for every tensor, which rows lie in which file
     checkpoint/step-40/rank-0-of-2.safetensors   the rows that rank 0 holds, and the tensors that all ranks hold
     checkpoint/step-40/rank-1-of-2.safetensors
     checkpoint/step-40/SHA256SUMS
 
-A step's folder is written under another name and renamed when all of it is there: one of this name is whole, or was
-damaged later, which the digests tell. Nothing in it is a pickle.
+A step's folder is written under another name and renamed once complete: a folder of this name is whole, or was damaged
+later, which the digests reveal. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Checkpoint:
 
     Attributes:
         about: what its writer said of it.
-        tensors: name to shape and shards, each a file, its first row and its number of rows, in the order of the rows.
+        tensors: by name, the shape and the shards: file, first row and number of rows of each, in the order of rows.
     """
 
     path: Path
@@ -150,7 +150,7 @@ def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piec
 def write(
     folder: Path, step: int, pieces: Mapping[str, Piece], about: Mapping[str, Any], *, keep: int, peers: Peers
 ) -> Path:
-    """Write `folder`/step-`step`; of those before it the newest `keep` stay.
+    """Write `folder`/step-`step`; of the earlier ones the newest `keep` stay.
 
     Checkpoints of this step and of later ones, which are damaged or of a run that this one replaces, are removed just
     before the new one takes its name.
@@ -240,7 +240,7 @@ def _together(peers: Peers, path: Path) -> Iterator[None]:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of which there is a checkpoint, whole or damaged, in order."""
+    """The steps that have a checkpoint, whole or damaged, in order."""
     found = (re.fullmatch(r"step-(\d{1,15})", path.name, re.ASCII) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in found if match)
 

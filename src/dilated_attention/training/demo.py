@@ -30,7 +30,7 @@ from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
 from dilated_attention.training.text import Split, read_text
 
 CONTEXT, NEAR, ORDER = 8192, 256, 3
-"""Bytes that the byte model may use, and those that its use of more is compared with; order of the table to beat."""
+"""Bytes of context for the byte model, the shorter context to compare it with, and the order of the table to beat."""
 TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((2048, CONTEXT), (1, 4)), positions=None)
 CONTEXTS = (16, 64, NEAR, 1024)
 SCORED = CONTEXT // 8
@@ -48,12 +48,12 @@ class Demo:
 
     Attributes:
         window, window_reach: tokens that a row sees, and how far back the last row reaches through all layers.
-        window_cost: its score entries over those of dilated attention.
+        window_cost: the window's score entries over those of dilated attention.
         near, far: right answers by model where the fact is within the window's reach, and where it is beyond.
         by_distance: right answers by model and distance.
         lessons: optimizer steps by sequence length, the same for both models.
         step_seconds: of a forward and backward over one sequence of `tokens`, by attention.
-        text_bytes: read in training; table_bits: of the table counted from the same bytes.
+        text_bytes: read in training; table_bits: bits per held-out byte of a table counted from the same bytes.
         bits: bits per held-out byte by how much context the model may use.
     """
 
@@ -76,7 +76,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     """Run both parts, print and save what they found: figures.jsonl, demo.png. Returns the exit code, 0.
 
     Args:
-        tokens: of a sequence that is asked about. seconds: of training on text.
+        tokens: in a sequence to answer about. seconds: of training on text.
     """
     text = read_text([]).split(CONTEXT)
     out.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _text(console: Console, split: Split, seconds: float, seed: int, device: tor
 
 
 def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: int) -> tuple[list[Tensor], float]:
-    """Train for about so many seconds. Returns the bytes that were read, and the seconds."""
+    """Train for about `seconds`. Returns the bytes that were read, and the seconds that it took."""
     generator, read = torch.Generator().manual_seed(seed), []
     begin = time.perf_counter()
 

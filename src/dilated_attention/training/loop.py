@@ -67,8 +67,8 @@ class Recipe:
 
 
 class Training:
-    """A model in training. On the CPU the losses are a function of (config, recipe, text, thread count) alone, to the
-    last bit, whether or not it was saved and loaded on the way; with `ranks`, of their number, too.
+    """A model in training. On the CPU the losses depend on (config, recipe, text, thread count) alone, to the last bit,
+    even if it is saved and loaded on the way; with `ranks`, also on their number.
 
     Args:
         ranks: the processes that share it; each calls every method, with the same arguments.
@@ -154,7 +154,7 @@ class Training:
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.
 
-        OSError, the older ones kept, where it cannot be written.
+        OSError if it cannot be written; the older ones then stay.
         """
         about = {
             "config": json.loads(self.config.to_json()),
@@ -168,7 +168,7 @@ class Training:
         return checkpoint.write(folder, self.finished_steps, self._pieces(self._state()), about, keep=keep, peers=peers)
 
     def load(self, stored: Checkpoint, about: About) -> None:
-        """Continue from a checkpoint of the same configuration, recipe and text. Else ValueError, nothing changed.
+        """Continue from a checkpoint of the same configuration, recipe and text; else ValueError, and nothing changes.
 
         Any number of ranks may have written it.
         """

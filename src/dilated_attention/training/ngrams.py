@@ -1,4 +1,4 @@
-"""N-grams of bytes: a table of counts, which a language model has to beat, and embeddings of them for one."""
+"""N-grams of bytes: a table of counts for a language model to beat, and embeddings of n-grams for one to use."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
 class NgramLM(LongNetLM):
     """A byte-level `LongNetLM` that is given the n-grams at each byte, so that a small model spends nothing on them.
 
-    To the embedding of a byte are added, in one half of its channels, hashed embeddings of the n-grams that end there
-    (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2), in the other half those that end one byte before. The first
-    layer begins by comparing a query's first half with the keys' second: it looks at what followed the same bytes
-    earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
+    Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to that of a byte: in
+    one half of its channels those of the n-grams that end there, in the other half those that end one byte before.
+    Initially, the first layer compares a query's first half with the keys' second: it looks at what followed the same
+    bytes earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
 
     Args:
-        sizes: the numbers of bytes of the n-grams. rows: of the table of each.
-        sharpness: of the first layer's comparison at first: the logit of a perfect match.
+        sizes: bytes in each kind of n-gram. rows: of the table of each kind.
+        sharpness: initial logit of a perfect match in the first layer's comparison.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ def learn(
 ) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
     """Train, and yield what each step read, and its loss in nats per byte.
 
-    A third goes to short pieces of text, several a step, the rest to whole windows.
+    A third goes to short pieces of text, several per step, the rest to whole windows.
 
     Args:
-        progress: how much is done after so many steps; training ends after the step that reaches 1.
+        progress: the share done, given the number of steps; training ends after the step that reaches 1.
     """
     device = next(model.parameters()).device
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]

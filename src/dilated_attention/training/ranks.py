@@ -26,7 +26,7 @@ class Ranks:
 
     Attributes:
         everyone: the two axes flattened: the parameters are sharded over it, and their gradients averaged.
-        watch: over all of them.
+        watch: watches over all of them.
     """
 
     mesh: DeviceMesh
@@ -88,7 +88,7 @@ class Ranks:
         fully_shard(model, mesh=self.everyone)
 
     def samples(self, batch: Tensor) -> Tensor:
-        """Those of a batch that this rank computes."""
+        """The samples of a batch that this rank computes."""
         return batch.chunk(self.data)[self.mesh["data"].get_local_rank()]
 
     def mean(self, *values: float) -> list[float]:

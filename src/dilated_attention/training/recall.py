@@ -28,7 +28,7 @@ WINDOW_BLOCK = 32
 CURRICULUM = ((128, 32), (512, 8), (2048, 4))
 """Tokens and sequences of a step, one stage after another: what is learned on short sequences holds on longer ones."""
 MOST_STEPS = {128: 400, 512: 300, 2048: 60}
-"""Of each stage."""
+"""The most steps of each stage, by its number of tokens."""
 
 
 def pattern(tokens: int) -> Dilated:
@@ -144,7 +144,7 @@ def learn(
     """Train through the curriculum, as far as it is no longer than `tokens`, and yield after each step.
 
     Args:
-        most: steps of the stage of so many tokens. until: the accuracy above which a stage ends before.
+        most: the most steps of each stage, by its number of tokens. until: the accuracy above which a stage ends early.
     """
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -180,7 +180,7 @@ def accuracy(
 
 
 def step(model: LongNetLM, sequences: Tensor, answers: Tensor) -> None:
-    """A forward and backward, without an update: what its time is measured of."""
+    """A forward and backward without an update, to be timed."""
     F.cross_entropy(answer(model, sequences), answers).backward()
     model.zero_grad()
 

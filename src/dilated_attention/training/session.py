@@ -116,10 +116,10 @@ def resume(
     backend: str = "auto",
     ranks: Ranks | None = None,
 ) -> Training:
-    """Continue the run in `out` with its own configuration, recipe and text; what is given must agree with them, but
-    for `steps`, which may be more: the learning rate then follows the schedule of the larger number.
+    """Continue the run in `out` with its own configuration, recipe and text. Any that are given must agree, except that
+    `steps` may be larger: the learning rate then follows the schedule of the larger number.
 
-    The number of ranks may be another one than before.
+    The number of ranks may differ from before.
     """
     stored, about = read_checkpoint(_checkpoint(out), ranks)
     longer = Recipe(**{**dataclasses.asdict(about.recipe), "steps": recipe.get("steps", about.recipe.steps)})
@@ -147,8 +147,8 @@ def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Tex
 
 
 def chosen_options(out: Path | None, given: Mapping[str, int | None]) -> dict[str, int]:
-    """The options of a run that neither its model nor its recipe holds: those given, else those that the run in `out`
-    was begun with, else the defaults."""
+    """The options of a run that are in neither its model nor its recipe: those given, else those that the run in `out`
+    began with, else the defaults."""
     before: dict[str, int] = {}
     if out is not None and (path := out / "options.json").exists():
         try:

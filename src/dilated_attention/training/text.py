@@ -108,7 +108,7 @@ def read_text(paths: Sequence[Path]) -> Text:
 
 
 def readable(text: str) -> str:
-    """What a terminal would obey is shown as a dot."""
+    """The text with a dot for each character that cannot be printed, which a terminal might obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 

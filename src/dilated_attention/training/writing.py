@@ -14,8 +14,8 @@ from dilated_attention.training.text import readable
 
 
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
-    """The byte-level model in a folder of `save_pretrained`, or of a run of `train`: that of its end, or before the end
-    that of its newest checkpoint. ValueError where there is none."""
+    """The byte-level model in a folder of `save_pretrained` or of a run of `train`; of an unfinished run, that of its
+    newest checkpoint. ValueError where there is none."""
     for place in (folder, folder / "model"):
         if (place / "config.json").exists():
             model = LongNetLM.from_pretrained(place, backend=backend)
