@@ -154,3 +154,12 @@ def test_wrong_input_is_named():
     turned = dataclasses.replace(model.config, encoder=dataclasses.replace(config, positions="rope"))
     with pytest.raises(UnsupportedError, match="without rotary positions"):
         tile_attention(GigaPathSlideEncoder(turned).eval().double(), x, coords)
+
+
+def test_under_autocast():
+    """The channel that holds lse would be rounded, the more tiles the coarser."""
+    q, k = torch.randn(2, 200, 4, 9)
+    weights, pattern = torch.rand(2, 200), Dilated((64, 256), (1, 4))
+    expected = attended_tiles._sums_of_rows(q, k, weights, pattern)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attended_tiles._sums_of_rows(q, k, weights, pattern), expected)

@@ -145,6 +145,8 @@ def test_decoding_by_pages():
         torch.testing.assert_close(found, block_sparse_attention(q, k, v, layout)[:, -1:], rtol=0, atol=1e-12)
     none = torch.full((2, 1, 2), -1)
     assert not listed_attention(newest, k, v, none).any()
+    v[:, 0] = math.nan
+    assert listed_attention(newest, k, v, torch.tensor([[[5, -1]]]), size).isfinite().all()
 
 
 def test_the_indexer_by_its_definition(monkeypatch):
@@ -196,6 +198,14 @@ def test_an_indexer_learns_where_attention_falls():
     assert held() > 0.9
 
 
+def test_an_indexer_in_half_precision_chooses_in_single():
+    indexer, x = routing.Indexer(16, 2, 8, top_k=4), torch.randn(1, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert indexer._index(x, slice(0, 40)).dtype == torch.float32
+    assert indexer.choose(x[:, :0]).shape == (1, 0, 0)
+    assert indexer.choose(x, 0).shape == (1, 0, 4)
+
+
 Q, K, V = (torch.zeros(1, 64, heads, 8) for heads in (4, 2, 2))
 PAGES = routing.PageBounds()
 BAD = [
@@ -206,9 +216,14 @@ BAD = [
     (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
     ("top_k=0 must be positive", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
-    (r"chosen must be .* with 1, 2 or 4 lists; got \(1, 3, 2\)",
+    (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; got \(1, 3, 2\)",
      lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
     (r"q must be \(batch, 1, heads, head_dim\)", lambda: listed_attention(Q, K, V, torch.zeros(1, 1, 2).long())),
+    (r"q must be .* got \(1, 1, 4, 8\), \(3,",
+     lambda: listed_attention(Q[:, -1:], *(x.expand(3, -1, -1, -1) for x in (K, V)), torch.zeros(1, 1, 2).long())),
+    (r"a batch of 1 and .* got \(5, 1, 2\)", lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(5, 1, 2).long())),
+    ("new=5 must lie between 0 and the 3 tokens", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
+    ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),
 ]  # fmt: skip
 
 

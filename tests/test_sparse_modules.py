@@ -69,7 +69,7 @@ def naive_native(module, x, rotary=None):
 
         def pool(pooling, part, head, start, turn):
             block = part[start : start + length, head].flatten()
-            row = pooling.output(F.gelu(pooling.hidden(block)))
+            row = pooling.row(F.gelu(pooling.hidden(block)))
             if turn and rotary is not None:
                 row = rotate(row[None, None, None], tuple(table[start + length - 1 :][:1] for table in rotary))[0, 0, 0]
             return row
@@ -263,6 +263,31 @@ def test_a_cache_is_of_one_layer_and_one_batch():
         other(x, cache=cache)
     with pytest.raises(ValueError, match="cache holds 2 samples, got x with 1"):
         layer(x[:1], cache=cache)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_a_cache_of_a_call_that_failed_is_free(make):
+    layer, cache = make(2, 1, 1), SelectionCache()
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, 5, 3, dtype=torch.float64), cache=cache)
+    layer(torch.randn(1, 5, 8, dtype=torch.float64), cache=cache)
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_a_gradient_of_tokens_after_a_cache(make):
+    """A later token's rows go where earlier ones were read."""
+    layer, cache, x = make(2, 1, 1), SelectionCache(), torch.randn(1, 14, 8, dtype=torch.float64)
+    layer(x[:, :10], cache=cache)
+    new = x[:, 10:].requires_grad_()
+    layer(new, cache=cache).sum().backward()
+    assert new.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 20, 8)])
+def test_no_tokens(make, shape):
+    assert make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64)).shape == shape
 
 
 @pytest.mark.parametrize("make", [native, mixture])

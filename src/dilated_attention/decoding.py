@@ -110,12 +110,13 @@ def newest_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    if hidden is not None:
-        empty = hidden.all(-1, keepdim=True)
-        scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
-        v = v.masked_fill(empty[..., None], 0.0)
-    return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+        if hidden is not None:
+            empty = hidden.all(-1, keepdim=True)  # no softmax of -inf alone
+            scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
+            v = v.masked_fill(hidden[..., None], 0.0)  # a weight of 0 times NaN would be NaN
+        return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
 
 
 def listed_attention(
@@ -137,16 +138,18 @@ def listed_attention(
     Returns:
         out, as q with the head_dim of v; 0 where a list is empty.
     """
-    heads, kv_heads, lists = q.shape[2], k.shape[2], chosen.shape[1]
-    if q.dim() != 4 or q.shape[1] != 1 or k.shape[:3] != v.shape[:3] or heads % kv_heads:
+    shapes = f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or q.shape[1] != 1 or len(q) != len(k) or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"q must be (batch, 1, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); {shapes}")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if q.shape[3] != k.shape[3] or heads % kv_heads:
+        raise ValueError(f"q and k must agree in head_dim, and kv_heads divide heads; {shapes}")
+    if chosen.dim() != 3 or len(chosen) not in (1, len(q)) or chosen.shape[1] not in (1, heads, kv_heads):
         raise ValueError(
-            "q must be (batch, 1, heads, head_dim), k and v (batch, seq, kv_heads, head_dim), and kv_heads divide "
-            f"heads; got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            f"chosen must be (batch, lists, blocks) with a batch of {len(q)} and 1, {kv_heads} or {heads} lists; got "
+            f"{tuple(chosen.shape)}"
         )
-    if chosen.dim() != 3 or lists not in (1, heads, kv_heads):
-        raise ValueError(
-            f"chosen must be (batch, lists, blocks) with 1, {kv_heads} or {heads} lists; got {tuple(chosen.shape)}"
-        )
+    lists = chosen.shape[1]
     if lists < kv_heads:
         chosen = chosen.expand(-1, kv_heads, -1)
     token = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)

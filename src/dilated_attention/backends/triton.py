@@ -320,8 +320,9 @@ class Launch:
             return Bound(function, programs, settled | self._constants(tensors["BIAS"] is not None, chain, settled))
 
         probability = 0.0 if dropout is None else dropout.probability
+        also = scale, chain, probability, _precision(q.dtype), WIDE_FROM
         shapes = q.shape, k.shape, None if indptr is None else indptr.shape
-        _bound(self.bound, tensors, (scale, chain, probability, _precision(q.dtype), *shapes), settle)(tensors)
+        _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
         """The kernel's arguments that the table settles."""

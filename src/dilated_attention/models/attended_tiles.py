@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROWS = 2048  # tokens that are written at a time
+_MORE = 8  # columns, of which one is for lse: fused operators on a GPU take multiples of 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,18 +140,18 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """q and k, `(tokens, heads, head_dim + 1)`, whose product is the logarithm of P."""
+        """q and k, `(tokens, heads, head_dim + _MORE)`, whose product is the logarithm of P."""
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
-            whole = self.lse.new_empty(tokens, heads, head_dim + 1)
+            whole = self.lse.new_zeros(tokens, heads, head_dim + _MORE)
             for rows in whole.split(_ROWS):
                 read = np.fromfile(self.file, np.uint8, len(rows) * heads * head_dim * self.dtype.itemsize)
-                rows[..., :-1] = torch.from_numpy(read).view(self.dtype).view(len(rows), heads, head_dim)
+                rows[..., :head_dim] = torch.from_numpy(read).view(self.dtype).view(len(rows), heads, head_dim)
             found.append(whole)
         q, k = found
-        q[..., :-1] *= (q.shape[2] - 1) ** -0.5
-        q[..., -1], k[..., -1] = -self.lse.T, 1.0
+        q *= head_dim**-0.5
+        q[..., head_dim], k[..., head_dim] = -self.lse.T, 1.0
         return q, k
 
 
@@ -183,5 +184,6 @@ def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Te
     turned = Dilated(pattern.segment_lengths, pattern.dilation_rates, offsets)
     values = weights.T[None, :, None].expand(1, -1, heads, -1)
     keys = k.repeat_interleave(ratio, 1)
-    out, lse = attention(keys[None], q[None], values, turned, scale=1.0, return_lse=True)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = attention(keys[None], q[None], values, turned, scale=1.0, return_lse=True)
     return out[0].permute(2, 1, 0) * lse[0].exp()

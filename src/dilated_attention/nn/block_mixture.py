@@ -93,6 +93,8 @@ class BlockAttentionMixture(nn.Module):
         cache: SelectionCache | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """rotary, cache: as in `NativeSparseAttention`."""
+        if not x.numel():
+            return self.output(x)
         if cache is None or not cache.used_by(self, x.shape[0]):
             return self._whole(x, rotary, cache)
         rows = [slice(i, i + 1) for i in range(x.shape[1])]
@@ -153,7 +155,8 @@ class BlockAttentionMixture(nn.Module):
         chosen = []
         for at in pieces(len(position), q.shape[0] * q.shape[2] * blocks):
             query = q[:, at].to(mean.dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-            scores = (query @ mean).flatten(1, 2)
+            with torch.autocast(q.device.type, enabled=False):
+                scores = (query @ mean).flatten(1, 2)
             scores = F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
             chosen.append(largest_blocks(scores, own[at], self.top_k, local=1, first=False))
         return torch.cat(chosen, 2)

@@ -38,7 +38,7 @@ class BlockPooling(nn.Module):
         super().__init__()
         self.length, self.stride = length, stride
         self.hidden = nn.Linear(length * head_dim, head_dim, **factory)
-        self.output = nn.Linear(head_dim, head_dim, **factory)
+        self.row = nn.Linear(head_dim, head_dim, **factory)
 
     def number(self, seq_len: int) -> int:
         """The number of whole blocks."""
@@ -53,7 +53,7 @@ class BlockPooling(nn.Module):
         rows = x[:, : (number + strides - 1) * self.stride]
         rows = rows.unflatten(1, (-1, self.stride)).transpose(2, 3).flatten(3)  # (batch, strides of all, heads, d * D)
         blocks = torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
-        return self.output(F.gelu(self.hidden(blocks)))
+        return self.row(F.gelu(self.hidden(blocks)))
 
 
 class NativeSparseAttention(nn.Module):
@@ -165,6 +165,8 @@ class NativeSparseAttention(nn.Module):
         those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
         No gradient flows into the cache.
         """
+        if not x.numel():
+            return self.output(x)
         if cache is None or not cache.used_by(self, x.shape[0]):
             return self._whole(x, rotary, cache)
         rows = [slice(i, i + 1) for i in range(x.shape[1])]
@@ -291,7 +293,8 @@ class NativeSparseAttention(nn.Module):
         if not number:
             return q.new_zeros(len(q), self.num_kv_heads, len(seen), blocks, dtype=dtype)
         query = q.to(dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * self.head_dim**-0.5
+        with torch.autocast(q.device.type, enabled=False):
+            scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * self.head_dim**-0.5
         hidden = torch.arange(number, device=q.device) >= seen[:, None]
         probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
         strides = self.block_size // self.key_pooling.stride

@@ -93,7 +93,8 @@ class Rows:
         """The last `number` rows, or all that are kept."""
         assert self.buffer is not None
         number = self.keep if number is None else number
-        return self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
+        rows = self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
+        return rows.clone() if torch.is_grad_enabled() else rows  # a backward must not find later rows there
 
 
 class SelectionCache:
@@ -114,7 +115,7 @@ class SelectionCache:
 
     def used_by(self, layer: object, batch: int) -> bool:
         """Whether it holds tokens already. ValueError if they belong to another layer or a batch of another size."""
-        if self.user is None:
+        if self.user is None or not self.length:
             self.user = ref(layer), batch
         if self.user[0]() is not layer:
             raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")

@@ -71,7 +71,9 @@ class Indexer(nn.Module):
         """The tokens that the last `new` queries see (None: all queries); -1 where there are fewer than `top_k`."""
         seq_len = x.shape[1]
         new = seq_len if new is None else new
-        chosen = []
+        if not 0 <= new <= seq_len:
+            raise ValueError(f"new={new} must lie between 0 and the {seq_len} tokens of x")
+        chosen = [torch.empty(x.shape[0], 0, min(self.top_k, seq_len), dtype=torch.int64, device=x.device)]
         for at in self._pieces(x, seq_len - new):
             index = self._index(x, at)
             best = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf).topk(min(self.top_k, seq_len), dim=-1)
@@ -87,6 +89,8 @@ class Indexer(nn.Module):
                 "q and k must have the batch and seq of x, and the heads of k divide those of q; got "
                 f"x {tuple(x.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
+        if not x.numel():
+            raise ValueError(f"x has no tokens to learn from: shape {tuple(x.shape)}")
         x, q, k = x.detach(), q.detach(), k.detach()
         scale = q.shape[3] ** -0.5 if scale is None else scale
         part = partial(self._divergence, x, q, k, scale)
@@ -99,7 +103,7 @@ class Indexer(nn.Module):
     def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
         """The sum of the divergences of some queries."""
         index = self._index(x, at)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
             score = query @ k[:, : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
             wanted = score.masked_fill_(index[:, None, None] == -torch.inf, -torch.inf).softmax(-1).mean((1, 2))
@@ -111,12 +115,13 @@ class Indexer(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
-        score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
-        index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
+        with torch.autocast(x.device.type, enabled=False):
+            score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
+            index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
         token = torch.arange(at.stop, device=x.device)
         return index.masked_fill(token > token[at, None], -torch.inf)
 
     def _pieces(self, x: Tensor, start: int, heads: int = 0) -> Iterator[slice]:
-        step = max(1, estimates.CHUNK // (x.shape[0] * x.shape[1] * max(heads, self.num_heads)))
+        step = max(1, estimates.CHUNK // max(1, x.shape[0] * x.shape[1] * max(heads, self.num_heads)))
         for first in range(start, x.shape[1], step):
             yield slice(first, min(first + step, x.shape[1]))

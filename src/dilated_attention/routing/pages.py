@@ -92,7 +92,8 @@ class PageBounds:
             raise ValueError(f"number={number} must be at least 1, and keys must have been appended")
         dtype = torch.promote_types(q.dtype, torch.float32)
         key = self.bounds[:, :, : self.pages].to(dtype)
-        bound = (_signed(q[:, 0].to(dtype)).unflatten(1, (key.shape[1], -1)) @ key.mT).flatten(1, 2)
+        with torch.autocast(q.device.type, enabled=False):
+            bound = (_signed(q[:, 0].to(dtype)).unflatten(1, (key.shape[1], -1)) @ key.mT).flatten(1, 2)
         bound[..., -1] = torch.inf
         return bound.topk(min(number, self.pages), dim=-1).indices
 

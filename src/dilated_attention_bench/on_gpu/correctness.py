@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native, triton
-from dilated_attention.cache import plan_cache
 from dilated_attention.plan import Plan, Rows, StridedGroup
 from dilated_attention.verification import BARS, Check, relative_error
 from dilated_attention_bench.cases import Case
@@ -78,10 +77,8 @@ def as_timed(case: Case, label: str) -> Check:
 
 def wide(check: Check, name: str, device: torch.device) -> Iterator[Row]:
     """With the offsets of 64 bits that only huge strides ask for."""
-    plan_cache.clear()  # its launches are bound without them
     with patch.object(triton, "WIDE_FROM", 0):
         yield from correctness(replace(check, name=f"{check.name}, wide offsets"), name, device)
-    plan_cache.clear()
 
 
 def wide_launches(check: Check, name: str) -> list[Callable[[], object]]:

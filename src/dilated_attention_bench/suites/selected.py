@@ -184,7 +184,9 @@ def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Tra
         module = NativeSparseAttention if name == "native sparse attention" else BlockAttentionMixture
         for block in model.blocks:
             block.attention = _InBlock(module(config.embed_dim, config.num_heads, **SETTINGS[name])).to(device)
-            training.optimizer.add_param_group({"params": list(block.attention.parameters())})
+            for decay, shape in ((recipe.weight_decay, (2,)), (0.0, (0, 1))):
+                parameters = [x for x in block.attention.parameters() if x.dim() in shape]
+                training.optimizer.add_param_group({"params": parameters, "weight_decay": decay})
         model.reset_parameters()
     return training
 
