@@ -100,7 +100,7 @@ def test_auto_says_what_it_passes_by(monkeypatch):
 @pytest.mark.parametrize("given", ["key_padding_mask", "dropout_p"])
 def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
     """Rows that were gathered by head have a mask and dropout by head, which the kernels would misread."""
-    facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True, rows=4096)
+    facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True, keys=4096)
     assert (BACKENDS[name].why_not(facts) is None) == (name == "native")
     assert table.choose("auto", facts).backend.name == "native"
 

@@ -650,7 +650,7 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
         return
     assert cpu.instruction_set_of(dtype) in chosen(dtype).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
-    few = cpu.LEAST_ROWS[dtype] - 1
+    few = cpu.LEAST_KEYS[dtype] - 1
     short = chosen(dtype, few, 64)
     assert short.backend == "native"
     assert f"got {few}" in short.refusals["cpu"]

@@ -139,7 +139,7 @@ class Call:
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(
             q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None,
-            _rows(branches),
+            _keys(branches),
         )  # fmt: skip
         call = cls(
             branches,
@@ -296,5 +296,5 @@ def _work(branches: Branches, q: Tensor) -> int:
     return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
 
 
-def _rows(branches: Branches) -> int:
-    return max([w // r for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True)])
+def _keys(branches: Branches) -> int:
+    return sum([w // r for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True)])

@@ -40,9 +40,9 @@ MOST_IDLE = 1.3
 faster."""
 
 
-LEAST_ROWS = {torch.float32: 48, torch.bfloat16: 8, torch.float16: 8}
-"""Rows of the longest segments from which on `auto` takes this backend: a tile's gathers and edges cost more than the
-products of a shorter one (notebook, 2026-11-22)."""
+LEAST_KEYS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
+"""Keys of a query, of whole segments, from which on `auto` takes this backend: below, a tile's gathers and edges cost
+more than its products (notebook, 2026-11-22)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -64,9 +64,9 @@ def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
     if facts.dtype == torch.bfloat16 and has_amx():
         return "not measured against native's bfloat16 on AMX yet; only on request"
-    least = LEAST_ROWS.get(facts.dtype, 0)
-    if facts.rows < least:
-        return f"native is faster in segments of fewer than {least} rows; got {facts.rows}"
+    least = LEAST_KEYS.get(facts.dtype, 0)
+    if facts.keys < least:
+        return f"native is faster where a query sees fewer than {least} keys in its segments; got {facts.keys}"
     return None
 
 

@@ -16,7 +16,7 @@ class Facts:
         needs: what the call asks for beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout".
         work: about how many score entries the call has, times head_dim.
         over_mesh: its sequence is sharded over a mesh.
-        rows: the most that a whole segment of a branch has.
+        keys: that a query sees in whole segments of all its branches.
     """
 
     device: torch.device
@@ -26,4 +26,4 @@ class Facts:
     needs: tuple[str, ...] = ()
     work: int = 0
     over_mesh: bool = False
-    rows: int = 1024
+    keys: int = 1024
