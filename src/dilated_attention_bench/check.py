@@ -148,7 +148,7 @@ GUARDS = (
     Guard("blocks over dense attention, forward+backward", "x", TIME_MARGIN, _over(BLOCKS, "dense", BOTH)),
     Guard("plan of 2^30 tokens over 10,000 integers to text", "x", TIME_MARGIN, _plan),
     Guard("host's part of a small call on a GPU over 10,000 integers to text", "x", TIME_MARGIN, _host(False)),
-    Guard("the same with its backward", "x", TIME_MARGIN, _host(True)),
+    Guard("host's part of a small call with its backward over 10,000 integers to text", "x", TIME_MARGIN, _host(True)),
     Guard("dilated, peak of allocations, forward", "out", COUNT_MARGIN, _peak(DILATED, False)),
     Guard("dilated, peak of allocations, forward+backward", "out", COUNT_MARGIN, _peak(DILATED, True)),
     Guard("blocks, peak of allocations, forward", "out", COUNT_MARGIN, _peak(BLOCKS, False)),
