@@ -9,7 +9,8 @@ becomes a table of the rows of that file whose name contains the words and whose
     <!-- results: cpu-2-threads-amd-epyc/attention.jsonl name=dense seq_len=8192 -->1 ms<!-- end of results -->
 
 `met=false` takes the rows that miss their bars, and none is an error, so that words about them go when they are met.
-The word `spread` adds a column to a table; with `bar` the text says whether the rows meet theirs: `met in 2 of 3`.
+The word `spread` adds a column to a table, `variants` makes it that of `compare`; with `bar` the text says whether the
+rows meet theirs: `met in 2 of 3`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dilated_attention.storage import write_text
+from dilated_attention_bench import compare
 from dilated_attention_bench.results import Record, read
 
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
@@ -35,7 +37,8 @@ def render(text: str, results: Path) -> str:
         if "bar" in words:
             body = verdict(rows)
         elif "\n" in span["text"]:
-            body = f"\n{table(rows, spread='spread' in words)}\n"
+            body = variants(rows) if "variants" in words else table(rows, spread="spread" in words)
+            body = f"\n{body}\n"
         elif len(rows) == 1:
             body = value(rows[0])
         else:
@@ -111,8 +114,16 @@ def table(rows: list[Record], *, spread: bool = False) -> str:
         f"{number(row['bar'])}, {'met' if row['met'] else 'not met'}" if "bar" in row else "" for row in rows
     ]
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    lines = [list(columns), ["---"] * len(columns), *map(list, zip(*columns.values(), strict=True))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _markdown(list(columns), zip(*columns.values(), strict=True))
+
+
+def variants(rows: list[Record]) -> str:
+    """Markdown: the variants of `compare`, with what it knows of each."""
+    return _markdown(*compare.table(rows))
+
+
+def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *lines))
 
 
 def value(row: Record) -> str:

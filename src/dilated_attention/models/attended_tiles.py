@@ -158,7 +158,7 @@ class _Layer:
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
     """Run the layers over one slide, the last one as far as its attention."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
-    layers = []
+    layers: list[_Layer] = []
     for block in encoder.encoder.blocks:
         assert isinstance(block, TransformerBlock)
         layers.append(_Layer(pattern, encoder.encoder.backend, file, lse[len(layers)]))
