@@ -14,17 +14,14 @@ from dilated_attention.functional import block_sparse_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
+    SelectingAttention,
     SelectionCache,
-    check_blocks,
-    check_heads,
     largest_blocks,
     pieces,
-    refuse_mesh,
-    tables_at,
 )
 
 
-class BlockAttentionMixture(nn.Module):
+class BlockAttentionMixture(SelectingAttention):
     """Causal self-attention over blocks that each query and head choose (MoBA, Lu et al. 2025, arXiv:2502.13189).
 
         out_t = W_o softmax(q_t K[S_t]ᵀ / sqrt(head_dim)) V[S_t],        S_t = {j <= t: block of j in B_t},
@@ -43,8 +40,8 @@ class BlockAttentionMixture(nn.Module):
         bias: of the projections.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)` and returns the same shape. Pad shorter samples at their ends: no
-    row sees a later one.
+    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
+    continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
     """
 
     def __init__(
@@ -61,22 +58,15 @@ class BlockAttentionMixture(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_heads(embed_dim, num_heads, num_kv_heads)
-        check_blocks(query_block, block_size)
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
+        )
         if top_k < 1:
             raise ValueError(f"top_k={top_k} must be at least 1: a query's own block")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
-        self.block_size, self.top_k, self.query_block, self.backend = block_size, top_k, query_block, backend
+        self.top_k = top_k
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.input = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim, **factory)
+        self.input = nn.Linear(embed_dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused: see `parallel.set_context_parallel`."""
-        refuse_mesh(self, mesh)
 
     def extra_repr(self) -> str:
         return (
@@ -84,21 +74,6 @@ class BlockAttentionMixture(nn.Module):
             f"block_size={self.block_size}, top_k={self.top_k}, query_block={self.query_block}, "
             f"backend={self.backend!r}"
         )
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq embed_dim"],
-        rotary: Tables | None = None,
-        *,
-        cache: SelectionCache | None = None,
-    ) -> Float[Tensor, "batch seq embed_dim"]:
-        """rotary, cache: as in `NativeSparseAttention`."""
-        if not x.numel():
-            return self.output(x)
-        if cache is None or not cache.used_by(self, x.shape[0]):
-            return self._whole(x, rotary, cache)
-        rows = [slice(i, i + 1) for i in range(x.shape[1])]
-        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         q, k, v = self._project(x, rotary)

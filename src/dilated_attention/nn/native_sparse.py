@@ -16,12 +16,10 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
+    SelectingAttention,
     SelectionCache,
-    check_blocks,
-    check_heads,
     largest_blocks,
     pieces,
-    refuse_mesh,
     tables_at,
 )
 from dilated_attention.patterns import Dilated, layout_for
@@ -56,7 +54,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(blocks)))
 
 
-class NativeSparseAttention(nn.Module):
+class NativeSparseAttention(SelectingAttention):
     """Causal self-attention by native sparse attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
 
         out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),       g_t = sigmoid(W_g x_t + b_g), one per head and branch,
@@ -86,8 +84,8 @@ class NativeSparseAttention(nn.Module):
         bias: of the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)` and returns the same shape. Pad shorter samples at their ends: no
-    row sees a later one.
+    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
+    continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
     """
 
     def __init__(
@@ -109,10 +107,9 @@ class NativeSparseAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_heads(embed_dim, num_heads, num_kv_heads)
-        check_blocks(query_block, block_size)
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
+        )
         if compress_stride < 1 or compress_block < 1 or compress_block % compress_stride:
             raise ValueError(f"compress_stride={compress_stride} must divide compress_block={compress_block}")
         if block_size % compress_stride:
@@ -126,23 +123,17 @@ class NativeSparseAttention(nn.Module):
             raise ValueError(f"window={window} must be at least 1")
         if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
             raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
-        self.block_size, self.num_selected, self.local_blocks = block_size, num_selected, local_blocks
-        self.window, self.query_block, self.pattern, self.backend = window, query_block, pattern, backend
+        self.num_selected, self.local_blocks = num_selected, local_blocks
+        self.window, self.pattern = window, pattern
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        rows = num_heads + 2 * self.branches * num_kv_heads
+        rows = num_heads + 2 * self.branches * self.num_kv_heads
         self.input = nn.Linear(embed_dim, rows * self.head_dim, bias=bias, **factory)
         self.gate = nn.Linear(embed_dim, self.branches * num_heads, **factory)
         self.key_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
         self.value_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self._window_layout = partial(BlockLayout.local, window=window, block_size=block_size, is_causal=True)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused: see `parallel.set_context_parallel`."""
-        refuse_mesh(self, mesh)
 
     def extra_repr(self) -> str:
         return (
@@ -151,26 +142,6 @@ class NativeSparseAttention(nn.Module):
             f"block_size={self.block_size}, num_selected={self.num_selected}, local_blocks={self.local_blocks}, "
             f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
         )
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq embed_dim"],
-        rotary: Tables | None = None,
-        *,
-        cache: SelectionCache | None = None,
-    ) -> Float[Tensor, "batch seq embed_dim"]:
-        """rotary: tables for x's tokens, from `Rotary.tables` or `rotary_tables`; None: no positions.
-
-        cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
-        those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
-        No gradient flows into the cache.
-        """
-        if not x.numel():
-            return self.output(x)
-        if cache is None or not cache.used_by(self, x.shape[0]):
-            return self._whole(x, rotary, cache)
-        rows = [slice(i, i + 1) for i in range(x.shape[1])]
-        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)

@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
@@ -46,28 +46,6 @@ def pieces(queries: int, scores: int) -> Iterator[slice]:
     step = max(1, CHUNK // max(1, scores))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
-
-
-def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
-            "num_heads"
-        )
-
-
-def check_blocks(query_block: int, block_size: int) -> None:
-    """Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask."""
-    if not 1 <= block_size <= MAX_BLOCK:
-        raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
-    if query_block < 1 or block_size % query_block:
-        raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
-
-
-def refuse_mesh(layer: object, mesh: Any) -> None:
-    """For `set_context_parallel`: a rank alone would select among its own shard's tokens."""
-    if mesh is not None:
-        raise UnsupportedError(f"{type(layer).__name__} runs on one device; over a mesh use nn.DilatedAttention")
 
 
 class Rows:
@@ -137,3 +115,68 @@ class SelectionCache:
 def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
     """The tables of some of the tokens."""
     return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
+
+
+class SelectingAttention(nn.Module):
+    """What causal self-attention over selected keys shares; a subclass has `output`, `_whole` and `_next`."""
+
+    output: nn.Linear
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        *,
+        block_size: int,
+        query_block: int,
+        backend: str,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
+                "num_heads"
+            )
+        if not 1 <= block_size <= MAX_BLOCK:
+            raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
+        # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
+        if query_block < 1 or block_size % query_block:
+            raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.block_size, self.query_block, self.backend = block_size, query_block, backend
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused, since a rank would select among its own shard's tokens: see `parallel.set_context_parallel`."""
+        if mesh is not None:
+            raise UnsupportedError(f"{type(self).__name__} runs on one device; over a mesh use nn.DilatedAttention")
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        *,
+        cache: SelectionCache | None = None,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """rotary: tables for x's tokens, from `Rotary.tables` or `rotary_tables`; None: no positions.
+
+        cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
+        those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
+        No gradient flows into the cache.
+        """
+        if not x.numel():
+            return self.output(x)
+        if cache is None or not cache.used_by(self, x.shape[0]):
+            return self._whole(x, rotary, cache)
+        rows = [slice(i, i + 1) for i in range(x.shape[1])]
+        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+
+    def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        """The rows of the first tokens."""
+        raise NotImplementedError
+
+    def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        """The row of one more token."""
+        raise NotImplementedError
