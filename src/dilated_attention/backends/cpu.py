@@ -273,8 +273,12 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
 
 def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
     lines = table.lines.numpy()
+    if not owned:
+        # Tiles that stream the same rows are neighbours, for a thread keeps what it has gathered (Kept, tiles.h).
+        lines = lines[np.lexsort((*lines[:, tiles.STARTS].T, lines[:, tiles.HEAD]))]
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     if not owned:
+        table = tiles.replace(table, lines=torch.from_numpy(lines))
         return Launch(side, table, torch.arange(len(lines) + 1), weights)
     order, jobs = _owners(lines)
     sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights

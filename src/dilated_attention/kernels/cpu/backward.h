@@ -1,5 +1,7 @@
 // The backward, from the merged out and lse: tiles and loops as in the forward, or of keys that stream the queries.
 #pragma once
+#include <algorithm>
+
 #include "tiles.h"
 
 namespace {
@@ -12,6 +14,7 @@ class Stats {
 
   int64_t count() const { return call.B * ((call.N + CHUNK - 1) / CHUNK); }
   int64_t floats() const { return WIDTH; }
+  void begin(float *) const {}
 
   void operator()(int64_t work, float *) const {
     const int64_t b = work % call.B, first = work / call.B * CHUNK, heads = call.H * call.G;
@@ -37,13 +40,18 @@ class Stats {
 template <class Element, class Arithmetic>
 class BackwardDq {
  public:
-  explicit BackwardDq(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+  explicit BackwardDq(const Call &call)
+      : call(call),
+        shape(call.D),
+        own(round_up(call.own, LANES)),
+        kept(call, chunks(call, call.M), CHUNK * (2 * shape.stride + shape.columns)) {}
 
   int64_t count() const { return call.job_count * call.B * call.G; }
   int64_t floats() const {
-    return own * (2 * shape.stride + shape.columns + 8) + CHUNK * (2 * shape.stride + shape.columns + 2 * LANES + 2) +
-           16 * WIDTH;
+    return kept.floats() + own * (2 * shape.stride + shape.columns + 8) + CHUNK * (2 * LANES + 2) + 16 * WIDTH;
   }
+
+  void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
     const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
@@ -55,9 +63,10 @@ class BackwardDq {
   const Call &call;
   const Operands<Arithmetic> shape;
   const int64_t own;
+  const Kept kept;
 
   void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
-    Parts parts(memory);
+    Parts parts(memory + kept.floats());
     const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
@@ -65,9 +74,7 @@ class BackwardDq {
     const Held held{tile.rows, token, row};
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
-    float *k = parts.take(CHUNK * shape.stride), *v = parts.take(CHUNK * shape.stride);
-    float *k_values = parts.take(CHUNK * shape.columns), *s = parts.take(CHUNK * LANES),
-          *dp = parts.take(CHUNK * LANES);
+    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
     int32_t *word = parts.take<int32_t>(CHUNK);
 
     const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
@@ -83,12 +90,18 @@ class BackwardDq {
 
     Chunk chunk;
     for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
-      const Word *scores = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
-      shape.gather(V, chunk.token, chunk.count, v);
+      Kept::Slot &slot = kept.find(memory, chunk, b, h);
+      Parts rows(slot.rows);
+      Word *k_values = rows.take(CHUNK * shape.columns), *k = rows.take(CHUNK * shape.stride);
+      Word *v = rows.take(CHUNK * shape.stride);
+      if (!slot.known) {
+        slot.finite = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
+        shape.gather(V, chunk.token, chunk.count, v);
+      }
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
-        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
+        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, shape.scores_of(slot.finite, k, k_values), v, k_values, lse + at, delta + at,
                   dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
       }
     }
@@ -105,13 +118,19 @@ class BackwardDq {
 template <class Element, class Arithmetic>
 class BackwardDkdv {
  public:
-  explicit BackwardDkdv(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+  explicit BackwardDkdv(const Call &call)
+      : call(call),
+        shape(call.D),
+        own(round_up(call.own, LANES)),
+        kept(call, chunks(call, call.N), CHUNK * (2 * shape.stride + 2 * shape.columns + 2)) {}
 
   int64_t count() const { return call.job_count * call.B; }
   int64_t floats() const {
-    return own * (2 * shape.stride + 3 * shape.columns + 6) +
-           CHUNK * (2 * shape.stride + 3 * shape.columns + 3 * LANES + 4) + 24 * WIDTH;
+    return kept.floats() + own * (2 * shape.stride + 3 * shape.columns + 6) +
+           CHUNK * (shape.columns + 2 * LANES + JOINED * WORDS + 2) + 24 * WIDTH;
   }
+
+  void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
     const int64_t job = work / call.B, b = work % call.B;
@@ -119,12 +138,14 @@ class BackwardDkdv {
   }
 
  private:
+  static constexpr int WORDS = LANES / Arithmetic::PER_WORD, JOINED = Arithmetic::JOINED;
   const Call &call;
   const Operands<Arithmetic> shape;
   const int64_t own;
+  const Kept kept;
 
   void compute(const Tile &tile, int64_t b, float *memory) const {
-    Parts parts(memory);
+    Parts parts(memory + kept.floats());
     const int64_t h = tile.head, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own);
@@ -137,10 +158,8 @@ class BackwardDkdv {
     float *k = parts.take(own * shape.stride), *v = parts.take(own * shape.stride);
     float *k_values = parts.take(own * shape.columns);
     float *dk = parts.take(own * shape.columns), *dv = parts.take(own * shape.columns), *factor = parts.take(own);
-    float *q = parts.take(CHUNK * shape.stride), *dout = parts.take(CHUNK * shape.stride);
-    float *q_values = parts.take(CHUNK * shape.columns), *dout_values = parts.take(CHUNK * shape.columns);
-    float *dq = parts.take(CHUNK * shape.columns), *lse = parts.take(CHUNK), *delta = parts.take(CHUNK);
-    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * LANES);
+    float *dq = parts.take(CHUNK * shape.columns);
+    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * JOINED * WORDS);
     int32_t *first = parts.take<int32_t>(CHUNK), *second = parts.take<int32_t>(CHUNK);
 
     const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
@@ -167,23 +186,40 @@ class BackwardDkdv {
       const auto Q = head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn);
       const auto dO = head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn);
       for (Stream<Side::keys> stream(call, tile, b, n); stream.next(chunk);) {
-        const Queries queries{shape.gather_both(Q, chunk.token, chunk.count, q, q_values),
-                              shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values),
+        Kept::Slot &slot = kept.find(memory, chunk, b, n);
+        Parts rows_of(slot.rows);
+        Word *q_values = rows_of.take(CHUNK * shape.columns), *dout_values = rows_of.take(CHUNK * shape.columns);
+        Word *q = rows_of.take(CHUNK * shape.stride), *dout = rows_of.take(CHUNK * shape.stride);
+        float *lse = rows_of.take(CHUNK), *delta = rows_of.take(CHUNK);
+        if (!slot.known) {
+          slot.finite = shape.gather_both(Q, chunk.token, chunk.count, q, q_values);
+          shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values);
+          read_stats(call, b, n, chunk.token, chunk.count, lse, delta);
+        }
+        const Queries queries{shape.scores_of(slot.finite, q, q_values),
+                              shape.scores_of(true, dout, dout_values),
                               q_values,
                               dout_values,
                               lse,
                               delta};
-        read_stats(call, b, n, chunk.token, chunk.count, lse, delta);
         if (words.any) read_query_words(call, b, n, chunk.token, chunk.count, first, second);
         if (call.dq)
           for (int64_t i = 0; i < CHUNK * shape.columns; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
-        for (int group = 0; group < held.groups(); group++) {
-          const int64_t at = group * LANES;
-          const Keys keys{k + at * shape.stride, v + at * shape.stride,
-                          k_values + at / Arithmetic::PER_WORD * shape.columns, dk + at * shape.columns,
-                          dv + at * shape.columns};
-          attend_dkdv(shape, keys, queries, call.dq ? dq : nullptr, held, group, chunk,
-                      float(call.scale * double(LOG2E)), words, s, dp, rows);
+        for (int first_group = 0; first_group < held.groups(); first_group += JOINED) {
+          const int joined = int(least(JOINED, held.groups() - first_group));
+          Window seen{CHUNK, 0, false};
+          for (int i = 0; i < joined; i++) {
+            const int group = first_group + i, at = group * LANES;
+            const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
+                            dv + at * shape.columns};
+            const Window w = attend_dkdv(shape, keys, queries, held, group, chunk, float(call.scale * double(LOG2E)),
+                                         words, s, dp, call.dq ? rows + i * WORDS : nullptr, JOINED * WORDS);
+            if (w.from < w.to) seen.from = std::min(seen.from, w.from), seen.to = std::max(seen.to, w.to);
+          }
+          if (call.dq && seen.from < seen.to)
+            multiply_rows(Arithmetic(), rows + seen.from * JOINED * WORDS, JOINED * WORDS,
+                          k_values + first_group * WORDS * shape.columns, shape.columns, joined * WORDS,
+                          dq + seen.from * shape.columns, seen.to - seen.from, shape.columns);
         }
         if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
       }

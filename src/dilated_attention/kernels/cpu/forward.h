@@ -11,12 +11,17 @@ namespace {
 template <class Element, class Arithmetic>
 class Forward {
  public:
-  explicit Forward(const Call &call) : call(call), shape(call.D), own(round_up(call.own, LANES)) {}
+  explicit Forward(const Call &call)
+      : call(call),
+        shape(call.D),
+        own(round_up(call.own, LANES)),
+        kept(call, chunks(call, call.M), CHUNK * (shape.stride + shape.columns)) {}
 
   int64_t count() const { return call.job_count * call.B * call.G; }
   int64_t floats() const {
-    return own * (shape.stride + shape.columns + 8) + CHUNK * (shape.stride + shape.columns + LANES + 2) + 16 * WIDTH;
+    return kept.floats() + own * (shape.stride + shape.columns + 8) + CHUNK * (LANES + 2) + 16 * WIDTH;
   }
+  void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
     const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
@@ -28,9 +33,10 @@ class Forward {
   const Call &call;
   const Operands<Arithmetic> shape;
   const int64_t own;
+  const Kept kept;
 
   void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
-    Parts parts(memory);
+    Parts parts(memory + kept.floats());
     const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
@@ -38,7 +44,6 @@ class Forward {
     const Held held{tile.rows, token, row};
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
-    float *k = parts.take(CHUNK * shape.stride), *v = parts.take(CHUNK * shape.columns);
     float *s = parts.take(CHUNK * LANES);
     int32_t *x = parts.take<int32_t>(CHUNK);
 
@@ -47,20 +52,24 @@ class Forward {
     shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
     const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
     const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
-    begin(tile, out, lse, token, m, z, acc);
+    prepare(tile, out, lse, token, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
 
     Chunk chunk;
     for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
-      shape.gather(K, chunk.token, chunk.count, k);
-      const bool finite = shape.gather_values(V, chunk.token, chunk.count, v);
+      Kept::Slot &slot = kept.find(memory, chunk, b, h);
+      Word *k = slot.rows, *v = slot.rows + CHUNK * shape.stride;
+      if (!slot.known) {
+        shape.gather(K, chunk.token, chunk.count, k);
+        slot.finite = shape.gather_values(V, chunk.token, chunk.count, v);
+      }
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
         attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
                float(call.scale * double(LOG2E)), words, s);
-        if (!finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
+        if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
       }
     }
 
@@ -73,8 +82,8 @@ class Forward {
   }
 
   // What an earlier launch left, or nothing; then the phantoms, keys of score and value 0.
-  void begin(const Tile &tile, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m, float *z,
-             float *acc) const {
+  void prepare(const Tile &tile, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m, float *z,
+               float *acc) const {
     const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
     if (tile.first)
       for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(acc + i, all(0.f));
@@ -87,8 +96,8 @@ class Forward {
     if (tile.phantoms == 0) return;
     for (int i = 0; i < round_up(tile.rows, LANES); i += WIDTH) {
       const Lanes before = _mm512_load_ps(m + i), top = _mm512_max_ps(all(0.f), before);
-      const Lanes decay = exp2(_mm512_sub_ps(before, top));
-      const Lanes zeros = _mm512_mul_ps(all(float(tile.phantoms)), exp2(_mm512_sub_ps(all(0.f), top)));
+      const Lanes decay = power_of_2(_mm512_sub_ps(before, top));
+      const Lanes zeros = _mm512_mul_ps(all(float(tile.phantoms)), power_of_2(_mm512_sub_ps(all(0.f), top)));
       _mm512_store_ps(m + i, top);
       _mm512_store_ps(z + i, _mm512_fmadd_ps(_mm512_load_ps(z + i), decay, zeros));
       for (int d = 0; d < shape.columns; d++) {

@@ -14,10 +14,18 @@ constexpr float SLACK =
 
 enum class Side { queries, keys };  // which rows the tiles hold
 
+struct Origin {
+  int64_t first, stride, rows;  // tokens first + i * stride, less those that are hidden from everybody
+
+  bool operator==(const Origin &x) const { return first == x.first && stride == x.stride && rows == x.rows; }
+};
+
 // The rows that a step of the loop visits.
 struct Chunk {
   int count;
-  bool edged;  // whether edges hide anything from any row of the tile
+  bool edged;     // whether edges hide anything from any row of the tile
+  Origin origin;  // where they come from, if they are rows of one span, from a multiple of CHUNK on
+  int64_t place;  // then the number of that multiple among those of all spans of the tile; else -1
   int64_t token[CHUNK];
   int32_t edge[CHUNK];  // a row is seen by the tile's rows i >= edge (streamed keys) or sees those i <= edge (queries)
 };
@@ -135,7 +143,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     if (_mm512_cmp_ps_mask(top[0], _mm512_add_ps(m, all(SLACK)), _CMP_GT_OQ)) {
       const Lanes higher = _mm512_max_ps(m, top[0]);
       const Lanes decay =
-          exp2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
+          power_of_2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
       m = higher;
       z = _mm512_mul_ps(z, decay);
       for (int d = 0; d < shape.columns; d++) {
@@ -150,7 +158,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
       Lanes p[4];
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) {
-        p[u] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + u) * LANES + x), c, shift));
+        p[u] = Arithmetic::exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + u) * LANES + x), c, shift));
         sums[u % 2] = _mm512_add_ps(sums[u % 2], p[u]);
         if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
       }
@@ -192,7 +200,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
         const Lanes score = _mm512_load_ps(s + (j + u) * LANES + x);
         Lanes y = _mm512_load_ps(dp + (j + u) * LANES + x);
         if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
-        const Lanes p = exp2(_mm512_fmsub_ps(score, all(scale), shift));
+        const Lanes p = Arithmetic::exp2(_mm512_fmsub_ps(score, all(scale), shift));
         ds[u] = where_seen(score, masked, _mm512_mul_ps(p, _mm512_sub_ps(y, offset)));
       }
 #pragma GCC unroll 2
@@ -211,18 +219,23 @@ struct Queries {
 
 // What it knows of the keys of a group; dk[columns][LANES] and dv are its sums.
 struct Keys {
-  const Word *k, *v, *k_values;
+  const Word *k, *v;
   float *dk, *dv;
 };
 
-// dv += p do and dk += ds q (short of the scale). With dq[CHUNK][columns] also dq += ds k. s, dp and rows are room for
-// CHUNK rows.
+// dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
+// for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
 template <class Arithmetic>
-inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, float *dq,
-                        const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s,
-                        float *dp, Word *rows) {
+inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
+                        int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp, Word *rows,
+                        int64_t row_words) {
   const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
-  if (w.from >= w.to) return;
+  constexpr int WORDS = LANES / Arithmetic::PER_WORD;
+  if (rows)
+    for (int j = 0; j < round_up(chunk.count, Arithmetic::ROWS); j++)
+      if (j < w.from || j >= w.to)
+        for (int x = 0; x < WORDS; x += WIDTH) _mm512_store_ps(rows + j * row_words + x, all(0.f));
+  if (w.from >= w.to) return w;
   const int count = w.to - w.from;
   multiply(Arithmetic(), queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES,
            count);
@@ -239,7 +252,8 @@ inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, con
         const int lane = x * WIDTH, row = j + u;
         const Lanes score = _mm512_load_ps(s + row * LANES + lane);
         Lanes y = _mm512_load_ps(dp + row * LANES + lane);
-        p[u][x] = where_seen(score, masked, exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
+        p[u][x] =
+            where_seen(score, masked, Arithmetic::exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
         if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
         ds[u][x] = where_seen(score, masked, _mm512_mul_ps(p[u][x], _mm512_sub_ps(y, all(queries.delta[row]))));
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
@@ -250,14 +264,11 @@ inline void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, con
       store_weights(Arithmetic(), p[0][x], p[1][x], s + at);
       store_weights(Arithmetic(), ds[0][x], ds[1][x], dp + at);
     }
-    if (dq) store_weight_rows(Arithmetic(), ds, rows + j * (LANES / Arithmetic::PER_WORD));
+    if (rows) store_weight_rows(Arithmetic(), ds, rows + j * row_words, row_words);
   }
   multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns);
   multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns);
-  if (!dq) return;
-  constexpr int WORDS = LANES / Arithmetic::PER_WORD;
-  multiply_rows(Arithmetic(), rows + w.from * WORDS, WORDS, keys.k_values, shape.columns, WORDS,
-                dq + w.from * shape.columns, count, shape.columns);
+  return w;
 }
 
 // acc is NaN where an element of v is not finite and seen: gathered values have 0 there.

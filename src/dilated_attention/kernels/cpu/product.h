@@ -19,9 +19,11 @@ constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of ever
 struct InFloat32 {
   static constexpr int PER_WORD = 1;
   static constexpr int ROWS = 8;  // streamed rows are multiplied in multiples of it
+  static constexpr int JOINED = 1;  // groups of keys that a product of dq takes at once
   // Whether streamed values lie [columns][CHUNK / PER_WORD], not [CHUNK / PER_WORD][columns].
   static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+  static Lanes exp2(Lanes x) { return power_of_2(x); }
 };
 
 // Two rows of weights as operands of values: to[2 / PER_WORD][LANES].
@@ -30,10 +32,10 @@ inline void store_weights(InFloat32, Lanes even, Lanes odd, Word *to) {
   _mm512_store_ps(to + LANES, odd);
 }
 
-// The same two rows as operands of scores: to[2][LANES / PER_WORD].
-inline void store_weight_rows(InFloat32, const Lanes (&rows)[2][2], Word *to) {
+// The same two rows as operands of scores: to[2][row_words], LANES / PER_WORD of them.
+inline void store_weight_rows(InFloat32, const Lanes (&rows)[2][2], Word *to, int64_t row_words) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) _mm512_store_ps(to + i * WIDTH, rows[i / 2][i % 2]);
+  for (int i = 0; i < 4; i++) _mm512_store_ps(to + i / 2 * row_words + i % 2 * WIDTH, rows[i / 2][i % 2]);
 }
 
 template <class Arithmetic, int VECTORS, bool ADD>

@@ -21,8 +21,26 @@ static_assert(sizeof(Configuration) == 64);
 template <class Tiles>
 struct InTiles : InBFloat16 {
   static constexpr int ROWS = 2 * WIDTH;
+  static constexpr int JOINED = 8;
   static constexpr bool VALUES_BY_COLUMN = true;
+  // 2^x within 3e-6 of itself, a thousandth of what rounding to bfloat16 adds; 0 at -infinity, NaN at NaN.
+  static Lanes exp2(Lanes x) {
+    const Lanes f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Lanes y = _mm512_fmadd_ps(all(0.013426685531007718f), f, all(0.05224247220066932f));
+    y = _mm512_fmadd_ps(y, f, all(0.2412802056977763f));
+    y = _mm512_fmadd_ps(y, f, all(0.6930448447834592f));
+    y = _mm512_fmadd_ps(y, f, all(1.f));
+    return _mm512_scalef_ps(y, x);
+  }
 };
+
+// Words of an even and an odd row, as in product.h, to the nearest. Processors with tiles convert pairs in a unit of
+// which there is one; these instructions have two.
+template <class Tiles>
+inline void store_weights(InTiles<Tiles>, Lanes even, Lanes odd, Word *to) {
+  const __m512i half = all(int32_t(0x8000)), low = _mm512_srli_epi32(_mm512_add_epi32(integers(even), half), 16);
+  _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(integers(odd), half)));
+}
 
 // A kernel that has the tiles configured while it works, and gives their state up after.
 template <class Tiles, class Kernel>

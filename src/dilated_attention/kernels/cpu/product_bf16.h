@@ -7,10 +7,12 @@ namespace {
 struct InBFloat16 {
   static constexpr int PER_WORD = 2;
   static constexpr int ROWS = 8;
+  static constexpr int JOINED = 1;
   static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
     return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
+  static Lanes exp2(Lanes x) { return power_of_2(x); }
 };
 
 // As in product.h: words of an even and an odd row.
@@ -21,10 +23,10 @@ inline void store_weights(InBFloat16, Lanes even, Lanes odd, Word *to) {
   _mm512_store_si512(to, _mm512_permutexvar_epi16(interleave, pair));
 }
 
-inline void store_weight_rows(InBFloat16, const Lanes (&rows)[2][2], Word *to) {
+inline void store_weight_rows(InBFloat16, const Lanes (&rows)[2][2], Word *to, int64_t row_words) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++)
-    _mm512_store_si512(to + i * WIDTH, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rows[i][1], rows[i][0])));
+    _mm512_store_si512(to + i * row_words, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rows[i][1], rows[i][0])));
 }
 
 }  // namespace

@@ -114,13 +114,15 @@ struct Operands {
     return finite;
   }
 
-  // Rows as both: the operand of scores, which is that of values where these are the same.
+  // Rows as both. Says whether all elements were finite: then one operand may be both, and only `values` is written.
   template <Role ROLE = Role::values, class Element>
-  const Word *gather_both(Rows<const Element> x, const int64_t *tokens, int count, Word *scores, Word *values) const {
+  bool gather_both(Rows<const Element> x, const int64_t *tokens, int count, Word *scores, Word *values) const {
     const bool finite = gather_values<ROLE>(x, tokens, count, values);
-    if (Arithmetic::PER_WORD == 1 && finite) return values;
-    gather(x, tokens, count, scores);
-    return scores;
+    if (scores_of(finite, scores, values) == scores) gather(x, tokens, count, scores);
+    return finite;
+  }
+  static Word *scores_of(bool finite, Word *scores, Word *values) {
+    return Arithmetic::PER_WORD == 1 && finite ? values : scores;
   }
 
   // to[groups][stride][LANES]: rows as the lanes of scores; lanes up to a multiple of LANES are 0.

@@ -16,7 +16,8 @@ float *thread_memory(int64_t floats);
 
 namespace {
 
-// work(i, memory) for all 0 <= i < work.count(), in any order, which begins with the first. False for want of memory.
+// work(i, memory) for all 0 <= i < work.count(), in any order, which begins with the first, after work.begin(memory) in
+// every thread. False for want of memory.
 template <class Work>
 bool compute(const Work &work, int64_t threads) {
   struct Shared {
@@ -27,7 +28,10 @@ bool compute(const Work &work, int64_t threads) {
   const auto body = [](void *data) {
     Shared &shared = *static_cast<Shared *>(data);
     float *memory = thread_memory(shared.work.floats());
-    if (!memory) shared.failed = true;
+    if (memory)
+      shared.work.begin(memory);
+    else
+      shared.failed = true;
     while (!shared.failed) {
       const int64_t i = shared.next++;
       if (i >= shared.work.count()) break;

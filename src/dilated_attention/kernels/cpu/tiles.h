@@ -1,5 +1,5 @@
 // What the kernels in forward.h and backward.h share: lines of the table (call.h), the stream of rows that a tile sees,
-// and where rows, words and statistics lie.
+// what a thread keeps of it, and where rows, words and statistics lie.
 #pragma once
 #include "online.h"
 
@@ -39,12 +39,13 @@ class Stream {
 
   // Fills the chunk as far as there are rows; false if there are none.
   bool next(Chunk &chunk) {
-    chunk.count = 0, chunk.edged = false;
+    chunk.count = 0, chunk.edged = false, chunk.place = -1;
     while (chunk.count < CHUNK && (at < end || next_run())) {
       const int64_t take = least(end - at, CHUNK - chunk.count);
-      if (take > 0)
-        chunk.edged |=
-            HELD == Side::queries ? at + take - 1 > run.diagonal : at < int64_t(run.diagonal) + tile.rows - 1;
+      if (take <= 0) continue;
+      chunk.place = chunk.count == 0 && at % CHUNK == 0 ? before + at / CHUNK : -1;
+      chunk.origin = chunk.place < 0 ? Origin{} : Origin{run.start + at * run.stride, run.stride, take};
+      chunk.edged |= HELD == Side::queries ? at + take - 1 > run.diagonal : at < int64_t(run.diagonal) + tile.rows - 1;
       for (int64_t j = at; j < at + take; j++) {
         const int64_t token = run.start + j * run.stride;
         chunk.token[chunk.count] = token;
@@ -62,12 +63,14 @@ class Stream {
   const int64_t size, *const indices;
   int64_t next_to_come = 0, end_of_runs;  // spans, or places in the list of blocks
   const uint8_t *hidden = nullptr;
+  int64_t before = 0;       // chunks of the spans before
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
 
   bool next_run() {
     if (next_to_come == end_of_runs) return false;
     const int64_t which = next_to_come++;
+    if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
     at = listed ? indices[which] * size : 0;
     end = listed && at + size < run.count ? at + size : run.count;
@@ -75,7 +78,7 @@ class Stream {
     if (HELD == Side::queries)
       end = least(end, int64_t(run.diagonal) + tile.rows);
     else
-      at = most(at, run.diagonal);
+      at = most(at, run.diagonal / CHUNK * CHUNK);
     return true;
   }
 };
@@ -102,6 +105,49 @@ template <class Element>
 Rows<Element> head_of(void *x, int64_t b, int64_t h, int64_t tokens, int64_t heads, int64_t D) {
   return {static_cast<Element *>(x) + (b * tokens * heads + h) * D, heads * D};
 }
+
+// As many as the spans of a tile have at most, of that many tokens.
+inline int64_t chunks(const Call &call, int64_t tokens) { return call.spans * ((tokens + CHUNK - 1) / CHUNK); }
+
+// Chunks that a thread has gathered, for the next tile that streams the same rows: a gather of rows that lie far apart
+// costs as much as the products. A chunk's place names its slot, so that a look is one comparison. Places past the last
+// slot share one, but for lists, which jump: they go round.
+class Kept {
+ public:
+  struct Slot {
+    int64_t b, head;
+    Origin origin;
+    bool known, finite;  // whether the rows are those asked for; whether all their values are finite
+    float *rows;
+  };
+
+  // Room for so many chunks of so many floats; for fewer where that is more than a core's second cache.
+  Kept(const Call &call, int64_t chunks, int64_t floats)
+      : goes_round(call.indptr), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
+
+  int64_t floats() const { return slots * (size + SLOT); }
+
+  void clear(float *memory) const {
+    for (int64_t i = 0; i < slots; i++)
+      slot(memory, i) = {-1, -1, {}, false, false, memory + slots * SLOT + i * size};
+  }
+
+  Slot &find(float *memory, const Chunk &chunk, int64_t b, int64_t head) const {
+    const int64_t last = slots - 1, place = chunk.place < 0 ? last : chunk.place;
+    Slot &found = slot(memory, goes_round ? place % slots : least(place, last));
+    found.known = chunk.place >= 0 && found.b == b && found.head == head && found.origin == chunk.origin;
+    found.b = b, found.head = head, found.origin = chunk.origin;
+    return found;
+  }
+
+ private:
+  static constexpr int64_t ROOM = 3 << 17, SLOT = 2 * WIDTH;
+  static_assert(sizeof(Slot) <= SLOT * sizeof(float));
+  const bool goes_round;
+  const int64_t size, slots;
+
+  static Slot &slot(float *memory, int64_t i) { return *reinterpret_cast<Slot *>(memory + i * SLOT); }
+};
 
 // The words of dropout of some tokens: two of a query, one of a key.
 inline void read_query_words(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, int32_t *first,

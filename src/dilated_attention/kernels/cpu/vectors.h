@@ -34,7 +34,7 @@ inline __m512i integers(Lanes x) { return _mm512_castps_si512(x); }
 
 // 2^x, exact at integers, else within 2e-7 of itself (tests/test_cpu_kernels.py); 0 at -infinity, NaN at NaN. On Zen 5
 // vreduce, which would give the fraction at once, takes three times as long as vrndscale.
-inline Lanes exp2(Lanes x) {
+inline Lanes power_of_2(Lanes x) {
   const Lanes whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Lanes f = _mm512_sub_ps(x, whole);
   Lanes y = _mm512_fmadd_ps(all(0.0013264728477224708f), f, all(0.009671512991189957f));
