@@ -656,14 +656,17 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
     assert f"got {few}" in short.refusals["cpu"]
 
 
-def test_auto_leaves_bfloat16_to_amx(monkeypatch):
+def test_where_there_are_tiles(monkeypatch):
+    """They serve bfloat16; a process that did not get them leaves it to native, which has them."""
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
     monkeypatch.setattr(cpu, "instruction_set", lambda: AMX)
-    assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
-    assert "AMX" in chosen(torch.bfloat16, backend="cpu").reason
-    for dtype in (torch.float32, torch.float16):
+    for dtype in cpu.TYPES:
         assert chosen(dtype).backend == "cpu"
-        assert "AMX" not in chosen(dtype).reason
+        assert ("AMX" in chosen(dtype).reason) == (dtype == torch.bfloat16)
+    monkeypatch.setattr(cpu, "instruction_set", lambda: AMX - 1)
+    assert chosen(torch.bfloat16).backend == "native"
+    assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
+    assert chosen(torch.bfloat16, backend="cpu").backend == chosen(torch.float32).backend == "cpu"
 
 
 def test_a_ragged_batch_is_one_launch(monkeypatch):

@@ -29,8 +29,9 @@ KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MAX_OWN, LOOP = 256, 64
-"""Rows of a tile at most, and CHUNK of kernels/cpu/product.h. A tile gathers what it streams by itself: half as many
-rows cost 3 to 5 % more, and a multiple would not stay in the second cache."""
+"""Rows of a tile at most, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
+would not stay in the second cache; but where products are in tiles, what a backward adds to dq per tile weighs more:
+twice as many rows save a tenth there."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
@@ -62,8 +63,8 @@ def refusal(facts: Facts) -> str | None:
 
 def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
-    if facts.dtype == torch.bfloat16 and has_amx():
-        return "not measured against native's bfloat16 on AMX yet; only on request"
+    if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
+        return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
     least = LEAST_KEYS.get(facts.dtype, 0)
     if facts.keys < least:
         return f"native is faster where a query sees fewer than {least} keys in its segments; got {facts.keys}"
@@ -106,6 +107,11 @@ def instruction_set() -> int:
 def instruction_set_of(dtype: torch.dtype) -> str:
     """That in which tensors of a type are multiplied."""
     return INSTRUCTION_SETS[instruction_set() if dtype == torch.bfloat16 else min(instruction_set(), 1)]
+
+
+def in_tiles(dtype: torch.dtype) -> bool:
+    """Whether tensors of a type are multiplied in the tile registers of AMX."""
+    return dtype == torch.bfloat16 and instruction_set() == 3
 
 
 def has_amx() -> bool:
@@ -268,14 +274,14 @@ def launches(
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Rows of a tile: as many as a core's cache has room for, where that leaves tiles enough for many threads."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
-    return MAX_OWN if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * MAX_OWN else MAX_OWN // 2
+    most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
+    return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
 
 
 def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
     lines = table.lines.numpy()
     if not owned:
-        # Tiles that stream the same rows are neighbours, for a thread keeps what it has gathered (Kept, tiles.h).
-        lines = lines[np.lexsort((*lines[:, tiles.STARTS].T, lines[:, tiles.HEAD]))]
+        lines = lines[_neighbours(lines)]
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     if not owned:
         table = tiles.replace(table, lines=torch.from_numpy(lines))
@@ -287,6 +293,13 @@ def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
     moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
     ordered = tiles.replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
     return Launch(side, ordered, torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])), sums[heaviest])
+
+
+def _neighbours(lines: np.ndarray) -> np.ndarray:
+    """An order in which tiles that stream the same rows are neighbours, for a thread keeps what it has gathered (Kept
+    of kernels/cpu/tiles.h), and the heads of a segment are, for their rows share pages of memory."""
+    *shorter, longest = lines[:, tiles.STARTS].T
+    return np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -31,14 +31,30 @@ LAYOUTS: tuple[tuple[Blocks, float], ...] = (("local", 0.1), ("local", 0.25), ("
 ROWS = (4, 16, 32, 64, 128)
 
 Bars = Mapping[tuple[str, str], tuple[float, float]]
-"""By dtype and phase, for the head_dims of HEAD_DIMS. Those of bfloat16 are for machines without AMX."""
+"""By dtype, TILES for bfloat16 in the tiles of AMX, and phase, for the head_dims of HEAD_DIMS."""
 
+TILES = "bfloat16 in tiles"
 _BFLOAT16: Bars = {("bfloat16", "forward"): (0.80, 0.80), ("bfloat16", "forward+backward"): (0.60, 0.60)}
-FULL: Bars = {("float32", "forward"): (0.92, 1.0), ("float32", "forward+backward"): (0.95, 1.0), **_BFLOAT16}
-CAUSAL: Bars = {("float32", "forward"): (0.75, 0.85), ("float32", "forward+backward"): (0.80, 0.90), **_BFLOAT16}
-SHORT: Bars = {("float32", "forward"): (0.80, 1.0), ("bfloat16", "forward"): (0.75, 0.75)}
-BLOCKS: Bars = {("float32", "forward"): (1.05, 1.15), ("float32", "forward+backward"): (1.1, 1.2), **_BFLOAT16}
-DENSE: Bars = {("float32", "forward"): (0.92, 1.0), **_BFLOAT16}
+_TRAINED: Bars = {**_BFLOAT16, (TILES, "forward+backward"): (0.32, 0.42)}
+FULL: Bars = {
+    ("float32", "forward"): (0.92, 1.0), ("float32", "forward+backward"): (0.95, 1.0),
+    **_TRAINED, (TILES, "forward"): (0.52, 0.62),
+}  # fmt: skip
+CAUSAL: Bars = {
+    ("float32", "forward"): (0.75, 0.85), ("float32", "forward+backward"): (0.80, 0.90),
+    **_TRAINED, (TILES, "forward"): (0.45, 0.55),
+}  # fmt: skip
+SHORT: Bars = {
+    ("float32", "forward"): (0.80, 1.0), ("bfloat16", "forward"): (0.75, 0.75), (TILES, "forward"): (0.75, 0.75),
+}  # fmt: skip
+BLOCKS: Bars = {
+    ("float32", "forward"): (1.05, 1.15), ("float32", "forward+backward"): (1.1, 1.2),
+    **_BFLOAT16, (TILES, "forward"): (0.80, 1.0), (TILES, "forward+backward"): (0.45, 0.60),
+}  # fmt: skip
+DENSE: Bars = {
+    ("float32", "forward"): (0.92, 1.0),
+    **_BFLOAT16, (TILES, "forward"): (0.56, 0.66), (TILES, "forward+backward"): (0.35, 0.42),
+}  # fmt: skip
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
@@ -98,7 +114,7 @@ def _row(
     density: float = 1.0,
 ) -> Row:  # fmt: skip
     """The time of contender `name` over that of `rival`, and over the native backend's; `flops` of a forward."""
-    bar = None if case.dtype == "bfloat16" and cpu.has_amx() else bars.get((case.dtype, phase))
+    bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
         f"{phase}: time over {rival if density == 1 else f'density x {rival}'}",
@@ -254,7 +270,8 @@ def _slide(tiles: int, layers: int, budget: float) -> Iterator[Row]:
     ratio = rounds.ratio(base, "float32, native")
     yield Row.of(name, {**parameters, "backend": OURS}, ratio, bar=0.9, times=seconds(rounds))
     name = "slide encoder: time in bfloat16 over that in float32"
-    yield Row.of(name, {**parameters, "backend": OURS}, rounds.ratio(f"bfloat16, {OURS}", base), times=seconds(rounds))
+    ratio, bar = rounds.ratio(f"bfloat16, {OURS}", base), 0.45 if cpu.in_tiles(torch.bfloat16) else None
+    yield Row.of(name, {**parameters, "backend": OURS}, ratio, bar=bar, times=seconds(rounds))
 
 
 def _language(count: int) -> Iterator[Row]:

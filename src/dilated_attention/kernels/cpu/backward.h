@@ -44,7 +44,7 @@ class BackwardDq {
       : call(call),
         shape(call.D),
         own(round_up(call.own, LANES)),
-        kept(call, chunks(call, call.M), CHUNK * (2 * shape.stride + shape.columns)) {}
+        kept(call, chunks(call, call.M), CHUNK * 2 * shape.stride + shape.values) {}
 
   int64_t count() const { return call.job_count * call.B * call.G; }
   int64_t floats() const {
@@ -92,7 +92,7 @@ class BackwardDq {
     for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Parts rows(slot.rows);
-      Word *k_values = rows.take(CHUNK * shape.columns), *k = rows.take(CHUNK * shape.stride);
+      Word *k_values = rows.take(shape.values), *k = rows.take(CHUNK * shape.stride);
       Word *v = rows.take(CHUNK * shape.stride);
       if (!slot.known) {
         slot.finite = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
@@ -122,7 +122,7 @@ class BackwardDkdv {
       : call(call),
         shape(call.D),
         own(round_up(call.own, LANES)),
-        kept(call, chunks(call, call.N), CHUNK * (2 * shape.stride + 2 * shape.columns + 2)) {}
+        kept(call, chunks(call, call.N), CHUNK * 2 * (shape.stride + 1) + 2 * shape.values) {}
 
   int64_t count() const { return call.job_count * call.B; }
   int64_t floats() const {
@@ -188,7 +188,7 @@ class BackwardDkdv {
       for (Stream<Side::keys> stream(call, tile, b, n); stream.next(chunk);) {
         Kept::Slot &slot = kept.find(memory, chunk, b, n);
         Parts rows_of(slot.rows);
-        Word *q_values = rows_of.take(CHUNK * shape.columns), *dout_values = rows_of.take(CHUNK * shape.columns);
+        Word *q_values = rows_of.take(shape.values), *dout_values = rows_of.take(shape.values);
         Word *q = rows_of.take(CHUNK * shape.stride), *dout = rows_of.take(CHUNK * shape.stride);
         float *lse = rows_of.take(CHUNK), *delta = rows_of.take(CHUNK);
         if (!slot.known) {

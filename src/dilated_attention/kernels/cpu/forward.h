@@ -15,7 +15,7 @@ class Forward {
       : call(call),
         shape(call.D),
         own(round_up(call.own, LANES)),
-        kept(call, chunks(call, call.M), CHUNK * (shape.stride + shape.columns)) {}
+        kept(call, chunks(call, call.M), CHUNK * shape.stride + shape.values) {}
 
   int64_t count() const { return call.job_count * call.B * call.G; }
   int64_t floats() const {

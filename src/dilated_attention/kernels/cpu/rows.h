@@ -49,12 +49,14 @@ struct Operands {
   int words;    // of a row of scores
   int stride;   // from one row of scores to the next, in words
   int columns;  // of a row of values, and from one such row (of PER_WORD tokens) to the next
+  int values;   // words of a chunk's values
 
   explicit Operands(int64_t D)
       : D(D),
         words(int(round_up(D, Arithmetic::PER_WORD) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
-        columns(int(round_up(D, WIDTH))) {}
+        columns(int(round_up(D, WIDTH))),
+        values(CHUNK / Arithmetic::PER_WORD * columns) {}
 
   // to[count][stride]: rows as operands of scores; rows up to a multiple of ROWS are 0.
   template <class Element>
