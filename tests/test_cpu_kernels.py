@@ -36,16 +36,19 @@ from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.profile import profile
-from tolerances import TOLERANCE, relative_error
+from tolerances import ROUNDING, TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)
-AMX = cpu.INSTRUCTION_SETS.index("AMX with bfloat16")
+AMX = cpu.AMX
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
+HALVES = "float32 in halves"
 EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
-IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:], *[EMULATED] * EMULATES)]
+TILES = [x for x in (AMX, EMULATED) if x in SETS or EMULATES][:1]
+"""The tiles of the machine, or emulated ones."""
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:2], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
-SOME = [(1, torch.float32), *IN_BFLOAT16]
-ALL = [*((1, dtype) for dtype in cpu.TYPES), *IN_BFLOAT16]
+SOME = [(1, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
+ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:]]
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -54,7 +57,7 @@ five_and_seven = pytest.mark.parametrize("most_idle", [math.inf, 0.0], ids=["fiv
 
 
 def sets_and_types(pairs):
-    names = [f"{x if x == EMULATED else cpu.INSTRUCTION_SETS[x]}, {str(dtype)[6:]}" for x, dtype in pairs]
+    names = [f"{x if isinstance(x, str) else cpu.INSTRUCTION_SETS[x]}, {str(dtype)[6:]}" for x, dtype in pairs]
     return pytest.mark.parametrize(("instruction_set", "dtype"), pairs, ids=names)
 
 
@@ -70,6 +73,11 @@ def emulated_amx():
 
 def force(instruction_set, monkeypatch):
     """The kernels take this one."""
+    if instruction_set == HALVES:
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        for bars, factor in ((TOLERANCE, 10), (ROUNDING, 128)):
+            monkeypatch.setitem(bars, torch.float32, factor * bars[torch.float32])
+        (instruction_set,) = TILES
     if instruction_set == EMULATED:
         monkeypatch.setattr(cpu, "_LIBRARY", emulated_amx())
         instruction_set = AMX
@@ -446,6 +454,21 @@ def test_the_emulation_is_exact(monkeypatch):
     assert all(map(torch.equal, emulated, real))
 
 
+@pytest.mark.skipif(not TILES, reason="needs AMX, or AVX-512 with bfloat16 and a C++ compiler to emulate it")
+def test_float32_in_halves(monkeypatch):
+    """Only where PyTorch's switch allows it, and as exact as said, in every result."""
+    inputs = (*tensors(1, 1024, 2, 1, 64), dilated(1024, 1, (256, 1024), (1, 2))[0])
+    exact = results(2, *(x.double().float() for x in inputs[:3]), inputs[3])
+    with monkeypatch.context() as patch:
+        force(HALVES, patch)
+        halves = results(2, *inputs)
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+        highest = results(2, *inputs)
+    assert all(map(torch.equal, highest, exact))
+    errors = [relative_error(*pair) for pair in zip(halves, exact, strict=True)]
+    assert 1e-6 < max(errors) < 3e-5
+
+
 def test_nothing():
     empty = Plan(8, 2, (), covered=False, square=True)
     q, k, v = tensors(1, 8, 2, 2, 16)
@@ -663,7 +686,10 @@ def test_where_there_are_tiles(monkeypatch):
     for dtype in cpu.TYPES:
         assert chosen(dtype).backend == "cpu"
         assert ("AMX" in chosen(dtype).reason) == (dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert "AMX with bfloat16, each number as two" in chosen().reason
     monkeypatch.setattr(cpu, "instruction_set", lambda: AMX - 1)
+    assert "AVX-512" in chosen().reason
     assert chosen(torch.bfloat16).backend == "native"
     assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
     assert chosen(torch.bfloat16, backend="cpu").backend == chosen(torch.float32).backend == "cpu"

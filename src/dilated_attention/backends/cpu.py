@@ -25,6 +25,7 @@ from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
+AMX = 3
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
@@ -105,13 +106,24 @@ def instruction_set() -> int:
 
 
 def instruction_set_of(dtype: torch.dtype) -> str:
-    """That in which tensors of a type are multiplied."""
-    return INSTRUCTION_SETS[instruction_set() if dtype == torch.bfloat16 else min(instruction_set(), 1)]
+    """That in which tensors of a type are multiplied now, and whether as halves."""
+    name = INSTRUCTION_SETS[_set_of(dtype)]
+    return f"{name}, each number as two by set_float32_matmul_precision" if in_halves(dtype) else name
 
 
 def in_tiles(dtype: torch.dtype) -> bool:
     """Whether tensors of a type are multiplied in the tile registers of AMX."""
-    return dtype == torch.bfloat16 and instruction_set() == 3
+    return _set_of(dtype) == AMX
+
+
+def in_halves(dtype: torch.dtype) -> bool:
+    """Whether float32 is multiplied as the sum of two bfloat16, by three products in the tiles of AMX: out and
+    gradients are then within 3e-5. Only where `torch.set_float32_matmul_precision` allows it, "high" or "medium"."""
+    return dtype == torch.float32 and instruction_set() == AMX and torch.get_float32_matmul_precision() != "highest"
+
+
+def _set_of(dtype: torch.dtype) -> int:
+    return instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), 1)
 
 
 def has_amx() -> bool:
@@ -364,7 +376,7 @@ class _Arguments:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
         entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * batch
-        self.type = TYPES[q.dtype]
+        self.dtype, self.type = q.dtype, TYPES[q.dtype]
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=scale,
             threads=1 if entries * head_dim <= ONE_THREAD else torch.get_num_threads(),
@@ -409,7 +421,7 @@ def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | N
         )  # fmt: skip
     assert _LIBRARY is not None, "refusal() comes first"
     if _LIBRARY.dilated_attention_run(
-        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(arguments.type), ctypes.c_int64(instruction_set()),
+        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(arguments.type), ctypes.c_int64(_set_of(arguments.dtype)),
         ctypes.byref(call),
     ):  # fmt: skip
         raise MemoryError("the CPU kernels found no memory for their threads")

@@ -81,6 +81,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     found += [_small(dtype, budget / 3) for dtype in dtypes]
     found += [_threads(dtype, budget) for dtype in dtypes]
     found += [_sets(case, budget) for case in kinds if case.dtype == "bfloat16" and cpu.instruction_set() > 1]
+    if cpu.instruction_set() == cpu.AMX:
+        single = [case for case in kinds if case.dtype == "float32"]
+        found += [_halves(case, bar, budget) for case, bar in zip(single, (0.60, 0.65), strict=False)]
     found.append(Step("tables of 32,768 tokens", _tables))
     for dtype in dtypes:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
@@ -221,6 +224,36 @@ def _in_set(number: int, work: Contender) -> Contender:
             yield from work()
 
     return limited
+
+
+def _in_halves(work: Contender) -> Contender:
+    """Work whose products of float32 are three of bfloat16."""
+
+    def limited() -> Iterator[str]:
+        torch.set_float32_matmul_precision("high")
+        yield from work()
+        torch.set_float32_matmul_precision("highest")
+
+    return limited
+
+
+def _halves(case: Case, bar: float, budget: float) -> Step:
+    """Float32 under `set_float32_matmul_precision("high")`, over PyTorch's float32 and ours."""
+    cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
+
+    def run() -> Iterator[Row]:
+        device = torch.device("cpu")
+        contenders = {name: case.contender(device, backward=True) for name, case in cases.items()}
+        contenders["high"] = _in_halves(contenders[OURS])
+        rounds = measure.interleave(contenders, seconds=budget, device=device)
+        for phase in ("forward", "forward+backward"):
+            name, ratio = f"{phase}: time in halves over dense calls", rounds.ratio("high", "dense calls", phase)
+            yield Row.of(
+                name, case.parameters, ratio, bar=bar, over={"highest": rounds.ratio("high", OURS, phase)},
+                times={key: rounds.spread(key, phase) for key in contenders},
+            )  # fmt: skip
+
+    return Step(f"{case.seq_len:,} tokens, {_words(case)}, in halves", run, tuple((x, True) for x in cases.values()))
 
 
 def _sets(case: Case, budget: float) -> Step:

@@ -1,4 +1,4 @@
-// AMX-BF16: as avx512_bf16.cpp, in tile registers.
+// AMX-BF16: as avx512_bf16.cpp, in tile registers; and float32 as the sum of two bfloat16.
 #include "amx.h"
 
 #include "backward.h"
@@ -13,18 +13,30 @@ int compute_in_tiles(const Call &call) {
   return compute(Configured<Tiles, Kernel>(call), call.threads) ? 0 : 1;
 }
 
-template <class Tiles>
+template <class Tiles, class Element, int HALVES>
 int run_in_tiles(Kernel kernel, int64_t type, const Call &call) {
-  if (Type(type) != Type::bfloat16) return 2;
   switch (kernel) {
     case Kernel::forward:
-      return compute_in_tiles<Tiles, Forward<BFloat16, InTiles<Tiles>>>(call);
+      return compute_in_tiles<Tiles, Forward<Element, InTiles<Tiles, HALVES>>>(call);
     case Kernel::stats:
       return run_avx512(kernel, type, call);
     case Kernel::dq:
-      return compute_in_tiles<Tiles, BackwardDq<BFloat16, InTiles<Tiles>>>(call);
+      return compute_in_tiles<Tiles, BackwardDq<Element, InTiles<Tiles, HALVES>>>(call);
     case Kernel::dkdv:
-      return compute_in_tiles<Tiles, BackwardDkdv<BFloat16, InTiles<Tiles>>>(call);
+      return compute_in_tiles<Tiles, BackwardDkdv<Element, InTiles<Tiles, HALVES>>>(call);
+  }
+  return 2;
+}
+
+template <class Tiles>
+int run_in_tiles(Kernel kernel, int64_t type, const Call &call) {
+  switch (Type(type)) {
+    case Type::float32:
+      return run_in_tiles<Tiles, Float32, 2>(kernel, type, call);
+    case Type::bfloat16:
+      return run_in_tiles<Tiles, BFloat16, 1>(kernel, type, call);
+    case Type::float16:
+      return 2;
   }
   return 2;
 }

@@ -127,7 +127,7 @@ class BackwardDkdv {
   int64_t count() const { return call.job_count * call.B; }
   int64_t floats() const {
     return kept.floats() + own * (2 * shape.stride + 3 * shape.columns + 6) +
-           CHUNK * (shape.columns + 2 * LANES + JOINED * WORDS + 2) + 24 * WIDTH;
+           CHUNK * (shape.columns + 2 * LANES + ROW + 2) + 24 * WIDTH;
   }
 
   void begin(float *memory) const { kept.clear(memory); }
@@ -138,7 +138,9 @@ class BackwardDkdv {
   }
 
  private:
-  static constexpr int WORDS = LANES / Arithmetic::PER_WORD, JOINED = Arithmetic::JOINED;
+  // Words of a row of a group's ds, and of a row of those of several groups and their low halves.
+  static constexpr int WORDS = LANES / Arithmetic::PER_WORD, JOINED = Arithmetic::JOINED,
+                       ROW = Arithmetic::HALVES * JOINED * WORDS;
   const Call &call;
   const Operands<Arithmetic> shape;
   const int64_t own;
@@ -159,7 +161,7 @@ class BackwardDkdv {
     float *k_values = parts.take(own * shape.columns);
     float *dk = parts.take(own * shape.columns), *dv = parts.take(own * shape.columns), *factor = parts.take(own);
     float *dq = parts.take(CHUNK * shape.columns);
-    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * JOINED * WORDS);
+    float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * ROW);
     int32_t *first = parts.take<int32_t>(CHUNK), *second = parts.take<int32_t>(CHUNK);
 
     const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
@@ -169,10 +171,10 @@ class BackwardDkdv {
     if (call.dq)
       for (int group = 0; group < held.groups(); group++) {
         const int at = group * LANES, count = held.count - at < LANES ? held.count - at : LANES;
-        Word *to = k_values + at / Arithmetic::PER_WORD * shape.columns;
+        Word *to = k_values + at / Arithmetic::PER_WORD * shape.value_row;
         shape.gather_value_rows(K, token + at, count, to);
-        for (int64_t i = round_up(count, Arithmetic::ROWS) / Arithmetic::PER_WORD * shape.columns;
-             i < LANES / Arithmetic::PER_WORD * shape.columns; i += WIDTH)
+        for (int64_t i = round_up(count, Arithmetic::ROWS) / Arithmetic::PER_WORD * shape.value_row;
+             i < LANES / Arithmetic::PER_WORD * shape.value_row; i += WIDTH)
           _mm512_store_ps(to + i, all(0.f));
       }
     const int64_t sums = held.groups() * LANES * shape.columns;
@@ -213,13 +215,12 @@ class BackwardDkdv {
             const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
                             dv + at * shape.columns};
             const Window w = attend_dkdv(shape, keys, queries, held, group, chunk, float(call.scale * double(LOG2E)),
-                                         words, s, dp, call.dq ? rows + i * WORDS : nullptr, JOINED * WORDS);
+                                         words, s, dp, call.dq ? rows + i * WORDS : nullptr, ROW);
             if (w.from < w.to) seen.from = std::min(seen.from, w.from), seen.to = std::max(seen.to, w.to);
           }
           if (call.dq && seen.from < seen.to)
-            multiply_rows(Arithmetic(), rows + seen.from * JOINED * WORDS, JOINED * WORDS,
-                          k_values + first_group * WORDS * shape.columns, shape.columns, joined * WORDS,
-                          dq + seen.from * shape.columns, seen.to - seen.from, shape.columns);
+            multiply_rows(Arithmetic(), rows + seen.from * ROW, ROW, k_values + first_group * WORDS * shape.value_row,
+                          joined * WORDS, dq + seen.from * shape.columns, seen.to - seen.from, shape.columns);
         }
         if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
       }

@@ -116,6 +116,12 @@ inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
   return _mm512_maskz_mul_ps(keep, x, all(words.keep_scale));
 }
 
+// Where the weights of row j of a chunk lie, an even one, in place of its scores and those of the next row.
+template <class Arithmetic>
+constexpr int weights_at(int j) {
+  return j * Arithmetic::HALVES / Arithmetic::PER_WORD * LANES;
+}
+
 // The running softmax of a group: m[LANES], z[LANES], acc[columns][LANES].
 struct Running {
   float *m, *z, *acc;
@@ -164,7 +170,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
-        store_weights(Arithmetic(), p[u], p[u + 1], s + (j + u) / Arithmetic::PER_WORD * LANES + x);
+        store_weights(Arithmetic(), p[u], p[u + 1], s + weights_at<Arithmetic>(j + u) + x);
     }
     _mm512_store_ps(run.z + x, _mm512_add_ps(sums[0], sums[1]));
   }
@@ -205,7 +211,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
-        store_weights(Arithmetic(), ds[u], ds[u + 1], dp + (j + u) / Arithmetic::PER_WORD * LANES + x);
+        store_weights(Arithmetic(), ds[u], ds[u + 1], dp + weights_at<Arithmetic>(j + u) + x);
     }
   }
   multiply_transposed(Arithmetic(), k_values, dp, w.from, w.to - w.from, dq, shape.columns, lanes);
@@ -234,7 +240,9 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
   if (rows)
     for (int j = 0; j < round_up(chunk.count, Arithmetic::ROWS); j++)
       if (j < w.from || j >= w.to)
-        for (int x = 0; x < WORDS; x += WIDTH) _mm512_store_ps(rows + j * row_words + x, all(0.f));
+        for (int h = 0; h < Arithmetic::HALVES; h++)
+          for (int x = 0; x < WORDS; x += WIDTH)
+            _mm512_store_ps(rows + j * row_words + h * row_words / Arithmetic::HALVES + x, all(0.f));
   if (w.from >= w.to) return w;
   const int count = w.to - w.from;
   multiply(Arithmetic(), queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES,
@@ -260,7 +268,7 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
       }
 #pragma GCC unroll 2
     for (int x = 0; x < 2; x++) {
-      const int at = j / Arithmetic::PER_WORD * LANES + x * WIDTH;
+      const int at = weights_at<Arithmetic>(j) + x * WIDTH;
       store_weights(Arithmetic(), p[0][x], p[1][x], s + at);
       store_weights(Arithmetic(), ds[0][x], ds[1][x], dp + at);
     }

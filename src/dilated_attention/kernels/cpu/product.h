@@ -18,12 +18,14 @@ constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of ever
 // Products in float32, of elements of any type, which are widened when they are gathered.
 struct InFloat32 {
   static constexpr int PER_WORD = 1;
+  static constexpr int HALVES = 1;  // words that stand for a number: product_amx.h has two
   static constexpr int ROWS = 8;  // streamed rows are multiplied in multiples of it
   static constexpr int JOINED = 1;  // groups of keys that a product of dq takes at once
   // Whether streamed values lie [columns][CHUNK / PER_WORD], not [CHUNK / PER_WORD][columns].
   static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
   static Lanes exp2(Lanes x) { return power_of_2(x); }
+  static void to_words(const Lanes (&row)[1], __m512i (&words)[1]) { words[0] = integers(row[0]); }
 };
 
 // Two rows of weights as operands of values: to[2 / PER_WORD][LANES].
@@ -97,19 +99,19 @@ void multiply_transposed(Arithmetic, const Word *values, const Word *weights, in
   });
 }
 
-// Sums c[rows][columns] += weights . values, where weights is [rows][steps] and values [steps][row_words]: columns in
-// lanes, a multiple of WIDTH.
+// Sums c[rows][columns] += weights . values, where weights is [rows][steps], rows so many words apart, and values
+// [steps][columns]: columns in lanes, a multiple of WIDTH.
 template <class Arithmetic>
-void multiply_rows(Arithmetic, const Word *weights, int64_t weight_words, const Word *values, int64_t row_words,
-                   int steps, float *c, int count, int columns) {
+void multiply_rows(Arithmetic, const Word *weights, int64_t weight_words, const Word *values, int steps, float *c,
+                   int count, int columns) {
   for (int r = 0; r < count; r += Arithmetic::ROWS) {
     int d = 0;
     for (; d + LANES <= columns; d += LANES)
-      product<Arithmetic, 2, true>(weights + r * weight_words, weight_words, 1, values + d, row_words, steps,
-                                   c + r * row_words + d, row_words);
+      product<Arithmetic, 2, true>(weights + r * weight_words, weight_words, 1, values + d, columns, steps,
+                                   c + r * columns + d, columns);
     for (; d < columns; d += WIDTH)
-      product<Arithmetic, 1, true>(weights + r * weight_words, weight_words, 1, values + d, row_words, steps,
-                                   c + r * row_words + d, row_words);
+      product<Arithmetic, 1, true>(weights + r * weight_words, weight_words, 1, values + d, columns, steps,
+                                   c + r * columns + d, columns);
   }
 }
 

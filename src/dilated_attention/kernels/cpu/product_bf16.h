@@ -6,6 +6,7 @@ namespace {
 
 struct InBFloat16 {
   static constexpr int PER_WORD = 2;
+  static constexpr int HALVES = 1;
   static constexpr int ROWS = 8;
   static constexpr int JOINED = 1;
   static constexpr bool VALUES_BY_COLUMN = false;

@@ -4,6 +4,8 @@
 // is an operand of scores or of values. A number that is not finite becomes NaN in the scores, which makes p NaN
 // wherever the row is seen, and 0 in the values, which then add nothing to rows that do not see it: 0 * NaN would.
 #pragma once
+#include <type_traits>
+
 #include "call.h"
 #include "product.h"
 
@@ -21,52 +23,67 @@ struct Rows {
 
 enum class Role { scores, values, plain };  // plain: values as they are
 
-// Sixteen words of a row of which so many elements are left; says whether all of them were finite.
+// Sixteen words of a row of which so many elements are left, `words`, and their low halves behind them where the
+// arithmetic has them; says whether all of them were finite.
 template <class Arithmetic, Role ROLE, class Element>
-inline __m512i load_words(const Element *x, int64_t left, bool &finite) {
-  if constexpr (Arithmetic::PER_WORD == 1) {
-    const Lanes row = load(x, left);
-    if constexpr (ROLE == Role::plain) return integers(row);
-    if constexpr (ROLE == Role::scores) return integers(infinite_or_nan_to_nan(row));
-    const __mmask16 odd = infinite_or_nan(row);
-    finite &= odd == 0;
-    return integers(_mm512_maskz_mov_ps(~odd, row));
-  } else {
+inline void load_words(const Element *x, int64_t left, bool &finite, __m512i (&words)[Arithmetic::HALVES]) {
+  if constexpr (std::is_same_v<Element, BFloat16> && Arithmetic::PER_WORD == 2) {
     const __mmask32 inside = left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
     const __m512i row = _mm512_maskz_loadu_epi16(inside, x), exponent = _mm512_set1_epi16(0x7f80);
-    if constexpr (ROLE == Role::plain) return row;
+    words[0] = row;
+    if constexpr (ROLE == Role::plain) return;
     const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(row, exponent), exponent);
-    if constexpr (ROLE == Role::scores) return _mm512_mask_mov_epi16(row, odd, _mm512_set1_epi16(0x7fc0));
-    finite &= odd == 0;
-    return _mm512_maskz_mov_epi16(~odd, row);
+    if constexpr (ROLE == Role::scores) {
+      words[0] = _mm512_mask_mov_epi16(row, odd, _mm512_set1_epi16(0x7fc0));
+    } else {
+      finite &= odd == 0;
+      words[0] = _mm512_maskz_mov_epi16(~odd, row);
+    }
+  } else {
+    Lanes row[Arithmetic::PER_WORD];
+    for (int i = 0; i < Arithmetic::PER_WORD; i++) {
+      row[i] = load(x + i * WIDTH, left - i * WIDTH);
+      if constexpr (ROLE == Role::scores) row[i] = infinite_or_nan_to_nan(row[i]);
+      if constexpr (ROLE == Role::values) {
+        const __mmask16 odd = infinite_or_nan(row[i]);
+        finite &= odd == 0;
+        row[i] = _mm512_maskz_mov_ps(~odd, row[i]);
+      }
+    }
+    Arithmetic::to_words(row, words);
   }
 }
 
 // The shapes of the operands of one head_dim.
 template <class Arithmetic>
 struct Operands {
+  static constexpr int HALVES = Arithmetic::HALVES;
   int64_t D;
-  int words;    // of a row of scores
-  int stride;   // from one row of scores to the next, in words
-  int columns;  // of a row of values, and from one such row (of PER_WORD tokens) to the next
-  int values;   // words of a chunk's values
+  int words;      // of a row of scores
+  int stride;     // from one row of scores to the next, in words
+  int columns;    // of a row of values
+  int value_row;  // from one such row (of PER_WORD tokens) to the next, in words
+  int values;     // words of a chunk's values
 
   explicit Operands(int64_t D)
       : D(D),
         words(int(round_up(D, Arithmetic::PER_WORD) / Arithmetic::PER_WORD)),
-        stride(int(round_up(words, WIDTH))),
+        stride(HALVES * int(round_up(words, WIDTH))),
         columns(int(round_up(D, WIDTH))),
-        values(CHUNK / Arithmetic::PER_WORD * columns) {}
+        value_row(HALVES * columns),
+        values(CHUNK / Arithmetic::PER_WORD * value_row) {}
 
   // to[count][stride]: rows as operands of scores; rows up to a multiple of ROWS are 0.
   template <class Element>
   void gather(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
     bool finite;
+    __m512i row[HALVES];
     for (int i = 0; i < count; i++)
-      for (int w = 0; w < words; w += WIDTH)
-        _mm512_store_si512(to + i * stride + w,
-                           load_words<Arithmetic, Role::scores>(x[tokens[i]] + w * Arithmetic::PER_WORD,
-                                                                D - w * Arithmetic::PER_WORD, finite));
+      for (int w = 0; w < words; w += WIDTH) {
+        load_words<Arithmetic, Role::scores>(x[tokens[i]] + w * Arithmetic::PER_WORD, D - w * Arithmetic::PER_WORD,
+                                             finite, row);
+        for (int h = 0; h < HALVES; h++) _mm512_store_si512(to + i * stride + h * stride / HALVES + w, row[h]);
+      }
     for (int64_t i = int64_t(count) * stride; i < round_up(count, Arithmetic::ROWS) * stride; i += WIDTH)
       _mm512_store_ps(to + i, all(0.f));
   }
@@ -81,35 +98,43 @@ struct Operands {
       bool finite = true;
       for (int i = 0; i < count; i += 2 * WIDTH)
         for (int d = 0; d < columns; d += LANES) {
-          __m512i blocks[2][WIDTH];
-          for (int u = 0; u < WIDTH; u++)
-            load_pair<ROLE>(x, tokens, i + 2 * u, count, d, blocks[0][u], blocks[1][u], finite);
-          for (int y = 0; y < 2 && d + y * WIDTH < columns; y++) {
-            transpose(blocks[y]);
-            Word *at = to + (d + y * WIDTH) * (CHUNK / 2) + i / 2;
-            for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * (CHUNK / 2), blocks[y][u]);
+          __m512i blocks[HALVES][2][WIDTH];
+          for (int u = 0; u < WIDTH; u++) {
+            __m512i pair[HALVES][2];
+            load_pair<ROLE>(x, tokens, i + 2 * u, count, d, pair, finite);
+            for (int h = 0; h < HALVES; h++)
+              for (int y = 0; y < 2; y++) blocks[h][y][u] = pair[h][y];
           }
+          for (int h = 0; h < HALVES; h++)
+            for (int y = 0; y < 2 && d + y * WIDTH < columns; y++) {
+              transpose(blocks[h][y]);
+              Word *at = to + ((d + y * WIDTH) * HALVES + h) * (CHUNK / 2) + i / 2;
+              for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * HALVES * (CHUNK / 2), blocks[h][y][u]);
+            }
         }
       return finite;
     }
   }
 
-  // The same, to[count / PER_WORD][columns].
+  // The same, to[count / PER_WORD][value_row].
   template <Role ROLE = Role::values, class Element>
   bool gather_value_rows(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
     bool finite = true;
     const int padded = int(round_up(count, Arithmetic::ROWS));
-    for (int i = 0; i < padded; i += Arithmetic::PER_WORD, to += columns) {
+    for (int i = 0; i < padded; i += Arithmetic::PER_WORD, to += value_row) {
       if constexpr (Arithmetic::PER_WORD == 1) {
-        for (int d = 0; d < columns; d += WIDTH)
-          _mm512_store_si512(to + d, i < count ? load_words<Arithmetic, ROLE>(x[tokens[i]] + d, D - d, finite)
-                                               : _mm512_setzero_si512());
+        for (int d = 0; d < columns; d += WIDTH) {
+          __m512i row[1];
+          load_words<Arithmetic, ROLE>(x[tokens[i < count ? i : 0]] + d, i < count ? D - d : 0, finite, row);
+          _mm512_store_si512(to + d, row[0]);
+        }
       } else {
         for (int d = 0; d < columns; d += LANES) {
-          __m512i low, high;
-          load_pair<ROLE>(x, tokens, i, count, d, low, high, finite);
-          _mm512_store_si512(to + d, low);
-          if (d + WIDTH < columns) _mm512_store_si512(to + d + WIDTH, high);
+          __m512i pair[HALVES][2];
+          load_pair<ROLE>(x, tokens, i, count, d, pair, finite);
+          for (int h = 0; h < HALVES; h++)
+            for (int y = 0; y < 2 && d + y * WIDTH < columns; y++)
+              _mm512_store_si512(to + h * columns + d + y * WIDTH, pair[h][y]);
         }
       }
     }
@@ -127,20 +152,25 @@ struct Operands {
     return Arithmetic::PER_WORD == 1 && finite ? values : scores;
   }
 
-  // to[groups][stride][LANES]: rows as the lanes of scores; lanes up to a multiple of LANES are 0.
+  // to[groups][stride][LANES]: rows as the lanes of scores, word after word; lanes up to a multiple of LANES are 0.
   template <class Element>
   void gather_lanes(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
     bool finite;
     for (int i = 0; i < round_up(count, LANES); i += WIDTH)
       for (int w = 0; w < words; w += WIDTH) {
-        __m512i block[WIDTH];
-        for (int u = 0; u < WIDTH; u++)
-          block[u] = i + u < count ? load_words<Arithmetic, Role::scores>(x[tokens[i + u]] + w * Arithmetic::PER_WORD,
-                                                                          D - w * Arithmetic::PER_WORD, finite)
-                                   : _mm512_setzero_si512();
-        transpose(block);
-        Word *at = to + (i / LANES * stride + w) * LANES + i % LANES;
-        for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * LANES, block[u]);
+        __m512i blocks[HALVES][WIDTH];
+        for (int u = 0; u < WIDTH; u++) {
+          const int64_t left = i + u < count ? D - w * Arithmetic::PER_WORD : 0;
+          __m512i row[HALVES];
+          load_words<Arithmetic, Role::scores>(x[tokens[left ? i + u : 0]] + w * Arithmetic::PER_WORD, left, finite,
+                                               row);
+          for (int h = 0; h < HALVES; h++) blocks[h][u] = row[h];
+        }
+        for (int h = 0; h < HALVES; h++) {
+          transpose(blocks[h]);
+          Word *at = to + (i / LANES * stride + w * HALVES + h) * LANES + i % LANES;
+          for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * HALVES * LANES, blocks[h][u]);
+        }
       }
   }
 
@@ -178,17 +208,21 @@ struct Operands {
   }
 
  private:
-  // The words of elements d to d + 31 of rows i and i + 1, those of zeros for rows that there are not.
+  // The words of elements d to d + 15 and d + 16 to d + 31 of rows i and i + 1, those of zeros for rows that there are
+  // not.
   template <Role ROLE, class Element>
-  void load_pair(Rows<const Element> x, const int64_t *tokens, int i, int count, int d, __m512i &low, __m512i &high,
+  void load_pair(Rows<const Element> x, const int64_t *tokens, int i, int count, int d, __m512i (&pair)[HALVES][2],
                  bool &finite) const {
     const __m512i interleave = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
                                                 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const bool any = i < count, both = i + 1 < count;
-    const __m512i a = load_words<Arithmetic, ROLE>(x[tokens[any ? i : 0]] + d, any ? D - d : 0, finite);
-    const __m512i b = load_words<Arithmetic, ROLE>(x[tokens[both ? i + 1 : 0]] + d, both ? D - d : 0, finite);
-    low = _mm512_permutex2var_epi16(a, interleave, b);
-    high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(interleave, _mm512_set1_epi16(WIDTH)), b);
+    __m512i a[HALVES], b[HALVES];
+    load_words<Arithmetic, ROLE>(x[tokens[any ? i : 0]] + d, any ? D - d : 0, finite, a);
+    load_words<Arithmetic, ROLE>(x[tokens[both ? i + 1 : 0]] + d, both ? D - d : 0, finite, b);
+    for (int h = 0; h < HALVES; h++) {
+      pair[h][0] = _mm512_permutex2var_epi16(a[h], interleave, b[h]);
+      pair[h][1] = _mm512_permutex2var_epi16(a[h], _mm512_add_epi16(interleave, _mm512_set1_epi16(WIDTH)), b[h]);
+    }
   }
 };
 
