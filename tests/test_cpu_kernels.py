@@ -48,7 +48,7 @@ TILES = [x for x in (AMX, EMULATED) if x in SETS or EMULATES][:1]
 IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:2], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
 SOME = [(1, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
-ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:]]
+ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:], *((x, torch.float16) for x in TILES)]
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -666,33 +666,33 @@ def chosen(dtype=torch.float32, rows=64, seq_len=64, **needs):
 
 @pytest.mark.parametrize("dtype", [*cpu.TYPES, torch.float64], ids=str)
 def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "has_amx", lambda: False)
     served = dtype in cpu.TYPES
-    assert chosen(dtype).backend == ("cpu" if served else "native")
+    assert chosen(dtype, 128, 128).backend == ("cpu" if served else "native")
     if not served:
         return
-    assert cpu.instruction_set_of(dtype) in chosen(dtype).reason
+    assert cpu.instruction_set_of(dtype) in chosen(dtype, 128, 128).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
-    few = cpu.LEAST_KEYS[dtype] - 1
-    short = chosen(dtype, few, 64)
+    few = cpu.LEAST_KEYS[dtype][cpu.has_amx()] - 1
+    short = chosen(dtype, few, 128)
     assert short.backend == "native"
     assert f"got {few}" in short.refusals["cpu"]
 
 
 def test_where_there_are_tiles(monkeypatch):
-    """They serve bfloat16; a process that did not get them leaves it to native, which has them."""
+    """They serve what is no wider than they are; a process that did not get them leaves bfloat16 to native."""
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
     monkeypatch.setattr(cpu, "instruction_set", lambda: AMX)
     for dtype in cpu.TYPES:
-        assert chosen(dtype).backend == "cpu"
-        assert ("AMX" in chosen(dtype).reason) == (dtype == torch.bfloat16)
+        assert chosen(dtype, 128, 128).backend == "cpu"
+        assert ("AMX" in chosen(dtype, 128, 128).reason) == (dtype != torch.float32)
+    assert chosen(torch.float32, 64, 128).backend == "native"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert "AMX with bfloat16, each number as two" in chosen().reason
+    assert "AMX with bfloat16, each number as two" in chosen(torch.float32, 128, 128).reason
     monkeypatch.setattr(cpu, "instruction_set", lambda: AMX - 1)
-    assert "AVX-512" in chosen().reason
-    assert chosen(torch.bfloat16).backend == "native"
-    assert "AMX" in chosen(torch.bfloat16).refusals["cpu"]
-    assert chosen(torch.bfloat16, backend="cpu").backend == chosen(torch.float32).backend == "cpu"
+    assert "AVX-512" in chosen(torch.float32, 128, 128).reason
+    assert chosen(torch.bfloat16, 128, 128).backend == "native"
+    assert "AMX" in chosen(torch.bfloat16, 128, 128).refusals["cpu"]
+    assert chosen(torch.bfloat16, backend="cpu").backend == "cpu"
 
 
 def test_a_ragged_batch_is_one_launch(monkeypatch):

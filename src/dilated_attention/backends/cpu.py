@@ -42,9 +42,9 @@ MOST_IDLE = 1.3
 faster."""
 
 
-LEAST_KEYS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
-"""Keys of a query, of whole segments, from which on `auto` takes this backend: below, a tile's gathers and edges cost
-more than its products (notebook, 2026-11-22)."""
+LEAST_KEYS = {torch.float32: (24, 128), torch.bfloat16: (8, 8), torch.float16: (8, 8)}
+"""Keys of a query, of whole segments, from which on `auto` takes this backend, on processors without AMX and with it:
+below, a tile's gathers and edges cost more than its products (notebook, 2026-11-22)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -66,7 +66,7 @@ def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
-    least = LEAST_KEYS.get(facts.dtype, 0)
+    least = LEAST_KEYS.get(facts.dtype, (0, 0))[has_amx()]
     if facts.keys < least:
         return f"native is faster where a query sees fewer than {least} keys in its segments; got {facts.keys}"
     return None
@@ -108,7 +108,9 @@ def instruction_set() -> int:
 def instruction_set_of(dtype: torch.dtype) -> str:
     """That in which tensors of a type are multiplied now, and whether as halves."""
     name = INSTRUCTION_SETS[_set_of(dtype)]
-    return f"{name}, each number as two by set_float32_matmul_precision" if in_halves(dtype) else name
+    if not in_halves(dtype):
+        return name
+    return f"{name}, each number as two{', by set_float32_matmul_precision' * (dtype == torch.float32)}"
 
 
 def in_tiles(dtype: torch.dtype) -> bool:
@@ -117,9 +119,13 @@ def in_tiles(dtype: torch.dtype) -> bool:
 
 
 def in_halves(dtype: torch.dtype) -> bool:
-    """Whether float32 is multiplied as the sum of two bfloat16, by three products in the tiles of AMX: out and
-    gradients are then within 3e-5. Only where `torch.set_float32_matmul_precision` allows it, "high" or "medium"."""
-    return dtype == torch.float32 and instruction_set() == AMX and torch.get_float32_matmul_precision() != "highest"
+    """Whether a number is multiplied as the sum of two bfloat16, by three products in the tiles of AMX.
+
+    Float16 is: the sum is exact. Float32 only where `torch.set_float32_matmul_precision` allows it, "high" or "medium":
+    out and gradients are then within 3e-5.
+    """
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return instruction_set() == AMX and dtype != torch.bfloat16 and not exact
 
 
 def _set_of(dtype: torch.dtype) -> int:

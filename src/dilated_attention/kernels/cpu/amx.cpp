@@ -1,4 +1,5 @@
-// AMX-BF16: as avx512_bf16.cpp, in tile registers; and float32 as the sum of two bfloat16.
+// AMX-BF16: as avx512_bf16.cpp, in tile registers; and float32 and float16 as the sum of two bfloat16, which is exact for
+// float16.
 #include "amx.h"
 
 #include "backward.h"
@@ -36,7 +37,7 @@ int run_in_tiles(Kernel kernel, int64_t type, const Call &call) {
     case Type::bfloat16:
       return run_in_tiles<Tiles, BFloat16, 1>(kernel, type, call);
     case Type::float16:
-      return 2;
+      return run_in_tiles<Tiles, Float16, 2>(kernel, type, call);
   }
   return 2;
 }
