@@ -1,5 +1,5 @@
-// AMX-BF16: as avx512_bf16.cpp, in tile registers; and float32 and float16 as the sum of two bfloat16, which is exact for
-// float16.
+// AMX-BF16: as avx512_bf16.cpp, in tile registers; float32 and float16 as the sum of two bfloat16, which for float16 is
+// exact.
 #include "amx.h"
 
 #include "backward.h"

@@ -98,10 +98,11 @@ class BackwardDq {
         slot.finite = shape.gather_both(K, chunk.token, chunk.count, k, k_values);
         shape.gather(V, chunk.token, chunk.count, v);
       }
+      const Word *scores = shape.scores_of(slot.finite, k, k_values);
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
-        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, shape.scores_of(slot.finite, k, k_values), v, k_values, lse + at, delta + at,
+        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
                   dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
       }
     }

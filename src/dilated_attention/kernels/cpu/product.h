@@ -19,7 +19,7 @@ constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of ever
 struct InFloat32 {
   static constexpr int PER_WORD = 1;
   static constexpr int HALVES = 1;  // words that stand for a number: product_amx.h has two
-  static constexpr int ROWS = 8;  // streamed rows are multiplied in multiples of it
+  static constexpr int ROWS = 8;    // streamed rows are multiplied in multiples of it
   static constexpr int JOINED = 1;  // groups of keys that a product of dq takes at once
   // Whether streamed values lie [columns][CHUNK / PER_WORD], not [CHUNK / PER_WORD][columns].
   static constexpr bool VALUES_BY_COLUMN = false;
