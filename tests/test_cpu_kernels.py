@@ -48,7 +48,7 @@ TILES = [x for x in (AMX, EMULATED) if x in SETS or EMULATES][:1]
 IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:2], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
 SOME = [(1, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
-ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:], *((x, torch.float16) for x in TILES)]
+ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:]]
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -168,7 +168,7 @@ class Forced:
 @five_and_seven
 class TestShapes(Forced):
     @both
-    @pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 31, 33, 48, 64, 80, 128, 250, 256])
+    @pytest.mark.parametrize("head_dim", [1, 16, 17, 31, 33, 64, 128, 250, 256])
     def test_head_dims(self, head_dim, dtype, is_causal):
         check_dilated(1, 90, 2, 1, head_dim, (50, 90), (1, 2), dtype, is_causal)
 
@@ -384,7 +384,7 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
     call=st.one_of(
         test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(ragged=True, compat=True)
     ),
-    kind=st.sampled_from(ALL),
+    kind=st.sampled_from([*ALL, *((x, torch.float16) for x in TILES)]),
     most_idle=st.sampled_from([0.0, math.inf]),
 )
 def test_random_calls(call, kind, most_idle):

@@ -269,6 +269,14 @@ def test_compiled_and_exported(fresh_python):
             for a, b in zip(*((x, *torch.autograd.grad(x.sin().sum(), inputs)) for x in (found, expected))):
                 assert torch.equal(a, b)
 
+        # The switch for precision as it stands when the graph runs.
+        def plain(q):
+            return dilated_attention(q, q, q, [128], [1])
+        graph, q = torch.compile(plain, fullgraph=True, backend="aot_eager"), torch.randn(1, 256, 4, 32)
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            assert torch.equal(graph(q), plain(q))
+
         # The mask as nn.TransformerEncoder hands it on, and the causal mask, in the graph of a whole encoder.
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()

@@ -124,8 +124,12 @@ def in_halves(dtype: torch.dtype) -> bool:
     Float16 is: the sum is exact. Float32 only where `torch.set_float32_matmul_precision` allows it, "high" or "medium":
     out and gradients are then within 3e-5.
     """
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return instruction_set() == AMX and dtype != torch.bfloat16 and not exact
+    if dtype == torch.bfloat16 or instruction_set() != AMX:
+        return False
+    # What is traced cannot read the switch; the operator in the graph does.
+    return dtype == torch.float16 or (
+        not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
+    )
 
 
 def _set_of(dtype: torch.dtype) -> int:
