@@ -143,6 +143,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(source)
     if parameters.get("is_causal"):
         words.append("causal")
+    if (seed := parameters.get("seed")) is not None:
+        words.append(f"seed {seed}")
     if backend := parameters.get("backend"):
         words += [f"head_dim {parameters['head_dim']}"] if "head_dim" in parameters else []
         words += [parameters.get("dtype", ""), backend]
