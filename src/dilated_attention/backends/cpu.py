@@ -25,7 +25,7 @@ from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
-AMX = 3
+AMX = INSTRUCTION_SETS.index("AMX with bfloat16")
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
@@ -302,12 +302,11 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
 
 def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
     lines = table.lines.numpy()
-    if not owned:
-        lines = lines[_neighbours(lines)]
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     if not owned:
-        table = tiles.replace(table, lines=torch.from_numpy(lines))
-        return Launch(side, table, torch.arange(len(lines) + 1), weights)
+        order = _neighbours(lines)
+        ordered = tiles.replace(table, lines=torch.from_numpy(lines[order]))
+        return Launch(side, ordered, torch.arange(len(lines) + 1), weights[order])
     order, jobs = _owners(lines)
     sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
     heaviest = np.argsort(-sums, kind="stable")

@@ -1,7 +1,5 @@
 // The backward, from the merged out and lse: tiles and loops as in the forward, or of keys that stream the queries.
 #pragma once
-#include <algorithm>
-
 #include "tiles.h"
 
 namespace {
@@ -217,7 +215,7 @@ class BackwardDkdv {
                             dv + at * shape.columns};
             const Window w = attend_dkdv(shape, keys, queries, held, group, chunk, float(call.scale * double(LOG2E)),
                                          words, s, dp, call.dq ? rows + i * WORDS : nullptr, ROW);
-            if (w.from < w.to) seen.from = std::min(seen.from, w.from), seen.to = std::max(seen.to, w.to);
+            if (w.from < w.to) seen.from = int(least(seen.from, w.from)), seen.to = int(most(seen.to, w.to));
           }
           if (call.dq && seen.from < seen.to)
             multiply_rows(Arithmetic(), rows + seen.from * ROW, ROW, k_values + first_group * WORDS * shape.value_row,
