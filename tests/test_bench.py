@@ -513,15 +513,25 @@ def test_a_damaged_or_incomplete_baseline(quick_guards, tmp_path, capsys):
     path.write_text("{")
     assert exit_code("bench", "check", "--baseline", path) == 2
     assert "not a baseline" in capsys.readouterr().err
-    path.write_text('{"figures": {"time": 1e9, "calls": 99, "memory": 99, "unknown": 1}}')
+    path.write_text('{"another device": {"figures": {"time": 1e9, "calls": 99, "memory": 99, "unknown": 1}}}')
     assert exit_code("bench", "check", "--baseline", path) == 1
     assert capsys.readouterr().err.rstrip().endswith(": copies")
 
 
-def test_every_guard_has_a_baseline():
+def test_a_baseline_is_the_device_s_own_or_the_greatest(tmp_path):
+    path = tmp_path / "baseline.json"
+    check.write_baseline(path, "one", {"time": 1.0, "memory": 3.0})
+    check.write_baseline(path, "two", {"time": 2.0, "memory": 2.0})
+    assert check.read_baseline(path, "one") == {"time": 1.0, "memory": 3.0}
+    assert check.read_baseline(path, "two") == {"time": 2.0, "memory": 2.0}
+    assert check.read_baseline(path, "three") == {"time": 2.0, "memory": 3.0}
+
+
+def test_every_guard_has_a_baseline_on_every_device():
     """Nothing is measured: `bench check` does that."""
-    baseline = check.read_baseline(Path(__file__).parents[1] / "results" / "baseline.json")
-    assert list(baseline) == [guard.name for guard in check.GUARDS]
+    path = Path(__file__).parents[1] / "results" / "baseline.json"
+    for device in json.loads(path.read_text()):
+        assert list(check.read_baseline(path, device)) == [guard.name for guard in check.GUARDS]
 
 
 # --- plots

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dilated_attention.environment import require_device, unavailable
+from dilated_attention.environment import device_name, require_device, unavailable
 from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
 from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import Case, Method
@@ -234,7 +234,8 @@ def _sizes(options: argparse.Namespace, *names: str) -> str:
 
 
 def _check(path: Path, update: bool) -> int:
-    baseline = {} if update else check.read_baseline(path)
+    device = device_name()
+    baseline = {} if update else check.read_baseline(path, device)
     shown = _table("check", "figure", "value", "baseline", "at most", "")
     verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
     for verdict in verdicts:
@@ -244,7 +245,7 @@ def _check(path: Path, update: bool) -> int:
         shown.add_row(verdict.guard.name, value, *known, judged)
     Console().print(shown)
     if update:
-        check.write_baseline(path, {verdict.guard.name: verdict.value for verdict in verdicts})
+        check.write_baseline(path, device, {verdict.guard.name: verdict.value for verdict in verdicts})
         _tell(path)
         return 0
     worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
