@@ -137,13 +137,40 @@ def language_models():
         logits = model(shard_sequence(tokens[:, :-1], mesh), seq_len=91).detach()
         found = {"loss": loss.detach(), "logits": unshard_sequence(logits, mesh, seq_len=91), **gradients(model)}
         answers[name] = max(difference(found, right).values())
-        with pytest.raises(ValueError, match="generate runs on one device"):
-            model.generate(tokens[:, :4], 1)
         set_context_parallel(model, None)
         answers[name, "and back"] = relative_error(model.loss(tokens).detach(), right["loss"])
     with pytest.raises(ValueError, match="holds no attention of this library"):
         set_context_parallel(nn.Linear(2, 2), mesh)
     return answers
+
+
+def generation():
+    """Prompts of any length over a mesh, one of them without a token for every rank, against one device."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens = torch.randint(256, (2, 91), generator=torch.Generator().manual_seed(1))
+    for changes in ({}, {"pattern": None}, {"positions": "xpos"}):
+        model = model_of(config(**changes))
+        for length in (2, 50, 80, 91):
+            set_context_parallel(model, None)
+            right, cache = model.prefill(tokens[:, :length], max_len=120)
+            expected = model.generate(tokens[:, :length], 20, temperature=0)
+            set_context_parallel(model, mesh)
+            logits, own = model.prefill(tokens[:, :length], max_len=120)
+            assert relative_error(logits, right) <= TOLERANCE[torch.float64]
+            assert own.positions == cache.positions
+            for found, layer in zip(own.layers, cache.layers, strict=True):
+                for (*_, k, v), (*_, right_k, right_v) in zip(found.branches, layer.branches, strict=True):
+                    assert relative_error(k, right_k) <= TOLERANCE[torch.float64]
+                    assert relative_error(v, right_v) <= TOLERANCE[torch.float64]
+            assert model.generate(tokens[:, :length], 20, temperature=0).equal(expected)
+    drawn = model.generate(tokens, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+    set_context_parallel(model, None)
+    assert drawn.equal(model.generate(tokens, 20, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_generation_over_a_mesh(size: int) -> None:
+    processes.run(size, generation)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.merge import merge_into
+from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.parallel.sharding import from_rank
 from dilated_attention.plan import progressions
 
 # Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
@@ -37,6 +40,24 @@ class _Branch:
 
     def rows(self, max_len: int | None) -> int:
         return -(-(self.segment if max_len is None else min(self.segment, max_len)) // self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where the first tokens of some samples lie in the tensors of a layer.
+
+    Attributes:
+        samples: of the cache.
+        batch, start: the tensors' samples, and where in them token 0 lies; over a mesh, before the shard.
+        length: of the samples.
+        held: the tokens [first, last) that are there.
+    """
+
+    samples: slice
+    batch: slice
+    start: int
+    length: int
+    held: tuple[int, int]
 
 
 def _branches(config: LongNetConfig, max_len: int | None) -> list[_Branch]:
@@ -81,17 +102,17 @@ class _Layer:
             self._fill(span, k, v)
         return attend(q, k, v)
 
-    def _fill(self, span: tuple[slice, slice, int, int], k: Tensor, v: Tensor) -> None:
-        samples, batch, start, length = span
+    def _fill(self, span: _Span, k: Tensor, v: Tensor) -> None:
+        held, end = span.held
         for branch, first, *buffers in self.branches:
-            tail = length % branch.segment  # tokens of the segment that is still open
             for offset, runs in branch.heads.items():
-                for heads in runs:
-                    rows = slice(start + length - tail + offset, start + length, branch.rate)
-                    if offset < tail:
-                        for buffer, x in zip(buffers, (k, v), strict=True):
-                            seen = x[batch, rows, heads].transpose(1, 2)
-                            buffer[samples, _shifted(heads, first), : seen.shape[2]] = seen
+                token = span.length - span.length % branch.segment + offset  # the open segment's first that takes part
+                row = max(0, -((token - held) // branch.rate))  # and the first row of those held
+                rows = slice(span.start + token + row * branch.rate, span.start + end, branch.rate)
+                for heads in runs if rows.start < rows.stop else ():
+                    for buffer, x in zip(buffers, (k, v), strict=True):
+                        seen = x[span.batch, rows, heads].transpose(1, 2)
+                        buffer[span.samples, _shifted(heads, first), row : row + seen.shape[2]] = seen
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, _, heads, head_dim = q.shape
@@ -151,7 +172,7 @@ class KeyValueCache:
         self.device = torch.device(device)
         self.positions = [0] * batch_size
         self.branches = _branches(config, max_len)
-        self.spans: list[tuple[slice, slice, int, int]] | None = None
+        self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.sources: list[tuple[Tensor, Tensor]] | None = None  # of cross-attention, one a layer
         self.source_mask: Tensor | None = None
@@ -174,24 +195,32 @@ class KeyValueCache:
             yield slice(start, start + count), position
             start += count
 
-    def begin(self, lengths: Sequence[int], *, packed: bool) -> None:
-        """The layers are about to be called with the first tokens: batch x seq, or `packed` one after another."""
+    def begin(self, lengths: Sequence[int], *, packed: bool = False, shard: tuple[int, int] | None = None) -> None:
+        """The layers are about to be called with the first tokens: batch x seq, or `packed` one after another; or with
+        the tokens [start, stop) of every sample, a `shard`."""
         self._check(max(lengths))
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
         if packed:
-            spans = [
-                (slice(i, i + 1), slice(0, 1), start, n)
+            starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            self.spans = [
+                _Span(slice(i, i + 1), slice(0, 1), start, n, (0, n))
                 for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
             ]
         else:
-            spans = [(slice(0, self.batch_size), slice(0, self.batch_size), 0, lengths[0])]
-        self.spans = spans
+            every, held = slice(0, self.batch_size), shard or (0, lengths[0])
+            self.spans = [_Span(every, every, -held[0], lengths[0], held)]
         self.origins = torch.tensor([n // 2 for n in lengths], device=self.device)[:, None]  # as in the forward
 
     def end(self, lengths: Sequence[int]) -> None:
         """The layers have been called: each sample has this many more tokens."""
         self.spans = None
         self.positions = [a + b for a, b in zip(self.positions, lengths, strict=True)]
+
+    def join(self, mesh: Mesh) -> None:
+        """Every rank has filled the rows of its shard; now each has all."""
+        for layer in self.layers:
+            for *_, keys, values in layer.branches:
+                for rows in (keys, values):  # 0 where others fill
+                    dist.all_reduce(rows, group=context_group(mesh))
 
     def step(self) -> Int[Tensor, "batch 1"]:
         """The positions of the next token of every sample; moves the origin of xPos where it is too far back."""
@@ -276,6 +305,7 @@ def stream(
     top_p: float | None = None,
     stop_token: int | None = None,
     generator: torch.Generator | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
     """New tokens, one of every sample at a time, as soon as they are drawn.
 
@@ -283,10 +313,13 @@ def stream(
         decode: `LongNetLM.decode`, which gives the logits after a token.
         first, cache: from `LongNetLM.prefill`.
         stop_token: a sample that draws it repeats it from then on; the stream ends once all samples have drawn it.
+        mesh: the ranks that do the same, and take the tokens that the first one draws.
     """
     logits, stopped = first, torch.zeros(len(first), dtype=torch.bool, device=first.device)
     for i in range(max_new_tokens):
         chosen = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        if mesh is not None:
+            chosen = from_rank(0, chosen, mesh)
         if stop_token is not None:
             chosen = chosen.masked_fill(stopped, stop_token)
             stopped |= chosen == stop_token

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.mesh import mesh_size
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
@@ -19,7 +20,7 @@ from dilated_attention.models.packing import checked_lengths, warn_of_layout, wi
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack
 from dilated_attention.nn import CrossAttention, SelfAttention
-from dilated_attention.parallel.sharding import cp_mean, shard_sequence
+from dilated_attention.parallel.sharding import cp_mean, from_rank, shard_sequence
 
 
 class LongNetAttention(Pretrained):
@@ -198,28 +199,33 @@ class LongNetLM(LongNetStack):
     ) -> tuple[Float[Tensor, "batch vocab"], KeyValueCache]:
         """The logits after the last token of each prompt, and the cache to continue from.
 
+        Over a mesh every rank passes the same whole tokens, reads its shard of them, and gets the same logits and the
+        whole cache, so that all of them can `decode` alike.
+
         Args:
             lengths: tokens of each prompt, at least 1, where they differ.
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
             source, source_lengths: as in `forward`.
         """
-        if self.mesh is not None:
-            raise UnsupportedError("generate runs on one device; call parallel.set_context_parallel(model, None) first")
         batch, seq = tokens.shape
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):
             raise ValueError("tokens: empty prompt; give at least one token a sample")
-        x = self.embed(tokens)
+        x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=x.dtype, device=x.device)
         cache.sources, cache.source_mask = self._read(source, source_lengths)
         (states,) = self.hidden(
             x,
             is_causal=True,
-            lengths=counts,
+            lengths=counts if self.mesh is None else lengths,
+            seq_len=None if self.mesh is None else seq,
             cache=cache,
             sources=cache.sources,
             source_mask=cache.source_mask,
         )
+        if self.mesh is not None:
+            mine = states[:, -1] if states.shape[1] else states.new_empty(batch, states.shape[2])
+            return self.logits(from_rank(mesh_size(self.mesh) - 1, mine, self.mesh)), cache
         last = torch.tensor(counts, device=x.device) - 1
         return self.logits(states[torch.arange(batch, device=x.device), last]), cache
 
@@ -260,7 +266,8 @@ class LongNetLM(LongNetStack):
     ) -> Iterator[Int[Tensor, " batch"]]:
         """Sampled tokens that continue the prompts, one of each sample at a time, as soon as they are drawn.
 
-        The prompts are read once; each further token costs the same at any position. Arguments as in `generate`.
+        The prompts are read once; each further token costs the same at any position. Over a mesh the ranks share the
+        reading, and all compute each further token, which the first one draws. Arguments as in `generate`.
         """
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer >= 0")
@@ -282,6 +289,7 @@ class LongNetLM(LongNetStack):
             top_p=top_p,
             stop_token=stop_token,
             generator=generator,
+            mesh=self.mesh,
         )
 
     def generate(

@@ -140,7 +140,7 @@ class LongNetStack(Pretrained):
         assert not (first_only and lengths is not None)
         batch, seq, _ = x.shape
         if self.mesh is not None:
-            for name, given in (("lengths", lengths), ("a cache", cache), ("source", sources.get("sources"))):
+            for name, given in (("lengths", lengths), ("source", sources.get("sources"))):
                 if given is not None:
                     raise UnsupportedError(
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
@@ -221,7 +221,11 @@ class LongNetStack(Pretrained):
             assert self.config.rotary is not None
             tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
         if cache is not None:
-            cache.begin(counts, packed=cu_seqlens is not None)
+            shard = None
+            if self.mesh is not None:
+                assert seq_len is not None
+                counts, shard = [seq_len] * len(counts), sequence_range(seq_len, self.mesh)
+            cache.begin(counts, packed=cu_seqlens is not None, shard=shard)
         states = [x]
         for i, block in enumerate(self.blocks):
             options = {
@@ -239,6 +243,8 @@ class LongNetStack(Pretrained):
             states = [*states, x] if all_layers else [x]
         if cache is not None:
             cache.end(counts)
+            if self.mesh is not None:
+                cache.join(self.mesh)
         return [*states, self.norm(x)] if all_layers else [self.norm(x)]
 
     def _positions(

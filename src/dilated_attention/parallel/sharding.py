@@ -30,6 +30,13 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
+def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
+    """What a rank of the mesh has, on every rank, each of which gives a tensor of that shape and dtype."""
+    group, x = context_group(mesh), x.contiguous()
+    dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
+    return x
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, seq_len: int) -> Tensor:
