@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -188,16 +189,39 @@ def _small(dtype: str, budget: float) -> Step:
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 
 
-def _on(threads: int, work: Contender) -> Contender:
-    """Work with so many of PyTorch's threads."""
+def _under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
+    """Work while a setting holds."""
 
     def limited() -> Iterator[str]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        yield from work()
-        torch.set_num_threads(before)
+        with setting():
+            yield from work()
 
     return limited
+
+
+@contextmanager
+def _threads_set_to(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _high_precision() -> Iterator[None]:
+    """Products of float32 are three of bfloat16."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def _set_to(number: int) -> AbstractContextManager[Any]:
+    """An instruction set of the machine, by its place in INSTRUCTION_SETS."""
+    return patch.object(cpu, "instruction_set", lambda: number)
 
 
 def _threads(dtype: str, budget: float) -> Step:
@@ -206,7 +230,8 @@ def _threads(dtype: str, budget: float) -> Step:
     def run() -> Iterator[Row]:
         device = torch.device("cpu")
         work = case.contender(device, backward=True)
-        rounds = measure.interleave({str(n): _on(n, work) for n in (1, 2)}, seconds=budget, device=device)
+        settings = {str(n): _under(partial(_threads_set_to, n), work) for n in (1, 2)}
+        rounds = measure.interleave(settings, seconds=budget, device=device)
         for phase in ("forward", "forward+backward"):
             yield Row.of(
                 f"{phase}: time on two threads over that on one", case.parameters, rounds.ratio("2", "1", phase),
@@ -216,27 +241,6 @@ def _threads(dtype: str, budget: float) -> Step:
     return Step(f"threads, {dtype}", run, ((case, True),))
 
 
-def _in_set(number: int, work: Contender) -> Contender:
-    """Work in an instruction set of the machine, by its place in INSTRUCTION_SETS."""
-
-    def limited() -> Iterator[str]:
-        with patch.object(cpu, "instruction_set", lambda: number):
-            yield from work()
-
-    return limited
-
-
-def _in_halves(work: Contender) -> Contender:
-    """Work whose products of float32 are three of bfloat16."""
-
-    def limited() -> Iterator[str]:
-        torch.set_float32_matmul_precision("high")
-        yield from work()
-        torch.set_float32_matmul_precision("highest")
-
-    return limited
-
-
 def _halves(case: Case, bar: float, budget: float) -> Step:
     """Float32 under `set_float32_matmul_precision("high")`, over PyTorch's float32 and ours."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
@@ -244,7 +248,7 @@ def _halves(case: Case, bar: float, budget: float) -> Step:
     def run() -> Iterator[Row]:
         device = torch.device("cpu")
         contenders = {name: case.contender(device, backward=True) for name, case in cases.items()}
-        contenders["high"] = _in_halves(contenders[OURS])
+        contenders["high"] = _under(_high_precision, contenders[OURS])
         rounds = measure.interleave(contenders, seconds=budget, device=device)
         for phase in ("forward", "forward+backward"):
             name, ratio = f"{phase}: time in halves over dense calls", rounds.ratio("high", "dense calls", phase)
@@ -263,7 +267,7 @@ def _sets(case: Case, budget: float) -> Step:
     def run() -> Iterator[Row]:
         device = torch.device("cpu")
         work = case.contender(device, backward=True)
-        sets = {cpu.INSTRUCTION_SETS[n]: _in_set(n, work) for n in (*lower, highest)}
+        sets = {cpu.INSTRUCTION_SETS[n]: _under(partial(_set_to, n), work) for n in (*lower, highest)}
         rounds = measure.interleave(sets, seconds=budget, device=device)
         ours = cpu.INSTRUCTION_SETS[highest]
         for phase, n in product(("forward", "forward+backward"), lower):
