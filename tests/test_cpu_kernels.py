@@ -42,13 +42,14 @@ SETS = range(1, cpu.instruction_set() + 1)
 AMX = cpu.AMX
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
+FEW = "few rows"  # however many a tile has
 EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
 TILES = [x for x in (AMX, EMULATED) if x in SETS or EMULATES][:1]
 """The tiles of the machine, or emulated ones."""
 IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:2], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
-SOME = [(1, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
-ALL = [*((1, dtype) for dtype in cpu.TYPES), *SOME[1:]]
+SOME = [(1, torch.float32), (FEW, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
+ALL = [*((x, dtype) for x in (1, FEW) for dtype in cpu.TYPES), *SOME[2:]]
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -72,7 +73,10 @@ def emulated_amx():
 
 
 def force(instruction_set, monkeypatch):
-    """The kernels take this one."""
+    """The kernels take this one, and those for tiles of few rows all tiles or none."""
+    monkeypatch.setattr(cpu, "FEW", (cpu.MAX_TOKENS if instruction_set == FEW else 0,) * len(cpu.FEW))
+    if instruction_set == FEW:
+        instruction_set = 1
     if instruction_set == HALVES:
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         for bars, factor in ((TOLERANCE, 10), (ROUNDING, 128)):
@@ -276,7 +280,16 @@ class TestFeatures(Forced):
     @both
     @pytest.mark.parametrize(
         ("seq_len", "q_block", "k_block", "samples", "heads"),
-        [(256, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (300, 256, 128, 1, 2)],
+        [
+            (256, 32, 32, 1, 1),
+            (100, 64, 32, 1, 2),
+            (90, 16, 48, 1, 2),
+            (90, 48, 20, 2, 1),
+            (300, 256, 128, 1, 2),
+            (70, 1, 1, 2, 1),
+            (70, 1, 16, 1, 2),
+            (70, 16, 1, 1, 1),
+        ],
     )
     def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal, dtype):
         lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)

@@ -34,6 +34,10 @@ MAX_OWN, LOOP = 256, 64
 would not stay in the second cache; but where products are in tiles, what a backward adds to dq per tile weighs more:
 twice as many rows save a tenth there."""
 
+FEW, TOGETHER = (0, 4, 2, 1), 64
+"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set, and the tiles of a job there
+(notebook, 2026-11-22)."""
+
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
 
@@ -206,7 +210,7 @@ def backward(
     """
     arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
     together = launches("keys", True, q, plan, is_causal, layouts)
-    one = all(launch.idle(arguments.call.threads, q.shape[0]) <= MOST_IDLE for launch in together)
+    one = all(not x.few and x.idle(arguments.call.threads, q.shape[0]) <= MOST_IDLE for x in together)
     keys = together if one else launches("keys", False, q, plan, is_causal, layouts)
     queries = () if one else launches("queries", False, q, plan, is_causal, layouts)
 
@@ -246,12 +250,16 @@ class Launch:
     Attributes:
         jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
         weights: the score entries of each job, roughly.
+        few: whether tiles are for kernels/cpu/few.h, which knows no owners.
+        rows: the most that are held at once: of a tile, or of a job of those.
     """
 
     side: Side
     table: tiles.Table
     jobs: Tensor
     weights: np.ndarray
+    few: bool
+    rows: int
 
     def idle(self, threads: int, batch: int) -> float:
         """The time that threads take who each take the next job when they have done one, over that of even shares."""
@@ -283,14 +291,14 @@ def launches(
     if not plan.groups or not q.numel():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    own = _own(side, q, plan)
+    own, few = _own(side, q, plan), FEW[_set_of(q.dtype)]
 
     def make() -> _Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device, join=False)
-        return _Launches(plan, tuple(_launch(side, owned, table) for table in tables))
+        return _Launches(plan, tuple(_launch(side, owned, few, table) for table in tables))
 
-    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own), make).launches
+    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own, few), make).launches
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
@@ -300,20 +308,26 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
 
 
-def _launch(side: Side, owned: bool, table: tiles.Table) -> Launch:
+def _launch(side: Side, owned: bool, most_few: int, table: tiles.Table) -> Launch:
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
+    rows = int(lines[:, tiles.ROWS].max(initial=0))
+    few = rows <= most_few
     if not owned:
         order = _neighbours(lines)
         ordered = tiles.replace(table, lines=torch.from_numpy(lines[order]))
-        return Launch(side, ordered, torch.arange(len(lines) + 1), weights[order])
+        size = max(1, min(TOGETHER, len(lines) // 64)) if few else 1
+        jobs = np.append(np.arange(0, len(lines), size), len(lines))
+        weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
+        return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
     order, jobs = _owners(lines)
     sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
     heaviest = np.argsort(-sums, kind="stable")
     sizes = np.diff(jobs)[heaviest]
     moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
     ordered = tiles.replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
-    return Launch(side, ordered, torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])), sums[heaviest])
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
+    return Launch(side, ordered, starts, sums[heaviest], few, rows)
 
 
 def _neighbours(lines: np.ndarray) -> np.ndarray:
@@ -349,7 +363,8 @@ _POINTERS = (
 )  # fmt: skip
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
-    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "threads",
+    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "few",
+    "threads",
 )  # fmt: skip
 
 
@@ -415,7 +430,7 @@ def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | N
     """One call of the library. MemoryError where there is none for its threads."""
     table, call = launch.table, arguments.call
     arguments.set(lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans)
-    call.own = int(table.lines[:, tiles.ROWS].max())
+    arguments.set(own=launch.rows, few=launch.few)
     if layouts is None or table.count is None:
         arguments.set(indptr=None, indices=None)
     else:

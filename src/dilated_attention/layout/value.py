@@ -342,10 +342,13 @@ class BlockLayout:
         return lasting(self._transpose, self.device)
 
     def _transpose(self) -> Transposed:
-        rows, columns, row = self.query_blocks, self.key_blocks, self.row
-        key = row // rows * columns + self.indices
-        indices = sort_keys(key * rows + row % rows, "quicksort") % rows
-        counts = torch.bincount(key, minlength=self.batch_size * self.num_heads * columns)
+        rows, columns, lists = self.query_blocks, self.key_blocks, self.batch_size * self.num_heads
+        row, key = self.row, self.indices
+        if lists > 1:
+            first = row // rows
+            row, key = row - first * rows, key + first * columns
+        counts = torch.bincount(key, minlength=lists * columns)
+        indices = sort_keys((key * rows).add_(row), "quicksort").remainder_(rows)
         return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
 
     @cached_property

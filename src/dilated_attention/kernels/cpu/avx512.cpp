@@ -1,5 +1,6 @@
-// AVX-512: products in float32, whatever the type of the elements.
+// AVX-512: products in float32, whatever the type of the elements; and tiles of few rows, for every instruction set.
 #include "backward.h"
+#include "few.h"
 #include "forward.h"
 #include "kernels.h"
 #include "threads.h"
@@ -10,13 +11,16 @@ template <class Element>
 bool run(Kernel kernel, const Call &call) {
   switch (kernel) {
     case Kernel::forward:
-      return compute(Forward<Element, InFloat32>(call), call.threads);
+      return call.few ? compute(Few<Element, Kernel::forward>(call), call.threads)
+                      : compute(Forward<Element, InFloat32>(call), call.threads);
     case Kernel::stats:
       return compute(Stats<Element>(call), call.threads);
     case Kernel::dq:
-      return compute(BackwardDq<Element, InFloat32>(call), call.threads);
+      return call.few ? compute(Few<Element, Kernel::dq>(call), call.threads)
+                      : compute(BackwardDq<Element, InFloat32>(call), call.threads);
     case Kernel::dkdv:
-      return compute(BackwardDkdv<Element, InFloat32>(call), call.threads);
+      return call.few ? compute(Few<Element, Kernel::dkdv>(call), call.threads)
+                      : compute(BackwardDkdv<Element, InFloat32>(call), call.threads);
   }
   return false;
 }

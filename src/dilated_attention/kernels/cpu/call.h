@@ -38,6 +38,7 @@ struct Call {
   int64_t lsb, lsh, LH, size;     // lists: strides of indptr, query heads that share a list, positions of a block
   int64_t kwn, kwh, threshold;
   int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
+  int64_t few;               // whether tiles have few rows (few.h); `own` is then the most rows of a job
   int64_t threads;
   double scale, keep_scale;
 };

@@ -44,7 +44,7 @@ int64_t dilated_attention_call_size() { return sizeof(Call); }
 int64_t dilated_attention_has_pool() { return has_pool(); }
 
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
-  const auto run = set < 2 ? run_avx512 : set == 2 ? run_avx512_bf16 : run_amx;
+  const auto run = set < 2 || call->few ? run_avx512 : set == 2 ? run_avx512_bf16 : run_amx;
   return run(Kernel(kernel), type, *call);
 }
 }

@@ -37,9 +37,14 @@ class Stream {
     next_to_come = list[0], end_of_runs = list[1];
   }
 
-  // Fills the chunk as far as there are rows; false if there are none.
-  bool next(Chunk &chunk) {
+  // Blocks in the list.
+  int64_t blocks() const { return listed ? end_of_runs - next_to_come : 0; }
+
+  // Fills the chunk as far as there are rows, of lists of single positions only those `below` one; false if there are
+  // none.
+  bool next(Chunk &chunk, int64_t below = INT64_MAX) {
     chunk.count = 0, chunk.edged = false, chunk.place = -1;
+    if (listed && size == 1) return next_positions(chunk, below);
     while (chunk.count < CHUNK && (at < end || next_run())) {
       const int64_t take = least(end - at, CHUNK - chunk.count);
       if (take <= 0) continue;
@@ -66,6 +71,19 @@ class Stream {
   int64_t before = 0;       // chunks of the spans before
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
+
+  // The same of lists of single positions.
+  bool next_positions(Chunk &chunk, int64_t below) {
+    const Span all = tile.spans()[0];
+    for (; chunk.count < CHUNK && next_to_come < end_of_runs && indices[next_to_come] < below; next_to_come++) {
+      const int64_t j = indices[next_to_come], token = all.start + j * all.stride;
+      chunk.edged |= HELD == Side::queries ? j > all.diagonal : j < int64_t(all.diagonal) + tile.rows - 1;
+      chunk.token[chunk.count] = token;
+      chunk.edge[chunk.count] = int32_t(j - all.diagonal);
+      chunk.count += !(hidden && hidden[token]);
+    }
+    return chunk.count > 0;
+  }
 
   bool next_run() {
     if (next_to_come == end_of_runs) return false;

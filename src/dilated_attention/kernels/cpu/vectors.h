@@ -99,4 +99,21 @@ inline void transpose(__m512i (&r)[WIDTH]) {
   }
 }
 
+// The sum of each of sixteen vectors.
+inline Lanes sums_of(const Lanes (&x)[WIDTH]) {
+  Lanes pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto halves = [](Lanes a, Lanes b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
+}
+
 }  // namespace

@@ -1,0 +1,341 @@
+// Tiles of few rows, which lists for single tokens and the queries of decoding make: forward.h and backward.h would
+// leave most of their lanes empty and gather rows that are used once. So here lanes run along a row, streamed rows are
+// read where they lie, and each row that a tile holds is a problem of its own, in float32.
+#pragma once
+#include <cmath>
+#include <new>
+
+#include "kernels.h"
+#include "tiles.h"
+
+namespace {
+
+// work(d, vectors, lanes) for the pieces of a row: so many vectors from d on, and lanes of each, the numbers known to the
+// compiler but for the last piece.
+template <class Work>
+inline void for_pieces(int64_t D, Work work) {
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 4> four;
+  const std::integral_constant<int, WIDTH> whole;
+  int64_t d = 0;
+  for (; d + four * whole <= D; d += four * whole) work(d, four, whole);
+  for (; d + whole <= D; d += whole) work(d, one, whole);
+  if (d < D) work(d, one, D - d);
+}
+
+// scores[j] = own . x[token[j]] for a chunk; NaN where that is infinite.
+template <class Element>
+inline void dots(const float *own, Rows<const Element> x, const int64_t *token, int count, int64_t D, float *scores) {
+  for (int j = 0; j < count; j += WIDTH) {
+    Lanes sums[WIDTH];
+    for (Lanes &sum : sums) sum = all(0.f);
+    for_pieces(D, [&](int64_t d, auto vectors, auto lanes) {
+      Lanes piece[vectors];
+      for (int i = 0; i < vectors; i++) piece[i] = _mm512_load_ps(own + d + i * WIDTH);
+#pragma GCC unroll 16
+      for (int u = 0; u < WIDTH; u++) {
+        const Element *row = x[token[j + u < count ? j + u : j]] + d;
+        for (int i = 0; i < vectors; i++) sums[u] = _mm512_fmadd_ps(load(row + i * WIDTH, lanes), piece[i], sums[u]);
+      }
+    });
+    _mm512_store_ps(scores + j, infinite_or_nan_to_nan(sums_of(sums)));
+  }
+}
+
+// sums += sum over j of weights[j] * x[token[j]].
+template <class Element>
+inline void add_rows(const float *weights, Rows<const Element> x, const int64_t *token, int count, int64_t D,
+                     float *sums) {
+  for_pieces(D, [&](int64_t d, auto vectors, auto lanes) {
+    constexpr int CHAINS = 2;  // of sums, for the latency of a product
+    Lanes sum[CHAINS][vectors];
+    for (int i = 0; i < vectors; i++) sum[0][i] = _mm512_load_ps(sums + d + i * WIDTH), sum[1][i] = all(0.f);
+    const auto add = [&](int j, int chain) {
+      const Element *row = x[token[j]] + d;
+      const Lanes weight = all(weights[j]);
+      for (int i = 0; i < vectors; i++)
+        sum[chain][i] = _mm512_fmadd_ps(load(row + i * WIDTH, lanes), weight, sum[chain][i]);
+    };
+    int j = 0;
+    for (; j + 1 < count; j += 2) add(j, 0), add(j + 1, 1);
+    if (j < count) add(j, 0);
+    for (int i = 0; i < vectors; i++) _mm512_store_ps(sums + d + i * WIDTH, _mm512_add_ps(sum[0][i], sum[1][i]));
+  });
+}
+
+template <class Element>
+inline void read_row(const Element *x, int64_t D, float *row) {
+  for (int64_t d = 0; d < D; d += WIDTH) _mm512_store_ps(row + d, load(x + d, D - d));
+}
+
+template <class Element>
+inline void write_row(const float *row, float factor, Element *x, int64_t D, bool add) {
+  for (int64_t d = 0; d < D; d += WIDTH) {
+    const Lanes y = _mm512_mul_ps(_mm512_load_ps(row + d), all(factor));
+    store(x + d, add ? _mm512_add_ps(y, load(x + d, D - d)) : y, D - d);
+  }
+}
+
+// The dropout of one row and those that it meets, which lie in lanes.
+class Drawn {
+ public:
+  Drawn(const Call &call, int64_t b, int64_t h, int64_t n, const int64_t *queries, int query_count, const int64_t *keys,
+        int key_count)
+      : words{call.query_words != nullptr, first, second, word, int32_t(call.threshold), float(call.keep_scale)} {
+    if (!words.any) return;
+    read_query_words(call, b, n, queries, query_count, first, second);
+    read_key_words(call, h, keys, key_count, word);
+  }
+
+  template <Side IN_LANES>
+  Lanes drop(int lane, Lanes x) const {
+    return words.any ? ::drop<IN_LANES>(words, lane, 0, x) : x;
+  }
+
+ private:
+  int32_t first[CHUNK], second[CHUNK], word[CHUNK];
+  const Words words;
+};
+
+// Forward, BackwardDq or BackwardDkdv of such tiles. The rows of all tiles of a job are held at once, and take what they
+// see of one stretch of the sequence after another, so that what the lists of several rows name is in the cache.
+template <class Element, Kernel KERNEL>
+class Few {
+ public:
+  explicit Few(const Call &call)
+      : call(call), G(call.G), heads(call.H * G), D(call.D), columns(round_up(D, WIDTH)),
+        c(float(call.scale * double(LOG2E))) {}
+
+  int64_t count() const { return call.job_count * call.B; }
+  int64_t floats() const {
+    constexpr int64_t OF_ROW = (sizeof(Row) + sizeof(Stream<HELD>)) / sizeof(float) + 1;
+    return call.own * (G * (3 * columns + 2) + 2 * columns + OF_ROW) + 9 * CHUNK + 16 * WIDTH;
+  }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work % call.B;
+    Parts parts(memory);
+    const Held held = hold(work / call.B, b, parts);
+    if constexpr (KERNEL == Kernel::forward)
+      forward(held, b, parts);
+    else if constexpr (KERNEL == Kernel::dq)
+      backward_dq(held, b, parts);
+    else
+      backward_dkdv(held, b, parts);
+  }
+
+ private:
+  static constexpr Side HELD = KERNEL == Kernel::dkdv ? Side::keys : Side::queries;
+  static constexpr int64_t ROOM = 1 << 19, LEAST = CHUNK / 2;  // bytes of a stretch; rows of it that a row sees
+
+  struct Row {
+    const Tile *tile;
+    int64_t token, head;  // of keys
+    int32_t number;       // in the tile
+  };
+  struct Held {
+    int64_t count;
+    const Row *rows;
+
+    const Row *begin() const { return rows; }
+    const Row *end() const { return rows + count; }
+  };
+
+  const Call &call;
+  const int64_t G, heads, D, columns;
+  const float c;  // scale, in units of log 2
+
+  auto queries(int64_t b, int64_t n) const { return head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn); }
+  auto keys(int64_t b, int64_t h) const { return head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn); }
+  auto values(int64_t b, int64_t h) const { return head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn); }
+  auto douts(int64_t b, int64_t n) const { return head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn); }
+
+  void clear(float *row) const {
+    for (int64_t d = 0; d < columns; d += WIDTH) _mm512_store_ps(row + d, all(0.f));
+  }
+
+  void write_gradient(const float *row, float factor, void *to, bool add, int64_t b, int64_t head, int64_t tokens,
+                      int64_t all_heads, int64_t token) const {
+    if (add)
+      write_row(row, factor, head_of<Float32>(to, b, head, tokens, all_heads, D)[token], D, true);
+    else
+      write_row(row, factor, head_of<Element>(to, b, head, tokens, all_heads, D)[token], D, false);
+  }
+
+  // The rows of a job's tiles, less keys that are hidden from everybody.
+  Held hold(int64_t job, int64_t b, Parts &parts) const {
+    Row *rows = parts.take<Row>(call.own);
+    int64_t count = 0;
+    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++) {
+      const Tile &tile = tile_of(call, line);
+      for (int32_t i = 0; i < tile.rows; i++) {
+        const int64_t token = tile.start + int64_t(i) * tile.stride;
+        if (HELD == Side::queries || !call.hidden || !call.hidden[b * call.M + token])
+          rows[count++] = {&tile, token, tile.head, i};
+      }
+    }
+    return {count, rows};
+  }
+
+  // work(x, n, tokens, count) for each row x that is held and query head n: rows that it sees or that see it, at most a
+  // chunk at a time. Heads that share a list take the same rows one after another.
+  template <class Work>
+  void stream(const Held &held, int64_t b, Parts parts, Work work) const {
+    const int64_t together = !call.indptr || call.LH % G == 0 ? G : 1;
+    auto *streams = parts.take<Stream<HELD>>(held.count);
+    int64_t *seen = parts.take<int64_t>(CHUNK);
+    Chunk chunk;
+    for (int64_t first = 0; first < G; first += together) {
+      int64_t listed = 0;
+      for (int64_t x = 0; x < held.count; x++)
+        listed += (new (streams + x) Stream<HELD>(call, *held.rows[x].tile, b, held.rows[x].head * G + first))->blocks();
+      const int64_t tokens = HELD == Side::keys ? call.N : call.M;
+      const int64_t bytes = tokens * 2 * D * sizeof(Element) * (HELD == Side::keys ? together : 1);
+      const int64_t stretches = least(bytes / ROOM + 1, listed / (LEAST * most(1, held.count)) + 1);
+      for (int64_t stretch = 1; stretch <= stretches; stretch++)
+        for (int64_t x = 0; x < held.count; x++)
+          while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : tokens * stretch / stretches)) {
+            int count = chunk.edged ? 0 : chunk.count;
+            for (int j = 0; j < chunk.count && chunk.edged; j++) {
+              seen[count] = chunk.token[j];
+              count += sees<HELD>(held.rows[x].number, chunk.edge[j]);
+            }
+            for (int64_t g = first; g < first + together && count; g++)
+              work(x, held.rows[x].head * G + g, chunk.edged ? seen : chunk.token, count);
+          }
+    }
+  }
+
+  // out and lse: row x * G + g of q is query head g of row x.
+  void forward(const Held &held, int64_t b, Parts parts) const {
+    const int64_t rows = held.count * G;
+    float *q = parts.take(rows * columns), *acc = parts.take(rows * columns), *m = parts.take(rows);
+    float *z = parts.take(rows), *s = parts.take(CHUNK);
+    const auto rise = [=](int64_t i, float to) {  // the maximum of a row
+      const float decay = m[i] == -INF ? 0 : std::exp2(m[i] - to);
+      m[i] = to, z[i] *= decay;
+      for (int64_t d = i * columns; d < (i + 1) * columns; d += WIDTH)
+        _mm512_store_ps(acc + d, _mm512_mul_ps(_mm512_load_ps(acc + d), all(decay)));
+    };
+    for (int64_t i = 0; i < rows; i++) {
+      const Row &row = held.rows[i / G];
+      const int64_t n = row.head * G + i % G;
+      read_row(queries(b, n)[row.token], D, q + i * columns);
+      m[i] = -INF, z[i] = 0;
+      if (row.tile->first) {
+        clear(acc + i * columns);
+      } else {  // what an earlier launch left
+        m[i] = call.lse[(b * call.N + row.token) * heads + n] * LOG2E, z[i] = m[i] != -INF;
+        read_row(head_of<Element>(call.out, b, n, call.N, heads, D)[row.token], D, acc + i * columns);
+      }
+      if (row.tile->phantoms == 0) continue;  // keys of score and value 0
+      if (m[i] < 0) rise(i, 0);
+      z[i] += float(row.tile->phantoms) * std::exp2(-m[i]);
+    }
+
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+      const int64_t h = held.rows[x].head, i = x * G + n - h * G;
+      dots(q + i * columns, keys(b, h), token, count, D, s);
+      Lanes top = all(-INF), sum = all(0.f);
+      for (int j = 0; j < count; j += WIDTH) {
+        const Lanes y = _mm512_mask_mul_ps(all(-INF), first_lanes(count - j), _mm512_load_ps(s + j), all(c));
+        _mm512_store_ps(s + j, y);
+        top = _mm512_max_ps(top, y);
+      }
+      if (const float to = _mm512_reduce_max_ps(top); to > m[i] + SLACK) rise(i, to);
+      const Lanes shift = all(m[i] == -INF ? 0 : m[i]);
+      const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
+      for (int j = 0; j < count; j += WIDTH) {
+        const Lanes p = power_of_2(_mm512_sub_ps(_mm512_load_ps(s + j), shift));
+        sum = _mm512_add_ps(sum, p);
+        _mm512_store_ps(s + j, drawn.template drop<Side::keys>(j, p));
+      }
+      z[i] += _mm512_reduce_add_ps(sum);
+      add_rows(s, values(b, h), token, count, D, acc + i * columns);
+    });
+
+    for (int64_t i = 0; i < rows; i++) {
+      const Row &row = held.rows[i / G];
+      const int64_t n = row.head * G + i % G;
+      float *sums = acc + i * columns;  // what is infinite is NaN, as in Forward
+      for (int64_t d = 0; d < columns; d += WIDTH)
+        _mm512_store_ps(sums + d, infinite_or_nan_to_nan(_mm512_load_ps(sums + d)));
+      call.lse[(b * call.N + row.token) * heads + n] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
+      const float factor = z[i] == 0 ? 0 : 1 / z[i];
+      write_row(sums, factor, head_of<Element>(call.out, b, n, call.N, heads, D)[row.token], D, false);
+    }
+  }
+
+  void backward_dq(const Held &held, int64_t b, Parts parts) const {
+    const int64_t rows = held.count * G;
+    float *q = parts.take(rows * columns), *dout = parts.take(rows * columns), *dq = parts.take(rows * columns);
+    float *lse = parts.take(rows), *delta = parts.take(rows), *s = parts.take(CHUNK), *dp = parts.take(CHUNK);
+    for (int64_t i = 0; i < rows; i++) {
+      const Row &row = held.rows[i / G];
+      const int64_t n = row.head * G + i % G;
+      read_row(queries(b, n)[row.token], D, q + i * columns);
+      read_row(douts(b, n)[row.token], D, dout + i * columns);
+      clear(dq + i * columns);
+      const float *stats = call.stats + 2 * ((b * call.N + row.token) * heads + n);
+      lse[i] = stats[0], delta[i] = stats[1];
+    }
+
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+      const int64_t h = held.rows[x].head, i = x * G + n - h * G;
+      dots(q + i * columns, keys(b, h), token, count, D, s);
+      dots(dout + i * columns, values(b, h), token, count, D, dp);
+      const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
+      for (int j = 0; j < count; j += WIDTH) {
+        const Lanes p = power_of_2(_mm512_fmsub_ps(_mm512_load_ps(s + j), all(c), all(lse[i])));
+        const Lanes dropped = drawn.template drop<Side::keys>(j, _mm512_load_ps(dp + j));
+        _mm512_store_ps(s + j, _mm512_mul_ps(p, _mm512_sub_ps(dropped, all(delta[i]))));
+      }
+      add_rows(s, keys(b, h), token, count, D, dq + i * columns);
+    });
+
+    for (int64_t i = 0; i < rows; i++) {
+      const Row &row = held.rows[i / G];
+      write_gradient(dq + i * columns, float(call.scale), call.dq, call.add_dq, b, row.head * G + i % G, call.N, heads,
+                     row.token);
+    }
+  }
+
+  void backward_dkdv(const Held &held, int64_t b, Parts parts) const {
+    const int64_t rows = held.count;
+    float *k = parts.take(rows * columns), *v = parts.take(rows * columns);
+    float *dk = parts.take(rows * columns), *dv = parts.take(rows * columns);
+    float *s = parts.take(CHUNK), *dp = parts.take(CHUNK), *lse = parts.take(CHUNK), *delta = parts.take(CHUNK);
+    for (int64_t x = 0; x < rows; x++) {
+      const Row &row = held.rows[x];
+      read_row(keys(b, row.head)[row.token], D, k + x * columns);
+      read_row(values(b, row.head)[row.token], D, v + x * columns);
+      clear(dk + x * columns), clear(dv + x * columns);
+    }
+
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+      const auto Q = queries(b, n), dO = douts(b, n);
+      dots(k + x * columns, Q, token, count, D, s);
+      dots(v + x * columns, dO, token, count, D, dp);
+      read_stats(call, b, n, token, count, lse, delta);
+      const Drawn drawn(call, b, held.rows[x].head, n, token, count, &held.rows[x].token, 1);
+      for (int j = 0; j < count; j += WIDTH) {
+        const Lanes p = power_of_2(_mm512_fmsub_ps(_mm512_load_ps(s + j), all(c), _mm512_load_ps(lse + j)));
+        const Lanes dropped = drawn.template drop<Side::queries>(j, _mm512_load_ps(dp + j));
+        _mm512_store_ps(dp + j, _mm512_mul_ps(p, _mm512_sub_ps(dropped, _mm512_load_ps(delta + j))));
+        _mm512_store_ps(s + j, drawn.template drop<Side::queries>(j, p));
+      }
+      add_rows(s, dO, token, count, D, dv + x * columns);
+      add_rows(dp, Q, token, count, D, dk + x * columns);
+    });
+
+    for (int64_t x = 0; x < rows; x++) {
+      const Row &row = held.rows[x];
+      write_gradient(dk + x * columns, float(call.scale), call.dk, call.add_dkdv, b, row.head, call.M, call.H,
+                     row.token);
+      write_gradient(dv + x * columns, 1, call.dv, call.add_dkdv, b, row.head, call.M, call.H, row.token);
+    }
+  }
+};
+
+}  // namespace
