@@ -139,6 +139,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
     if density := parameters.get("density"):
         words.append(f"{parameters['blocks']} blocks, {density:.1%}")
+    if distance := parameters.get("distance"):
+        words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
     if source := parameters.get("activations"):
         words.append(source)
     if parameters.get("is_causal"):

@@ -34,9 +34,9 @@ MAX_OWN, LOOP = 256, 64
 would not stay in the second cache; but where products are in tiles, what a backward adds to dq per tile weighs more:
 twice as many rows save a tenth there."""
 
-FEW, TOGETHER = (0, 4, 2, 1), 64
-"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set, and the tiles of a job there
-(notebook, 2026-11-22)."""
+FEW, ROOM = (0, 4, 2, 1), 2**18
+"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set (notebook, 2026-11-22), and the bytes
+of what a job holds there."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
@@ -292,13 +292,15 @@ def launches(
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     own, few = _own(side, q, plan), FEW[_set_of(q.dtype)]
+    row = 4 * q.shape[-1] * (4 if side == "keys" else 3 * q.shape[2] // max(1, plan.num_heads))
+    together = max(1, ROOM // row)
 
     def make() -> _Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device, join=False)
-        return _Launches(plan, tuple(_launch(side, owned, few, table) for table in tables))
+        return _Launches(plan, tuple(_launch(side, owned, few, together, table) for table in tables))
 
-    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own, few), make).launches
+    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own, few, together), make).launches
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
@@ -308,7 +310,7 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
 
 
-def _launch(side: Side, owned: bool, most_few: int, table: tiles.Table) -> Launch:
+def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.Table) -> Launch:
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     rows = int(lines[:, tiles.ROWS].max(initial=0))
@@ -316,7 +318,7 @@ def _launch(side: Side, owned: bool, most_few: int, table: tiles.Table) -> Launc
     if not owned:
         order = _neighbours(lines)
         ordered = tiles.replace(table, lines=torch.from_numpy(lines[order]))
-        size = max(1, min(TOGETHER, len(lines) // 64)) if few else 1
+        size = max(1, min(together, len(lines) // 64)) if few else 1
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
         weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
         return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -24,7 +24,8 @@ from dilated_attention.training.text import Split, read_text
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step
 
-ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), "dense, equal time"
+ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
+EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
 ORDERS = (2, 3, 4)
 WINDOW = 1024
 """Tokens of the text model's local window: what the dilated model sees at rate 1, on average."""
@@ -36,27 +37,28 @@ class Size:
 
     Attributes:
         lengths: of recall.
-        contexts: of text, each with the steps of a training and the attentions that take them all.
+        contexts: of text, each with the steps of a training, the attentions that take them all, and the seconds of the
+            others, those of IN_TIME.
         seeds: of each training on text.
     """
 
     lengths: tuple[int, ...]
     questions: int
     most_steps: Mapping[int, int]
-    contexts: tuple[tuple[int, int, tuple[str, ...]], ...]
+    contexts: tuple[tuple[int, int, tuple[str, ...], float], ...]
     seeds: int
     held_out: int
 
 
 WHOLE = Size(
     lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=recall.MOST_STEPS,
-    contexts=((8192, 400, ATTENTIONS), (32768, 600, ("dilated", "window"))), seeds=3, held_out=32,
+    contexts=((8192, 400, ATTENTIONS, 60.0), (32768, 600, ("dilated", "window"), 240.0)), seeds=3, held_out=32,
 )  # fmt: skip
 QUICK = Size(
     lengths=(512,),
     questions=1,
     most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
-    contexts=((512, 2, ATTENTIONS),),
+    contexts=((512, 2, ATTENTIONS, 0.1),),
     seeds=1,
     held_out=1,
 )
@@ -66,9 +68,13 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     size = QUICK if quick else WHOLE
     longest = max(size.lengths)
     found = [Step("recall", partial(_recall, size, longest, device))]
-    for context, count, attentions in size.contexts:
-        text = partial(_text, context, count, attentions, held_out=size.held_out, device=device)
-        found += [Step(f"text, {context:,} bytes, seed {seed}", partial(text, seed)) for seed in range(size.seeds)]
+    for context, count, attentions, limit in size.contexts:
+        options: dict[str, Any] = {"held_out": size.held_out, "device": device}
+        for seed in range(size.seeds):
+            run = partial(_equal_steps, context, count, attentions, seed, **options)
+            found.append(Step(f"text, {context:,} bytes, {EQUAL_STEPS}, seed {seed}", run))
+            run = partial(_equal_time, context, limit, seed, **options)
+            found.append(Step(f"text, {context:,} bytes, {EQUAL_TIME}, seed {seed}", run))
     return found
 
 
@@ -117,39 +123,50 @@ def _model(attention: str, context: int, seed: int, device: torch.device) -> Ngr
     return model.to(device)
 
 
-def _text(
+def _equal_steps(
     context: int, count: int, attentions: Sequence[str], seed: int, *, held_out: int, device: torch.device
 ) -> Iterator[Row]:
-    """The same bytes in the same order for every attention, as many steps; and dense in the time that dilated took."""
+    """The same bytes in the same order for every attention, as many steps; and tables of the same bytes."""
     split = _sources(context)
     windows = split.sample_held_out(held_out).to(device)
-    parameters: dict[str, Any] = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
+    case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
     bits: dict[str, float] = {}
-    limit = math.inf
-    for run in (*attentions, IN_TIME):
-        attention = run.partition(",")[0]
+    for attention in attentions:
         model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
-        progress = _clock(limit) if run == IN_TIME else lambda done: done / count
-        begin = time.perf_counter()
-        read = [piece for pieces, _ in learn(model, split, generator, progress) for piece in pieces.to(torch.uint8)]
-        seconds = time.perf_counter() - begin
-        found = by_position(model, windows)
-        bits[run] = statistics.fmean(found.values())
-        case = {**parameters, "method": run}
-        yield Row("text: held-out bits per byte", case, bits[run], "bits per byte")
-        yield Row("text: seconds of training", case, seconds, "s")
-        for first, value in found.items():
-            yield Row("text: bits per byte by position", {**case, "from": first}, value, "bits per byte")
-        if run == "dilated":
-            limit = seconds
-            for order in ORDERS:
-                table = NgramTable(read, order)
-                floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
-                yield Row("text: table of n-grams", {**parameters, "order": order}, floor, "bits per byte")
-    for words, run, bar in (("steps", "dense", 1.02), ("time", IN_TIME, 0.95)):
-        if run in bits:
-            ratio = bits["dilated"] / bits[run]
-            yield Row(f"text: dilated over dense, equal {words}", parameters, ratio, "x", bar=bar)
+        trained = learn(model, split, generator, lambda done: done / count)
+        read = [piece for pieces, _ in trained for piece in pieces.to(torch.uint8)]
+        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
+    for order in ORDERS:
+        table = NgramTable(read, order)
+        floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
+        yield Row(f"text, table of order {order}: held-out text", case, floor, "bits per byte")
+    if "dense" in bits:
+        yield Row(f"text: dilated over dense, {EQUAL_STEPS}", case, bits["dilated"] / bits["dense"], "x", bar=1.02)
+
+
+def _equal_time(context: int, limit: float, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
+    """As many seconds for every attention of IN_TIME, a third of them on short pieces; bytes in the same order."""
+    split = _sources(context)
+    windows = split.sample_held_out(held_out).to(device)
+    case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "seconds": limit}
+    bits: dict[str, float] = {}
+    for attention in IN_TIME:
+        model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
+        count = sum(1 for _ in learn(model, split, generator, _clock(limit)))
+        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(count), "")
+        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
+    bar = 0.95 if context == 32768 else None
+    yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=bar)
+
+
+def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
+    """Bits per byte of text that the model has not seen, and by position in it."""
+    found = by_position(model, windows)
+    mean = statistics.fmean(found.values())
+    yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")
+    for first, value in found.items():
+        yield Row(f"text, {run}: by position", {**case, "from": first}, value, "bits per byte")
+    return mean
 
 
 def _clock(seconds: float) -> Callable[[int], float]:

@@ -1,8 +1,8 @@
 """The CPU kernels, in C++.
 
 call.h        what they are given: tensors, a table of tiles
-forward.h, backward.h
-              the kernels: loops over the rows that a tile sees
+forward.h, backward.h, few.h
+              the kernels: loops over the rows that a tile sees; few.h of tiles of few rows
 tiles.h       lines of the table, the stream of those rows
 online.h      attend, attend_dq, attend_dkdv: one group of rows that a tile holds, one chunk of rows that it streams
 rows.h        rows from where they lie to where products read them, and back
