@@ -574,12 +574,13 @@ def test_quality_has_every_attention_floors_and_both_ratios(monkeypatch):
     asked = [row for row in rows if row.name.startswith("recall")]
     assert {row.parameters["method"] for row in asked} == {"dilated", "window"}
     assert [row.parameters["distance"] for row in asked[:2]] == [[1, asked[0].parameters["reach"]], [160, 511]]
-    told = [row for row in rows if row.name == "text: held-out bits per byte"]
-    assert [row.parameters["method"] for row in told] == ["dilated", "dense", "window", quality.IN_TIME]
-    bits = {row.parameters["method"]: row.value for row in told}
-    ratios = {row.name.rpartition(" ")[2]: row for row in rows if "dilated over dense" in row.name}
-    assert ratios["steps"].value == bits["dilated"] / bits["dense"]
-    assert (ratios["steps"].bar, ratios["time"].bar) == (1.02, 0.95)
-    floors = [row.value for row in rows if row.name == "text: table of n-grams"]
-    assert len(floors) == 3
+    told = {row.name.removesuffix(": held-out text"): row.value for row in rows if "held-out text" in row.name}
+    runs = [f"{name}, equal steps" for name in ("dilated", "dense", "window")]
+    runs += [f"table of order {order}" for order in quality.ORDERS]
+    runs += [f"{name}, equal time" for name in ("dilated", "dense")]
+    assert list(told) == [f"text, {run}" for run in runs]
+    for equal in ("equal steps", "equal time"):
+        (ratio,) = (row.value for row in rows if row.name == f"text: dilated over dense, {equal}")
+        assert ratio == told[f"text, dilated, {equal}"] / told[f"text, dense, {equal}"]
+    floors = [value for name, value in told.items() if "table" in name]
     assert all(0 < floor < 8 for floor in floors)
