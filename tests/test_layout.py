@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import BlockLayout
 
 matplotlib.use("Agg")
@@ -238,6 +239,17 @@ def test_sparse_round_trip_and_tables(drawn, causal):
 
     cut = blocks_of(pairs_of(dense, layout) & ~layout.dense_mask(), block_size).flatten(0, 2)
     assert torch.equal(layout.masked, cut[layout.row, layout.indices])
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_long_lists_turned_over(is_compiled, monkeypatch):
+    if is_compiled and not compiled.available():
+        pytest.skip("the C++ kernels are not compiled")
+    monkeypatch.setattr(compiled, "available", lambda: is_compiled)
+    blocks = torch.rand(2, 3, 40, 2500) < 0.01
+    flipped = BlockLayout.from_mask(blocks, 2500, (63, 1)).transposed
+    assert torch.equal(flipped.indices, blocks.mT.nonzero()[:, 3])
+    assert torch.equal(flipped.indptr.diff(), blocks.sum(2))
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.cache import lasting, name_of
+from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import builders, conversions
 from dilated_attention.layout.spans import (
     BlockGrid,
@@ -343,6 +344,9 @@ class BlockLayout:
 
     def _transpose(self) -> Transposed:
         rows, columns, lists = self.query_blocks, self.key_blocks, self.batch_size * self.num_heads
+        if self.device.type == "cpu" and compiled.available():
+            starts = row_offsets(compiled.column_counts(self.indptr, self.indices, columns))
+            return Transposed(starts, compiled.rows_of_columns(self.indptr, self.indices, starts))
         row, key = self.row, self.indices
         if lists > 1:
             first = row // rows

@@ -10,6 +10,8 @@ product.h     micro-kernels; product_bf16.h for bfloat16, product_amx.h for bflo
 amx.h         the instructions on tile registers, which tests/emulated_amx.cpp emulates
 vectors.h     sixteen numbers at a time
 threads.h     PyTorch's pool
+transpose.cpp, lists.py
+              lists of blocks seen from the keys
 avx512.cpp, avx512_bf16.cpp, amx.cpp, dispatch.cpp
               an instruction set each, and the choice among them
 build.py, __main__.py

@@ -25,6 +25,7 @@ SOURCES = {
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "amx.cpp": (*_AVX512, "-mavx512bf16"),
+    "transpose.cpp": (),
     "threads.cpp": (),
     "dispatch.cpp": (),
 }

@@ -1,0 +1,54 @@
+"""Lists of blocks seen from the other side, by the compiled library: a counting sort, where tensors need a sort."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dilated_attention.kernels.cpu import build
+
+
+@cache
+def _compiled() -> Callable[..., int] | None:
+    try:
+        run = ctypes.CDLL(str(build.LIBRARY)).dilated_attention_transpose
+    except (OSError, AttributeError):  # missing, or of another version: `info` says so
+        return None
+    run.argtypes, run.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, ctypes.c_int64
+    return run
+
+
+def available() -> bool:
+    return _compiled() is not None
+
+
+def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """How often each column is listed, int64 `(..., columns)`.
+
+    Args:
+        indptr, indices: int64 on the CPU; row i of list `...` owns the columns indices[indptr[..., i] : indptr[...,
+            i + 1]], ascending.
+    """
+    counts = indices.new_empty(*indptr.shape[:-1], columns)
+    _run(indptr, indices, None, counts, columns)
+    return counts
+
+
+def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
+    """The rows that list each column, ascending: those of column j of list `...` from starts[..., j] on."""
+    rows = torch.empty_like(indices)
+    _run(indptr, indices, starts.contiguous(), rows, starts.shape[-1] - 1)
+    return rows
+
+
+def _run(indptr: Tensor, indices: Tensor, starts: Tensor | None, to: Tensor, columns: int) -> None:
+    run, indptr, indices = _compiled(), indptr.contiguous(), indices.contiguous()
+    assert run is not None, "available() comes first"
+    pointers = (None if x is None else x.data_ptr() for x in (indptr, indices, starts, to))
+    rows = indptr.shape[-1] - 1
+    if run(*pointers, indptr.numel() // (rows + 1), rows, columns, torch.get_num_threads()):
+        raise MemoryError("the CPU kernels found no memory for their threads")
