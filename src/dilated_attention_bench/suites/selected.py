@@ -49,7 +49,7 @@ GATHERED = 128
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
         return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0), _training(512, 1, 0, device)]
-    measured = [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 600.0)]
+    measured = [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 200.0)]
     return measured + [_training(CONTEXT, 200, seed, device) for seed in range(3)]
 
 

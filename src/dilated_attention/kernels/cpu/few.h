@@ -137,9 +137,6 @@ class Few {
   struct Held {
     int64_t count;
     const Row *rows;
-
-    const Row *begin() const { return rows; }
-    const Row *end() const { return rows + count; }
   };
 
   const Call &call;
@@ -182,20 +179,24 @@ class Few {
   // chunk at a time. Heads that share a list take the same rows one after another.
   template <class Work>
   void stream(const Held &held, int64_t b, Parts parts, Work work) const {
+    if (held.count == 0) return;
     const int64_t together = !call.indptr || call.LH % G == 0 ? G : 1;
+    const int64_t positions = held.rows->tile->spans()->count;
+    const int64_t bytes = positions * 2 * D * sizeof(Element) * (HELD == Side::keys ? together : 1);
     auto *streams = parts.take<Stream<HELD>>(held.count);
     int64_t *seen = parts.take<int64_t>(CHUNK);
     Chunk chunk;
     for (int64_t first = 0; first < G; first += together) {
       int64_t listed = 0;
-      for (int64_t x = 0; x < held.count; x++)
-        listed += (new (streams + x) Stream<HELD>(call, *held.rows[x].tile, b, held.rows[x].head * G + first))->blocks();
-      const int64_t tokens = HELD == Side::keys ? call.N : call.M;
-      const int64_t bytes = tokens * 2 * D * sizeof(Element) * (HELD == Side::keys ? together : 1);
-      const int64_t stretches = least(bytes / ROOM + 1, listed / (LEAST * most(1, held.count)) + 1);
+      for (int64_t x = 0; x < held.count; x++) {
+        const Row &row = held.rows[x];
+        new (streams + x) Stream<HELD>(call, *row.tile, b, row.head * G + first);
+        listed += streams[x].blocks();
+      }
+      const int64_t stretches = least(bytes / ROOM, listed / (LEAST * held.count)) + 1;
       for (int64_t stretch = 1; stretch <= stretches; stretch++)
         for (int64_t x = 0; x < held.count; x++)
-          while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : tokens * stretch / stretches)) {
+          while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : positions * stretch / stretches)) {
             int count = chunk.edged ? 0 : chunk.count;
             for (int j = 0; j < chunk.count && chunk.edged; j++) {
               seen[count] = chunk.token[j];
