@@ -404,7 +404,7 @@ def test_in_the_interpreter():
 
 @interpreted
 class TestInterpreted:
-    @pytest.mark.parametrize(("check", "name"), zip(checks(70), cycle(("triton", on_gpu.ONE_KERNEL)), strict=False))
+    @pytest.mark.parametrize(("check", "name"), [*zip(checks(70), cycle(("triton", on_gpu.ONE_KERNEL)), strict=False)])
     def test_checks(self, check, name):
         check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1])
         (row,) = correctness.correctness(check, name, CPU)

@@ -172,7 +172,7 @@ def check_case(case, is_causal):
 class TestTypes:
     """Every head_dim that has code of its own, between two powers of two and on them, and every type."""
 
-    @pytest.mark.parametrize(("head_dim", "is_causal"), zip(HEAD_DIMS, cycle((False, True)), strict=False))
+    @pytest.mark.parametrize(("head_dim", "is_causal"), [*zip(HEAD_DIMS, cycle((False, True)), strict=False)])
     def test_head_dims(self, head_dim, is_causal):
         check_case(Case(90, 2, 1, head_dim, (50, 90), (1, 2)), is_causal)
 

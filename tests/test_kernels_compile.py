@@ -98,7 +98,7 @@ def case(variant: Variant):
     return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
 
 
-@pytest.mark.parametrize("variant", map(case, EVERY_KERNEL + ONE_KERNEL))
+@pytest.mark.parametrize("variant", [*map(case, EVERY_KERNEL + ONE_KERNEL)])
 def test_machine_code(variant: Variant):
     assert build(variant).faults == []
 
