@@ -579,8 +579,10 @@ def test_quality_has_every_attention_floors_and_both_ratios(monkeypatch):
     runs += [f"table of order {order}" for order in quality.ORDERS]
     runs += [f"{name}, equal time" for name in ("dilated", "dense")]
     assert list(told) == [f"text, {run}" for run in runs]
-    for equal in ("equal steps", "equal time"):
-        (ratio,) = (row.value for row in rows if row.name == f"text: dilated over dense, {equal}")
-        assert ratio == told[f"text, dilated, {equal}"] / told[f"text, dense, {equal}"]
+    for equal, bar in (("equal steps", 1.02), ("equal time", 0.95)):
+        (ratio,) = (row for row in rows if row.name == f"text: dilated over dense, {equal}")
+        assert ratio.value == told[f"text, dilated, {equal}"] / told[f"text, dense, {equal}"]
+        assert ratio.bar == bar
     floors = [value for name, value in told.items() if "table" in name]
+    assert len(floors) == 3
     assert all(0 < floor < 8 for floor in floors)

@@ -127,14 +127,12 @@ def _equal_steps(
     context: int, count: int, attentions: Sequence[str], seed: int, *, held_out: int, device: torch.device
 ) -> Iterator[Row]:
     """The same bytes in the same order for every attention, as many steps; and tables of the same bytes."""
-    split = _sources(context)
-    windows = split.sample_held_out(held_out).to(device)
+    windows = _sources(context).sample_held_out(held_out).to(device)
     case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
     bits: dict[str, float] = {}
     for attention in attentions:
-        model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
-        trained = learn(model, split, generator, lambda done: done / count)
-        read = [piece for pieces, _ in trained for piece in pieces.to(torch.uint8)]
+        model = _model(attention, context, seed, device)
+        read = [piece for pieces in _train(model, context, seed, lambda done: done / count) for piece in pieces]
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
     for order in ORDERS:
         table = NgramTable(read, order)
@@ -146,17 +144,21 @@ def _equal_steps(
 
 def _equal_time(context: int, limit: float, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
     """As many seconds for every attention of IN_TIME, a third of them on short pieces; bytes in the same order."""
-    split = _sources(context)
-    windows = split.sample_held_out(held_out).to(device)
+    windows = _sources(context).sample_held_out(held_out).to(device)
     case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "seconds": limit}
     bits: dict[str, float] = {}
     for attention in IN_TIME:
-        model, generator = _model(attention, context, seed, device), torch.Generator().manual_seed(seed)
-        count = sum(1 for _ in learn(model, split, generator, _clock(limit)))
-        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(count), "")
+        model = _model(attention, context, seed, device)
+        steps = _train(model, context, seed, _clock(limit))
+        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(len(steps)), "")
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
-    bar = 0.95 if context == 32768 else None
-    yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=bar)
+    yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
+
+
+def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], float]) -> list[Tensor]:
+    """The bytes that each step read, in the order of the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [pieces.to(torch.uint8) for pieces, _ in learn(model, _sources(context), generator, progress)]
 
 
 def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
