@@ -204,6 +204,6 @@ def _known(path: Path) -> dict[str, dict[str, Any]]:
             entry["figures"] = {str(name): float(value) for name, value in entry["figures"].items()}
     except FileNotFoundError:
         return {}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path}: not a baseline; remove it, and write one with --update") from None
     return known

@@ -431,8 +431,10 @@ class _Arguments:
 def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | None) -> None:
     """One call of the library. MemoryError where there is none for its threads."""
     table, call = launch.table, arguments.call
-    arguments.set(lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans)
-    arguments.set(own=launch.rows, few=launch.few)
+    arguments.set(
+        lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
+        few=launch.few,
+    )  # fmt: skip
     if layouts is None or table.count is None:
         arguments.set(indptr=None, indices=None)
     else:
