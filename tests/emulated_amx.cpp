@@ -115,6 +115,6 @@ struct Emulated {
 extern "C" {
 
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
-  return set == 3 ? run_in_tiles<Emulated>(Kernel(kernel), type, *call) : run_avx512(Kernel(kernel), type, *call);
+  return set == 4 ? run_in_tiles<Emulated>(Kernel(kernel), type, *call) : run_avx512(Kernel(kernel), type, *call);
 }
 }

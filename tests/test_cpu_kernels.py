@@ -39,17 +39,23 @@ from dilated_attention_bench.profile import profile
 from tolerances import ROUNDING, TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)
-AMX = cpu.AMX
+AVX512, AMX = cpu.AVX512, cpu.AMX
+IN_FLOAT32 = SETS[:AVX512]
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
 FEW = "few rows"  # however many a tile has
 EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
-TILES = [x for x in (AMX, EMULATED) if x in SETS or EMULATES][:1]
+TILES = [AMX] if AMX in SETS else [EMULATED] if EMULATES else []
 """The tiles of the machine, or emulated ones."""
-IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[1:2], *TILES)]
-"""Sets that multiply bfloat16 in instructions of their own; other types are multiplied in AVX-512."""
-SOME = [(1, torch.float32), (FEW, torch.float32), *IN_BFLOAT16, *((HALVES, torch.float32) for _ in TILES)]
-ALL = [*((x, dtype) for x in (1, FEW) for dtype in cpu.TYPES), *SOME[2:]]
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[AVX512 : AMX - 1], *TILES)]
+"""Sets that multiply bfloat16 in instructions of their own; other types are multiplied in float32."""
+SOME = [
+    *((x, torch.float32) for x in IN_FLOAT32[-1:]),
+    (FEW, torch.float32),
+    *IN_BFLOAT16,
+    *((HALVES, torch.float32) for _ in TILES),
+]
+ALL = [*((x, dtype) for x in (*IN_FLOAT32, FEW) for dtype in cpu.TYPES), *SOME[2:]]
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -76,7 +82,7 @@ def force(instruction_set, monkeypatch):
     """The kernels take this one, and those for tiles of few rows all tiles or none."""
     monkeypatch.setattr(cpu, "FEW", (cpu.MAX_TOKENS if instruction_set == FEW else 0,) * len(cpu.FEW))
     if instruction_set == FEW:
-        instruction_set = 1
+        instruction_set = IN_FLOAT32[-1]
     if instruction_set == HALVES:
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         for bars, factor in ((TOLERANCE, 10), (ROUNDING, 128)):
@@ -421,7 +427,7 @@ def test_the_error_of_the_exponential():
     ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
 
 
-@pytest.mark.parametrize("instruction_set", [1, *(x for x, _ in IN_BFLOAT16)])
+@pytest.mark.parametrize("instruction_set", [*IN_FLOAT32, *(x for x, _ in IN_BFLOAT16)])
 def test_lse_of_bfloat16(instruction_set, monkeypatch):
     """Sums of probabilities are not rounded."""
     force(instruction_set, monkeypatch)
@@ -655,7 +661,7 @@ def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("why", "word"),
-    [("the kernels are not compiled", "compiled"), ("the kernels need a processor with AVX-512", "AVX")],
+    [("the kernels are not compiled", "compiled"), ("the kernels need a processor with AVX2", "AVX")],
 )
 def test_without_kernels_native_serves_and_says_why(why, word, monkeypatch, capsys):
     monkeypatch.setattr(cpu, "_MISSING", why)
@@ -680,13 +686,13 @@ def chosen(dtype=torch.float32, rows=64, seq_len=64, **needs):
 @pytest.mark.parametrize("dtype", [*cpu.TYPES, torch.float64], ids=str)
 def test_auto_takes_the_kernels_where_they_are_faster(dtype):
     served = dtype in cpu.TYPES
-    assert chosen(dtype, 128, 128).backend == ("cpu" if served else "native")
+    assert chosen(dtype, 256, 256).backend == ("cpu" if served else "native")
     if not served:
         return
-    assert cpu.instruction_set_of(dtype) in chosen(dtype, 128, 128).reason
+    assert cpu.instruction_set_of(dtype) in chosen(dtype, 256, 256).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
-    few = cpu.LEAST_KEYS[dtype][cpu.has_amx()] - 1
-    short = chosen(dtype, few, 128)
+    few = cpu.least_keys(dtype) - 1
+    short = chosen(dtype, few, 256)
     assert short.backend == "native"
     assert f"got {few}" in short.refusals["cpu"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -43,9 +44,10 @@ def device_name(device: torch.device | str = "cpu") -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu" and sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+        facts = dict(re.findall(r"^(model name|flags)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+        if name := facts.get("model name"):  # several generations share one name
+            without = "" if "avx512f" in facts.get("flags", "").split() else " without AVX-512"
+            return f"{name.strip()}{without}, {os.cpu_count()} cores"
     return f"{platform.processor() or platform.machine()} ({device.type}), {os.cpu_count()} cores"
 
 

@@ -74,7 +74,7 @@ def attention(
         key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). A
             hidden key may hold anything, NaN included.
         return_lse: also return lse.
-        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, for AVX-512), `"triton"`
+        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, from AVX2 on), `"triton"`
             (GPU kernels, not yet measured on one), `"flash"` (FlashAttention, if installed; no mask except the causal
             one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
         mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously.

@@ -24,8 +24,8 @@ from dilated_attention.kernels.cpu import build
 from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INSTRUCTION_SETS = ("none", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
-AMX = INSTRUCTION_SETS.index("AMX with bfloat16")
+INSTRUCTION_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
+AVX512, AMX = map(INSTRUCTION_SETS.index, ("AVX-512", "AMX with bfloat16"))
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
@@ -34,7 +34,7 @@ MAX_OWN, LOOP = 256, 64
 would not stay in the second cache; but where products are in tiles, what a backward adds to dq per tile weighs more:
 twice as many rows save a tenth there."""
 
-FEW, ROOM = (0, 4, 2, 1), 2**18
+FEW, ROOM = (0, 4, 4, 2, 1), 2**18
 """Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set (notebook, 2026-11-22), and the bytes
 of what a job holds there."""
 
@@ -46,9 +46,9 @@ MOST_IDLE = 1.3
 faster."""
 
 
-LEAST_KEYS = {torch.float32: (24, 128), torch.bfloat16: (8, 8), torch.float16: (8, 8)}
-"""Keys of a query, of whole segments, from which on `auto` takes this backend, on processors without AMX and with it:
-below, a tile's gathers and edges cost more than its products (notebook, 2026-11-22)."""
+LEAST_KEYS = {torch.float32: (256, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
+"""Keys of a query, of whole segments, from which on `auto` takes this backend, on processors with AVX2 only, with
+AVX-512 and with AMX: below, a tile's gathers and edges cost more than its products (notebook, 2026-11-22)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -70,10 +70,15 @@ def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
-    least = LEAST_KEYS.get(facts.dtype, (0, 0))[has_amx()]
+    least = least_keys(facts.dtype)
     if facts.keys < least:
         return f"native is faster where a query sees fewer than {least} keys in its segments; got {facts.keys}"
     return None
+
+
+def least_keys(dtype: torch.dtype) -> int:
+    """Of LEAST_KEYS, on this machine."""
+    return LEAST_KEYS.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
 
 
 # ---- the library
@@ -95,7 +100,7 @@ def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
     if None in found or library.dilated_attention_call_size() != ctypes.sizeof(_Call):
         return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
     highest = int(library.dilated_attention_instruction_set())
-    why = None if highest else "the kernels need a processor with AVX-512"
+    why = None if highest else "the kernels need a processor with AVX2"
     return library, highest, bool(library.dilated_attention_has_amx()), why
 
 
@@ -137,7 +142,7 @@ def in_halves(dtype: torch.dtype) -> bool:
 
 
 def _set_of(dtype: torch.dtype) -> int:
-    return instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), 1)
+    return instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), AVX512)
 
 
 def has_amx() -> bool:

@@ -8,12 +8,12 @@ online.h      attend, attend_dq, attend_dkdv: one group of rows that a tile hold
 rows.h        rows from where they lie to where products read them, and back
 product.h     micro-kernels; product_bf16.h for bfloat16, product_amx.h for bfloat16 in tile registers
 amx.h         the instructions on tile registers, which tests/emulated_amx.cpp emulates
-vectors.h     sixteen numbers at a time
+vectors.h     a vector of numbers at a time: vectors_avx512.h, vectors_avx2.h
 threads.h     PyTorch's pool
 transpose.cpp, lists.py
               lists of blocks seen from the keys
-avx512.cpp, avx512_bf16.cpp, amx.cpp, dispatch.cpp
-              an instruction set each, and the choice among them
+avx2.cpp, avx512.cpp, avx512_bf16.cpp, amx.cpp, dispatch.cpp
+              an instruction set each, and the choice among them; in_float32.h what the first two share
 build.py, __main__.py
               compile all of it
 """

@@ -1,40 +1,4 @@
-// AVX-512: products in float32, whatever the type of the elements; and tiles of few rows, for every instruction set.
-#include "backward.h"
-#include "few.h"
-#include "forward.h"
-#include "kernels.h"
-#include "threads.h"
+// AVX-512: products in float32.
+#include "in_float32.h"
 
-namespace {
-
-template <class Element>
-bool run(Kernel kernel, const Call &call) {
-  switch (kernel) {
-    case Kernel::forward:
-      return call.few ? compute(Few<Element, Kernel::forward>(call), call.threads)
-                      : compute(Forward<Element, InFloat32>(call), call.threads);
-    case Kernel::stats:
-      return compute(Stats<Element>(call), call.threads);
-    case Kernel::dq:
-      return call.few ? compute(Few<Element, Kernel::dq>(call), call.threads)
-                      : compute(BackwardDq<Element, InFloat32>(call), call.threads);
-    case Kernel::dkdv:
-      return call.few ? compute(Few<Element, Kernel::dkdv>(call), call.threads)
-                      : compute(BackwardDkdv<Element, InFloat32>(call), call.threads);
-  }
-  return false;
-}
-
-}  // namespace
-
-int run_avx512(Kernel kernel, int64_t type, const Call &call) {
-  switch (Type(type)) {
-    case Type::float32:
-      return run<Float32>(kernel, call) ? 0 : 1;
-    case Type::bfloat16:
-      return run<BFloat16>(kernel, call) ? 0 : 1;
-    case Type::float16:
-      return run<Float16>(kernel, call) ? 0 : 1;
-  }
-  return 2;
-}
+int run_avx512(Kernel kernel, int64_t type, const Call &call) { return run_in_float32(kernel, type, call); }

@@ -21,12 +21,12 @@ class Stats {
         const int64_t at = (b * call.N + token) * heads + n;
         const Element *out = static_cast<const Element *>(call.out) + at * call.D;
         const Element *dout = static_cast<const Element *>(call.dout) + b * call.dsb + token * call.dsn + n * call.dsh;
-        Lanes sum = all(0.f);
+        Lanes sum = zeros();
         for (int64_t d = 0; d < call.D; d += WIDTH)
-          sum = _mm512_fmadd_ps(load(out + d, call.D - d), load(dout + d, call.D - d), sum);
+          sum = multiply_add(load(out + d, call.D - d), load(dout + d, call.D - d), sum);
         const bool some = call.lse[at] != -INF;
         call.stats[2 * at] = some ? call.lse[at] * LOG2E : INF;
-        call.stats[2 * at + 1] = some ? _mm512_reduce_add_ps(sum) - (call.dlse ? call.dlse[at] : 0) : 0;
+        call.stats[2 * at + 1] = some ? sum_of(sum) - (call.dlse ? call.dlse[at] : 0) : 0;
       }
   }
 
@@ -79,9 +79,9 @@ class BackwardDq {
     const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
     shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
     shape.gather_lanes(head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn), token, tile.rows, dout);
-    read_stats(call, b, n, token, tile.rows, lse, delta);
+    read_stats(call, b, n, token, tile.rows, round_up(tile.rows, LANES), lse, delta);
     const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
-    for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
+    for (int64_t i = 0; i < sums; i += WIDTH) store(dq + i, zeros());
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, tile.rows, first, second);
@@ -174,10 +174,10 @@ class BackwardDkdv {
         shape.gather_value_rows(K, token + at, count, to);
         for (int64_t i = round_up(count, Arithmetic::ROWS) / Arithmetic::PER_WORD * shape.value_row;
              i < LANES / Arithmetic::PER_WORD * shape.value_row; i += WIDTH)
-          _mm512_store_ps(to + i, all(0.f));
+          store(to + i, zeros());
       }
     const int64_t sums = held.groups() * LANES * shape.columns;
-    for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(dk + i, all(0.f)), _mm512_store_ps(dv + i, all(0.f));
+    for (int64_t i = 0; i < sums; i += WIDTH) store(dk + i, zeros()), store(dv + i, zeros());
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any) read_key_words(call, h, token, held.count, word);
@@ -195,7 +195,7 @@ class BackwardDkdv {
         if (!slot.known) {
           slot.finite = shape.gather_both(Q, chunk.token, chunk.count, q, q_values);
           shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values);
-          read_stats(call, b, n, chunk.token, chunk.count, lse, delta);
+          read_stats(call, b, n, chunk.token, chunk.count, round_up(chunk.count, Arithmetic::ROWS), lse, delta);
         }
         const Queries queries{shape.scores_of(slot.finite, q, q_values),
                               shape.scores_of(true, dout, dout_values),
@@ -205,7 +205,7 @@ class BackwardDkdv {
                               delta};
         if (words.any) read_query_words(call, b, n, chunk.token, chunk.count, first, second);
         if (call.dq)
-          for (int64_t i = 0; i < CHUNK * shape.columns; i += WIDTH) _mm512_store_ps(dq + i, all(0.f));
+          for (int64_t i = 0; i < CHUNK * shape.columns; i += WIDTH) store(dq + i, zeros());
         for (int first_group = 0; first_group < held.groups(); first_group += JOINED) {
           const int joined = int(least(JOINED, held.groups() - first_group));
           Window seen{CHUNK, 0, false};
@@ -234,8 +234,8 @@ class BackwardDkdv {
     for (int j = 0; j < chunk.count; j++)
       for (int64_t d = 0; d < call.D; d += WIDTH) {
         Float32 *row = to[chunk.token[j]] + d;
-        const Lanes x = _mm512_load_ps(dq + j * shape.columns + d);
-        store(row, _mm512_fmadd_ps(x, all(float(call.scale)), load(row, call.D - d)), call.D - d);
+        const Lanes x = load(dq + j * shape.columns + d);
+        store(row, multiply_add(x, all(float(call.scale)), load(row, call.D - d)), call.D - d);
       }
   }
 

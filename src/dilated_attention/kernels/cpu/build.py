@@ -20,8 +20,10 @@ HERE = Path(__file__).parent
 LIBRARY = HERE / "kernels.so"
 COMMAND = f"{sys.executable} -m dilated_attention.kernels.cpu"
 
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 SOURCES = {
+    "avx2.cpp": _AVX2,
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "amx.cpp": (*_AVX512, "-mavx512bf16"),

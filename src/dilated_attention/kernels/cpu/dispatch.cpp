@@ -8,6 +8,11 @@
 
 namespace {
 
+bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
 bool has_amx() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_TILE) && (edx & bit_AMX_BF16);
@@ -28,11 +33,12 @@ extern "C" {
 // system too, which has to save the registers.
 int64_t dilated_attention_instruction_set() {
   __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return 0;
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-    return 0;
-  if (!__builtin_cpu_supports("avx512bf16")) return 1;
-  return has_amx() && lends_tiles() ? 3 : 2;
+    return 1;
+  if (!__builtin_cpu_supports("avx512bf16")) return 2;
+  return has_amx() && lends_tiles() ? 4 : 3;
 }
 
 // Whether this machine multiplies tiles of bfloat16, as PyTorch's operators do.
@@ -44,7 +50,7 @@ int64_t dilated_attention_call_size() { return sizeof(Call); }
 int64_t dilated_attention_has_pool() { return has_pool(); }
 
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
-  const auto run = set < 2 || call->few ? run_avx512 : set == 2 ? run_avx512_bf16 : run_amx;
+  const auto run = set == 1 ? run_avx2 : set == 2 || call->few ? run_avx512 : set == 3 ? run_avx512_bf16 : run_amx;
   return run(Kernel(kernel), type, *call);
 }
 }

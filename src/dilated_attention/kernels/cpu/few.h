@@ -28,17 +28,17 @@ template <class Element>
 inline void dots(const float *own, Rows<const Element> x, const int64_t *token, int count, int64_t D, float *scores) {
   for (int j = 0; j < count; j += WIDTH) {
     Lanes sums[WIDTH];
-    for (Lanes &sum : sums) sum = all(0.f);
+    for (Lanes &sum : sums) sum = zeros();
     for_pieces(D, [&](int64_t d, auto vectors, auto lanes) {
       Lanes piece[vectors];
-      for (int i = 0; i < vectors; i++) piece[i] = _mm512_load_ps(own + d + i * WIDTH);
+      for (int i = 0; i < vectors; i++) piece[i] = load(own + d + i * WIDTH);
 #pragma GCC unroll 16
       for (int u = 0; u < WIDTH; u++) {
         const Element *row = x[token[j + u < count ? j + u : j]] + d;
-        for (int i = 0; i < vectors; i++) sums[u] = _mm512_fmadd_ps(load(row + i * WIDTH, lanes), piece[i], sums[u]);
+        for (int i = 0; i < vectors; i++) sums[u] = multiply_add(load(row + i * WIDTH, lanes), piece[i], sums[u]);
       }
     });
-    _mm512_store_ps(scores + j, infinite_or_nan_to_nan(sums_of(sums)));
+    store(scores + j, infinite_or_nan_to_nan(sums_of(sums)));
   }
 }
 
@@ -49,30 +49,30 @@ inline void add_rows(const float *weights, Rows<const Element> x, const int64_t 
   for_pieces(D, [&](int64_t d, auto vectors, auto lanes) {
     constexpr int CHAINS = 2;  // of sums, for the latency of a product
     Lanes sum[CHAINS][vectors];
-    for (int i = 0; i < vectors; i++) sum[0][i] = _mm512_load_ps(sums + d + i * WIDTH), sum[1][i] = all(0.f);
+    for (int i = 0; i < vectors; i++) sum[0][i] = load(sums + d + i * WIDTH), sum[1][i] = zeros();
     const auto add = [&](int j, int chain) {
       const Element *row = x[token[j]] + d;
       const Lanes weight = all(weights[j]);
       for (int i = 0; i < vectors; i++)
-        sum[chain][i] = _mm512_fmadd_ps(load(row + i * WIDTH, lanes), weight, sum[chain][i]);
+        sum[chain][i] = multiply_add(load(row + i * WIDTH, lanes), weight, sum[chain][i]);
     };
     int j = 0;
     for (; j + 1 < count; j += 2) add(j, 0), add(j + 1, 1);
     if (j < count) add(j, 0);
-    for (int i = 0; i < vectors; i++) _mm512_store_ps(sums + d + i * WIDTH, _mm512_add_ps(sum[0][i], sum[1][i]));
+    for (int i = 0; i < vectors; i++) store(sums + d + i * WIDTH, sum[0][i] + sum[1][i]);
   });
 }
 
 template <class Element>
 inline void read_row(const Element *x, int64_t D, float *row) {
-  for (int64_t d = 0; d < D; d += WIDTH) _mm512_store_ps(row + d, load(x + d, D - d));
+  for (int64_t d = 0; d < D; d += WIDTH) store(row + d, load(x + d, D - d));
 }
 
 template <class Element>
 inline void write_row(const float *row, float factor, Element *x, int64_t D, bool add) {
   for (int64_t d = 0; d < D; d += WIDTH) {
-    const Lanes y = _mm512_mul_ps(_mm512_load_ps(row + d), all(factor));
-    store(x + d, add ? _mm512_add_ps(y, load(x + d, D - d)) : y, D - d);
+    const Lanes y = load(row + d) * all(factor);
+    store(x + d, add ? y + load(x + d, D - d) : y, D - d);
   }
 }
 
@@ -149,7 +149,7 @@ class Few {
   auto douts(int64_t b, int64_t n) const { return head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn); }
 
   void clear(float *row) const {
-    for (int64_t d = 0; d < columns; d += WIDTH) _mm512_store_ps(row + d, all(0.f));
+    for (int64_t d = 0; d < columns; d += WIDTH) store(row + d, zeros());
   }
 
   void write_gradient(const float *row, float factor, void *to, bool add, int64_t b, int64_t head, int64_t tokens,
@@ -217,7 +217,7 @@ class Few {
       const float decay = m[i] == -INF ? 0 : std::exp2(m[i] - to);
       m[i] = to, z[i] *= decay;
       for (int64_t d = i * columns; d < (i + 1) * columns; d += WIDTH)
-        _mm512_store_ps(acc + d, _mm512_mul_ps(_mm512_load_ps(acc + d), all(decay)));
+        store(acc + d, load(acc + d) * all(decay));
     };
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
@@ -238,21 +238,21 @@ class Few {
     stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
       const int64_t h = held.rows[x].head, i = x * G + n - h * G;
       dots(q + i * columns, keys(b, h), token, count, D, s);
-      Lanes top = all(-INF), sum = all(0.f);
+      Lanes top = all(-INF), sum = zeros();
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes y = _mm512_mask_mul_ps(all(-INF), first_lanes(count - j), _mm512_load_ps(s + j), all(c));
-        _mm512_store_ps(s + j, y);
-        top = _mm512_max_ps(top, y);
+        const Lanes y = choose(first_lanes(count - j), load(s + j) * all(c), all(-INF));
+        store(s + j, y);
+        top = larger(top, y);
       }
-      if (const float to = _mm512_reduce_max_ps(top); to > m[i] + SLACK) rise(i, to);
+      if (const float to = largest_of(top); to > m[i] + SLACK) rise(i, to);
       const Lanes shift = all(m[i] == -INF ? 0 : m[i]);
       const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes p = power_of_2(_mm512_sub_ps(_mm512_load_ps(s + j), shift));
-        sum = _mm512_add_ps(sum, p);
-        _mm512_store_ps(s + j, drawn.template drop<Side::keys>(j, p));
+        const Lanes p = power_of_2(load(s + j) - shift);
+        sum = sum + p;
+        store(s + j, drawn.template drop<Side::keys>(j, p));
       }
-      z[i] += _mm512_reduce_add_ps(sum);
+      z[i] += sum_of(sum);
       add_rows(s, values(b, h), token, count, D, acc + i * columns);
     });
 
@@ -261,7 +261,7 @@ class Few {
       const int64_t n = row.head * G + i % G;
       float *sums = acc + i * columns;  // what is infinite is NaN, as in Forward
       for (int64_t d = 0; d < columns; d += WIDTH)
-        _mm512_store_ps(sums + d, infinite_or_nan_to_nan(_mm512_load_ps(sums + d)));
+        store(sums + d, infinite_or_nan_to_nan(load(sums + d)));
       call.lse[(b * call.N + row.token) * heads + n] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
       const float factor = z[i] == 0 ? 0 : 1 / z[i];
       write_row(sums, factor, head_of<Element>(call.out, b, n, call.N, heads, D)[row.token], D, false);
@@ -288,9 +288,9 @@ class Few {
       dots(dout + i * columns, values(b, h), token, count, D, dp);
       const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes p = power_of_2(_mm512_fmsub_ps(_mm512_load_ps(s + j), all(c), all(lse[i])));
-        const Lanes dropped = drawn.template drop<Side::keys>(j, _mm512_load_ps(dp + j));
-        _mm512_store_ps(s + j, _mm512_mul_ps(p, _mm512_sub_ps(dropped, all(delta[i]))));
+        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), all(lse[i])));
+        const Lanes dropped = drawn.template drop<Side::keys>(j, load(dp + j));
+        store(s + j, p * (dropped - all(delta[i])));
       }
       add_rows(s, keys(b, h), token, count, D, dq + i * columns);
     });
@@ -318,13 +318,13 @@ class Few {
       const auto Q = queries(b, n), dO = douts(b, n);
       dots(k + x * columns, Q, token, count, D, s);
       dots(v + x * columns, dO, token, count, D, dp);
-      read_stats(call, b, n, token, count, lse, delta);
+      read_stats(call, b, n, token, count, round_up(count, WIDTH), lse, delta);
       const Drawn drawn(call, b, held.rows[x].head, n, token, count, &held.rows[x].token, 1);
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes p = power_of_2(_mm512_fmsub_ps(_mm512_load_ps(s + j), all(c), _mm512_load_ps(lse + j)));
-        const Lanes dropped = drawn.template drop<Side::queries>(j, _mm512_load_ps(dp + j));
-        _mm512_store_ps(dp + j, _mm512_mul_ps(p, _mm512_sub_ps(dropped, _mm512_load_ps(delta + j))));
-        _mm512_store_ps(s + j, drawn.template drop<Side::queries>(j, p));
+        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), load(lse + j)));
+        const Lanes dropped = drawn.template drop<Side::queries>(j, load(dp + j));
+        store(dp + j, p * (dropped - load(delta + j)));
+        store(s + j, drawn.template drop<Side::queries>(j, p));
       }
       add_rows(s, dO, token, count, D, dv + x * columns);
       add_rows(dp, Q, token, count, D, dk + x * columns);

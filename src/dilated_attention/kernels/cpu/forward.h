@@ -86,7 +86,7 @@ class Forward {
                float *acc) const {
     const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
     if (tile.first)
-      for (int64_t i = 0; i < sums; i += WIDTH) _mm512_store_ps(acc + i, all(0.f));
+      for (int64_t i = 0; i < sums; i += WIDTH) store(acc + i, zeros());
     else
       shape.read_sums(out, token, tile.rows, acc);
     for (int i = 0; i < round_up(tile.rows, LANES); i++) {
@@ -95,14 +95,14 @@ class Forward {
     }
     if (tile.phantoms == 0) return;
     for (int i = 0; i < round_up(tile.rows, LANES); i += WIDTH) {
-      const Lanes before = _mm512_load_ps(m + i), top = _mm512_max_ps(all(0.f), before);
-      const Lanes decay = power_of_2(_mm512_sub_ps(before, top));
-      const Lanes zeros = _mm512_mul_ps(all(float(tile.phantoms)), power_of_2(_mm512_sub_ps(all(0.f), top)));
-      _mm512_store_ps(m + i, top);
-      _mm512_store_ps(z + i, _mm512_fmadd_ps(_mm512_load_ps(z + i), decay, zeros));
+      const Lanes before = load(m + i), top = larger(zeros(), before);
+      const Lanes decay = power_of_2(before - top);
+      const Lanes phantoms = all(float(tile.phantoms)) * power_of_2(zeros() - top);
+      store(m + i, top);
+      store(z + i, multiply_add(load(z + i), decay, phantoms));
       for (int d = 0; d < shape.columns; d++) {
         float *at = acc + (i / LANES * shape.columns + d) * LANES + i % LANES;
-        _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), decay));
+        store(at, load(at) * decay);
       }
     }
   }

@@ -37,7 +37,8 @@ struct Held {
   const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
 
   int lanes(int group) const {  // in whole vectors
-    return count - group * LANES > WIDTH ? LANES : WIDTH;
+    const int left = count - group * LANES;
+    return left < LANES ? int(round_up(left, WIDTH)) : LANES;
   }
   int groups() const { return int(round_up(count, LANES) / LANES); }
 };
@@ -55,8 +56,8 @@ inline bool sees(int32_t i, int32_t edge) {
 }
 
 template <Side HELD>
-inline __mmask16 seeing(__m512i i, int32_t edge) {
-  return HELD == Side::queries ? _mm512_cmpge_epi32_mask(i, all(edge)) : _mm512_cmple_epi32_mask(i, all(edge));
+inline Mask seeing(Integers i, int32_t edge) {
+  return HELD == Side::queries ? at_least(i, all(edge)) : at_most(i, all(edge));
 }
 
 template <Side HELD, int ROWS>
@@ -80,11 +81,11 @@ inline Window window(const Held &held, int group, const Chunk &chunk) {
 template <Side HELD>
 inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
   for (int x = 0; x < LANES; x += WIDTH) {
-    const __m512i i = _mm512_loadu_si512(held.row + group * LANES + x);
-    const __mmask16 inside = first_lanes(held.count - group * LANES - x);
+    const Integers i = load_integers(held.row + group * LANES + x);
+    const Mask inside = first_lanes(held.count - group * LANES - x);
     for (int j = w.from; j < w.to; j++) {
-      const __mmask16 seen = j < chunk.count ? seeing<HELD>(i, chunk.edge[j]) & inside : 0;
-      _mm512_mask_store_ps(s + j * LANES + x, ~seen, all(-INF));
+      const Mask seen = j < chunk.count ? seeing<HELD>(i, chunk.edge[j]) & inside : first_lanes(0);
+      store(s + j * LANES + x, all(-INF), inverse(seen));
     }
   }
 }
@@ -97,23 +98,22 @@ struct Words {
   float keep_scale;
 };
 
-inline __mmask16 survives(__m512i a, __m512i b, __m512i k, int32_t threshold) {
-  __m512i x = _mm512_xor_si512(a, k);
-  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), all(int32_t(0x21F0AAAD)));
-  x = _mm512_xor_si512(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), b);
-  x = _mm512_mullo_epi32(x, all(int32_t(0xD35A2D97)));
-  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
-  return _mm512_cmpge_epi32_mask(x, all(threshold));
+inline Mask survives(Integers a, Integers b, Integers k, int32_t threshold) {
+  Integers x = a ^ k;
+  x = multiply(x ^ shift_right(x, 16), all(int32_t(0x21F0AAAD)));
+  x = x ^ shift_right(x, 15) ^ b;
+  x = multiply(x, all(int32_t(0xD35A2D97)));
+  x = x ^ shift_right(x, 15);
+  return at_least(x, all(threshold));
 }
 
 // x * keep_scale in the pairs of chunk row j and the lanes from `lane` on that survive, else 0.
 template <Side HELD>
 inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
-  const auto lanes = [lane](const int32_t *y) { return _mm512_loadu_si512(y + lane); };
-  const __mmask16 keep = HELD == Side::queries
-                             ? survives(lanes(words.a), lanes(words.b), all(words.k[j]), words.threshold)
-                             : survives(all(words.a[j]), all(words.b[j]), lanes(words.k), words.threshold);
-  return _mm512_maskz_mul_ps(keep, x, all(words.keep_scale));
+  const auto lanes = [lane](const int32_t *y) { return load_integers(y + lane); };
+  const Mask keep = HELD == Side::queries ? survives(lanes(words.a), lanes(words.b), all(words.k[j]), words.threshold)
+                                          : survives(all(words.a[j]), all(words.b[j]), lanes(words.k), words.threshold);
+  return only(keep, x * all(words.keep_scale));
 }
 
 // Where the weights of row j of a chunk lie, an even one, in place of its scores and those of the next row.
@@ -121,6 +121,9 @@ template <class Arithmetic>
 constexpr int weights_at(int j) {
   return j * Arithmetic::HALVES / Arithmetic::PER_WORD * LANES;
 }
+
+// A maximum as what is taken off scores: 0 in lanes that have seen nothing.
+inline Lanes zero_at_infinity(Lanes m) { return only(inverse(equal(m, all(-INF))), m); }
 
 // The running softmax of a group: m[LANES], z[LANES], acc[columns][LANES].
 struct Running {
@@ -143,44 +146,40 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
     for (int j = w.from; j < w.to; j += 4)
 #pragma GCC unroll 4
-      for (int u = 0; u < 4; u++) top[u] = _mm512_max_ps(top[u], _mm512_load_ps(s + (j + u) * LANES + x));
-    top[0] = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])), c);
-    Lanes m = _mm512_load_ps(run.m + x), z = _mm512_load_ps(run.z + x);
-    if (_mm512_cmp_ps_mask(top[0], _mm512_add_ps(m, all(SLACK)), _CMP_GT_OQ)) {
-      const Lanes higher = _mm512_max_ps(m, top[0]);
-      const Lanes decay =
-          power_of_2(_mm512_sub_ps(m, _mm512_mask_mov_ps(higher, _mm512_cmpeq_ps_mask(higher, all(-INF)), all(0.f))));
+      for (int u = 0; u < 4; u++) top[u] = larger(top[u], load(s + (j + u) * LANES + x));
+    top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
+    Lanes m = load(run.m + x), z = load(run.z + x);
+    if (any(greater(top[0], m + all(SLACK)))) {
+      const Lanes higher = larger(m, top[0]);
+      const Lanes decay = power_of_2(m - zero_at_infinity(higher));
       m = higher;
-      z = _mm512_mul_ps(z, decay);
+      z = z * decay;
       for (int d = 0; d < shape.columns; d++) {
         float *acc = run.acc + d * LANES + x;
-        _mm512_store_ps(acc, _mm512_mul_ps(_mm512_load_ps(acc), decay));
+        store(acc, load(acc) * decay);
       }
-      _mm512_store_ps(run.m + x, m);
+      store(run.m + x, m);
     }
-    const Lanes shift = _mm512_mask_mov_ps(m, _mm512_cmpeq_ps_mask(m, all(-INF)), all(0.f));
-    Lanes sums[2] = {z, all(0.f)};
+    const Lanes shift = zero_at_infinity(m);
+    Lanes sums[2] = {z, zeros()};
     for (int j = w.from; j < w.to; j += 4) {
       Lanes p[4];
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) {
-        p[u] = Arithmetic::exp2(_mm512_fmsub_ps(_mm512_load_ps(s + (j + u) * LANES + x), c, shift));
-        sums[u % 2] = _mm512_add_ps(sums[u % 2], p[u]);
+        p[u] = Arithmetic::exp2(multiply_subtract(load(s + (j + u) * LANES + x), c, shift));
+        sums[u % 2] = sums[u % 2] + p[u];
         if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
       }
 #pragma GCC unroll 2
-      for (int u = 0; u < 4; u += 2)
-        store_weights(Arithmetic(), p[u], p[u + 1], s + weights_at<Arithmetic>(j + u) + x);
+      for (int u = 0; u < 4; u += 2) store_weights(Arithmetic(), p[u], p[u + 1], s + weights_at<Arithmetic>(j + u) + x);
     }
-    _mm512_store_ps(run.z + x, _mm512_add_ps(sums[0], sums[1]));
+    store(run.z + x, sums[0] + sums[1]);
   }
   multiply_transposed(Arithmetic(), v, s, w.from, w.to - w.from, run.acc, shape.columns, lanes);
 }
 
 // x, but 0 where s is -infinity, which `hide` has set: whatever infinities and NaN of rows that are not seen made of x.
-inline Lanes where_seen(Lanes s, bool masked, Lanes x) {
-  return masked ? _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(s, all(-INF)), x) : x;
-}
+inline Lanes where_seen(Lanes s, bool masked, Lanes x) { return masked ? only(inverse(equal(s, all(-INF))), x) : x; }
 
 // dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
 // and dp room for CHUNK rows.
@@ -198,16 +197,16 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
   if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
-    const Lanes shift = _mm512_load_ps(lse + x), offset = _mm512_load_ps(delta + x);
+    const Lanes shift = load(lse + x), offset = load(delta + x);
     for (int j = w.from; j < w.to; j += 4) {
       Lanes ds[4];
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) {
-        const Lanes score = _mm512_load_ps(s + (j + u) * LANES + x);
-        Lanes y = _mm512_load_ps(dp + (j + u) * LANES + x);
+        const Lanes score = load(s + (j + u) * LANES + x);
+        Lanes y = load(dp + (j + u) * LANES + x);
         if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
-        const Lanes p = Arithmetic::exp2(_mm512_fmsub_ps(score, all(scale), shift));
-        ds[u] = where_seen(score, masked, _mm512_mul_ps(p, _mm512_sub_ps(y, offset)));
+        const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scale), shift));
+        ds[u] = where_seen(score, masked, p * (y - offset));
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
@@ -233,8 +232,8 @@ struct Keys {
 // for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
 template <class Arithmetic>
 inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
-                        int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp, Word *rows,
-                        int64_t row_words) {
+                          int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp,
+                          Word *rows, int64_t row_words) {
   const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;
   if (rows)
@@ -242,40 +241,40 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
       if (j < w.from || j >= w.to)
         for (int h = 0; h < Arithmetic::HALVES; h++)
           for (int x = 0; x < WORDS; x += WIDTH)
-            _mm512_store_ps(rows + j * row_words + h * row_words / Arithmetic::HALVES + x, all(0.f));
+            store(rows + j * row_words + h * row_words / Arithmetic::HALVES + x, zeros());
   if (w.from >= w.to) return w;
-  const int count = w.to - w.from;
+  const int count = w.to - w.from, lanes = held.lanes(group);
   multiply(Arithmetic(), queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES,
-           count);
+           count, lanes);
   multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
-           count);
+           count, lanes);
   if (w.masked) hide<Side::keys>(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
-    Lanes p[2][2], ds[2][2];
+    Lanes p[2][VECTORS], ds[2][VECTORS];
 #pragma GCC unroll 2
     for (int u = 0; u < 2; u++)
-#pragma GCC unroll 2
-      for (int x = 0; x < 2; x++) {
+#pragma GCC unroll 3
+      for (int x = 0; x < VECTORS; x++) {
         const int lane = x * WIDTH, row = j + u;
-        const Lanes score = _mm512_load_ps(s + row * LANES + lane);
-        Lanes y = _mm512_load_ps(dp + row * LANES + lane);
+        const Lanes score = load(s + row * LANES + lane);
+        Lanes y = load(dp + row * LANES + lane);
         p[u][x] =
-            where_seen(score, masked, Arithmetic::exp2(_mm512_fmsub_ps(score, all(scale), all(queries.lse[row]))));
+            where_seen(score, masked, Arithmetic::exp2(multiply_subtract(score, all(scale), all(queries.lse[row]))));
         if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
-        ds[u][x] = where_seen(score, masked, _mm512_mul_ps(p[u][x], _mm512_sub_ps(y, all(queries.delta[row]))));
+        ds[u][x] = where_seen(score, masked, p[u][x] * (y - all(queries.delta[row])));
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
-#pragma GCC unroll 2
-    for (int x = 0; x < 2; x++) {
+#pragma GCC unroll 3
+    for (int x = 0; x < VECTORS; x++) {
       const int at = weights_at<Arithmetic>(j) + x * WIDTH;
       store_weights(Arithmetic(), p[0][x], p[1][x], s + at);
       store_weights(Arithmetic(), ds[0][x], ds[1][x], dp + at);
     }
     if (rows) store_weight_rows(Arithmetic(), ds, rows + j * row_words, row_words);
   }
-  multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns);
-  multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns);
+  multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns, lanes);
+  multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns, lanes);
   return w;
 }
 
@@ -285,10 +284,10 @@ inline void spread_infinities(Rows<const Element> v, int64_t D, const Held &held
                               float *acc) {
   for (int j = 0; j < chunk.count; j++)
     for (int64_t d = 0; d < D; d++)
-      if (infinite_or_nan(load(v[chunk.token[j]] + d, 1)))
+      if (any(infinite_or_nan(load(v[chunk.token[j]] + d, 1))))
         for (int x = 0; x < LANES; x += WIDTH) {
-          const __m512i i = _mm512_loadu_si512(held.row + group * LANES + x);
-          _mm512_mask_store_ps(acc + d * LANES + x, seeing<Side::queries>(i, chunk.edge[j]), all(NOT_A_NUMBER));
+          const Integers i = load_integers(held.row + group * LANES + x);
+          store(acc + d * LANES + x, all(NOT_A_NUMBER), seeing<Side::queries>(i, chunk.edge[j]));
         }
 }
 

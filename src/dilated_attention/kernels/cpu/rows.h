@@ -21,33 +21,21 @@ struct Rows {
   Element *operator[](int64_t token) const { return base + token * step; }
 };
 
-enum class Role { scores, values, plain };  // plain: values as they are
-
-// Sixteen words of a row of which so many elements are left, `words`, and their low halves behind them where the
+// WIDTH words of a row of which so many elements are left, `words`, and their low halves behind them where the
 // arithmetic has them; says whether all of them were finite.
 template <class Arithmetic, Role ROLE, class Element>
-inline void load_words(const Element *x, int64_t left, bool &finite, __m512i (&words)[Arithmetic::HALVES]) {
+inline void load_words(const Element *x, int64_t left, bool &finite, Integers (&words)[Arithmetic::HALVES]) {
   if constexpr (std::is_same_v<Element, BFloat16> && Arithmetic::PER_WORD == 2) {
-    const __mmask32 inside = left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
-    const __m512i row = _mm512_maskz_loadu_epi16(inside, x), exponent = _mm512_set1_epi16(0x7f80);
-    words[0] = row;
-    if constexpr (ROLE == Role::plain) return;
-    const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(row, exponent), exponent);
-    if constexpr (ROLE == Role::scores) {
-      words[0] = _mm512_mask_mov_epi16(row, odd, _mm512_set1_epi16(0x7fc0));
-    } else {
-      finite &= odd == 0;
-      words[0] = _mm512_maskz_mov_epi16(~odd, row);
-    }
+    words[0] = Arithmetic::template words_of<ROLE>(x, left, finite);
   } else {
     Lanes row[Arithmetic::PER_WORD];
     for (int i = 0; i < Arithmetic::PER_WORD; i++) {
       row[i] = load(x + i * WIDTH, left - i * WIDTH);
       if constexpr (ROLE == Role::scores) row[i] = infinite_or_nan_to_nan(row[i]);
       if constexpr (ROLE == Role::values) {
-        const __mmask16 odd = infinite_or_nan(row[i]);
-        finite &= odd == 0;
-        row[i] = _mm512_maskz_mov_ps(~odd, row[i]);
+        const Mask odd = infinite_or_nan(row[i]);
+        finite &= !any(odd);
+        row[i] = only(inverse(odd), row[i]);
       }
     }
     Arithmetic::to_words(row, words);
@@ -77,15 +65,15 @@ struct Operands {
   template <class Element>
   void gather(Rows<const Element> x, const int64_t *tokens, int count, Word *to) const {
     bool finite;
-    __m512i row[HALVES];
+    Integers row[HALVES];
     for (int i = 0; i < count; i++)
       for (int w = 0; w < words; w += WIDTH) {
         load_words<Arithmetic, Role::scores>(x[tokens[i]] + w * Arithmetic::PER_WORD, D - w * Arithmetic::PER_WORD,
                                              finite, row);
-        for (int h = 0; h < HALVES; h++) _mm512_store_si512(to + i * stride + h * stride / HALVES + w, row[h]);
+        for (int h = 0; h < HALVES; h++) store(to + i * stride + h * stride / HALVES + w, row[h]);
       }
     for (int64_t i = int64_t(count) * stride; i < round_up(count, Arithmetic::ROWS) * stride; i += WIDTH)
-      _mm512_store_ps(to + i, all(0.f));
+      store(to + i, zeros());
   }
 
   // Rows of a chunk as operands of values, laid out as VALUES_BY_COLUMN says; rows up to a multiple of ROWS are 0. Says
@@ -98,9 +86,9 @@ struct Operands {
       bool finite = true;
       for (int i = 0; i < count; i += 2 * WIDTH)
         for (int d = 0; d < columns; d += LANES) {
-          __m512i blocks[HALVES][2][WIDTH];
+          Integers blocks[HALVES][2][WIDTH];
           for (int u = 0; u < WIDTH; u++) {
-            __m512i pair[HALVES][2];
+            Integers pair[HALVES][2];
             load_pair<ROLE>(x, tokens, i + 2 * u, count, d, pair, finite);
             for (int h = 0; h < HALVES; h++)
               for (int y = 0; y < 2; y++) blocks[h][y][u] = pair[h][y];
@@ -109,7 +97,7 @@ struct Operands {
             for (int y = 0; y < 2 && d + y * WIDTH < columns; y++) {
               transpose(blocks[h][y]);
               Word *at = to + ((d + y * WIDTH) * HALVES + h) * (CHUNK / 2) + i / 2;
-              for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * HALVES * (CHUNK / 2), blocks[h][y][u]);
+              for (int u = 0; u < WIDTH; u++) store(at + u * HALVES * (CHUNK / 2), blocks[h][y][u]);
             }
         }
       return finite;
@@ -124,17 +112,16 @@ struct Operands {
     for (int i = 0; i < padded; i += Arithmetic::PER_WORD, to += value_row) {
       if constexpr (Arithmetic::PER_WORD == 1) {
         for (int d = 0; d < columns; d += WIDTH) {
-          __m512i row[1];
+          Integers row[1];
           load_words<Arithmetic, ROLE>(x[tokens[i < count ? i : 0]] + d, i < count ? D - d : 0, finite, row);
-          _mm512_store_si512(to + d, row[0]);
+          store(to + d, row[0]);
         }
       } else {
         for (int d = 0; d < columns; d += LANES) {
-          __m512i pair[HALVES][2];
+          Integers pair[HALVES][2];
           load_pair<ROLE>(x, tokens, i, count, d, pair, finite);
           for (int h = 0; h < HALVES; h++)
-            for (int y = 0; y < 2 && d + y * WIDTH < columns; y++)
-              _mm512_store_si512(to + h * columns + d + y * WIDTH, pair[h][y]);
+            for (int y = 0; y < 2 && d + y * WIDTH < columns; y++) store(to + h * columns + d + y * WIDTH, pair[h][y]);
         }
       }
     }
@@ -158,10 +145,10 @@ struct Operands {
     bool finite;
     for (int i = 0; i < round_up(count, LANES); i += WIDTH)
       for (int w = 0; w < words; w += WIDTH) {
-        __m512i blocks[HALVES][WIDTH];
+        Integers blocks[HALVES][WIDTH];
         for (int u = 0; u < WIDTH; u++) {
           const int64_t left = i + u < count ? D - w * Arithmetic::PER_WORD : 0;
-          __m512i row[HALVES];
+          Integers row[HALVES];
           load_words<Arithmetic, Role::scores>(x[tokens[left ? i + u : 0]] + w * Arithmetic::PER_WORD, left, finite,
                                                row);
           for (int h = 0; h < HALVES; h++) blocks[h][u] = row[h];
@@ -169,7 +156,7 @@ struct Operands {
         for (int h = 0; h < HALVES; h++) {
           transpose(blocks[h]);
           Word *at = to + (i / LANES * stride + w * HALVES + h) * LANES + i % LANES;
-          for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * HALVES * LANES, blocks[h][u]);
+          for (int u = 0; u < WIDTH; u++) store(at + u * HALVES * LANES, blocks[h][u]);
         }
       }
   }
@@ -179,12 +166,11 @@ struct Operands {
   void read_sums(Rows<Element> x, const int64_t *tokens, int count, float *to) const {
     for (int i = 0; i < round_up(count, LANES); i += WIDTH)
       for (int d = 0; d < columns; d += WIDTH) {
-        __m512i block[WIDTH];
-        for (int u = 0; u < WIDTH; u++)
-          block[u] = i + u < count ? integers(load(x[tokens[i + u]] + d, D - d)) : _mm512_setzero_si512();
+        Integers block[WIDTH];
+        for (int u = 0; u < WIDTH; u++) block[u] = i + u < count ? integers(load(x[tokens[i + u]] + d, D - d)) : all(0);
         transpose(block);
         float *at = to + (i / LANES * columns + d) * LANES + i % LANES;
-        for (int u = 0; u < WIDTH; u++) _mm512_store_si512(at + u * LANES, block[u]);
+        for (int u = 0; u < WIDTH; u++) store(at + u * LANES, block[u]);
       }
   }
 
@@ -195,14 +181,13 @@ struct Operands {
     for (int i = 0; i < count; i += WIDTH)
       for (int d = 0; d < columns; d += WIDTH) {
         const float *at = sums + (i / LANES * columns + d) * LANES + i % LANES;
-        __m512i block[WIDTH];
-        for (int u = 0; u < WIDTH; u++)
-          block[u] = integers(_mm512_mul_ps(_mm512_load_ps(at + u * LANES), _mm512_loadu_ps(factor + i)));
+        Integers block[WIDTH];
+        for (int u = 0; u < WIDTH; u++) block[u] = integers(load(at + u * LANES) * load(factor + i));
         transpose(block);
         for (int u = 0; u < WIDTH && i + u < count; u++) {
           Element *row = x[tokens[i + u]] + d;
           const Lanes y = floats(block[u]);
-          store(row, add ? _mm512_add_ps(y, load(row, D - d)) : y, D - d);
+          store(row, add ? (y + load(row, D - d)) : y, D - d);
         }
       }
   }
@@ -211,18 +196,13 @@ struct Operands {
   // The words of elements d to d + 15 and d + 16 to d + 31 of rows i and i + 1, those of zeros for rows that there are
   // not.
   template <Role ROLE, class Element>
-  void load_pair(Rows<const Element> x, const int64_t *tokens, int i, int count, int d, __m512i (&pair)[HALVES][2],
+  void load_pair(Rows<const Element> x, const int64_t *tokens, int i, int count, int d, Integers (&pair)[HALVES][2],
                  bool &finite) const {
-    const __m512i interleave = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
-                                                6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const bool any = i < count, both = i + 1 < count;
-    __m512i a[HALVES], b[HALVES];
+    Integers a[HALVES], b[HALVES];
     load_words<Arithmetic, ROLE>(x[tokens[any ? i : 0]] + d, any ? D - d : 0, finite, a);
     load_words<Arithmetic, ROLE>(x[tokens[both ? i + 1 : 0]] + d, both ? D - d : 0, finite, b);
-    for (int h = 0; h < HALVES; h++) {
-      pair[h][0] = _mm512_permutex2var_epi16(a[h], interleave, b[h]);
-      pair[h][1] = _mm512_permutex2var_epi16(a[h], _mm512_add_epi16(interleave, _mm512_set1_epi16(WIDTH)), b[h]);
-    }
+    for (int h = 0; h < HALVES; h++) Arithmetic::interleave(a[h], b[h], pair[h]);
   }
 };
 

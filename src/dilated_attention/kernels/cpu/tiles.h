@@ -146,8 +146,7 @@ class Kept {
   int64_t floats() const { return slots * (size + SLOT); }
 
   void clear(float *memory) const {
-    for (int64_t i = 0; i < slots; i++)
-      slot(memory, i) = {-1, -1, {}, false, false, memory + slots * SLOT + i * size};
+    for (int64_t i = 0; i < slots; i++) slot(memory, i) = {-1, -1, {}, false, false, memory + slots * SLOT + i * size};
   }
 
   Slot &find(float *memory, const Chunk &chunk, int64_t b, int64_t head) const {
@@ -181,11 +180,11 @@ inline void read_key_words(const Call &call, int64_t h, const int64_t *token, in
   for (int i = 0; i < count; i++) word[i] = call.key_words[token[i] * call.kwn + h * call.kwh];
 }
 
-// lse and delta of so many tokens; zeros up to a multiple of LANES.
-inline void read_stats(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, float *lse,
-                       float *delta) {
+// lse and delta of so many tokens; zeros behind them, `padded` of both together.
+inline void read_stats(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, int64_t padded,
+                       float *lse, float *delta) {
   const int64_t heads = call.H * call.G;
-  for (int i = count; i < round_up(count, LANES); i++) lse[i] = delta[i] = 0;
+  for (int i = count; i < padded; i++) lse[i] = delta[i] = 0;
   for (int i = 0; i < count; i++) {
     const float *stats = call.stats + 2 * ((b * call.N + token[i]) * heads + n);
     lse[i] = stats[0], delta[i] = stats[1];

@@ -1,0 +1,4 @@
+// AVX2 with FMA: products in float32.
+#include "in_float32.h"
+
+int run_avx2(Kernel kernel, int64_t type, const Call &call) { return run_in_float32(kernel, type, call); }
