@@ -46,7 +46,7 @@ MOST_IDLE = 1.3
 faster."""
 
 
-LEAST_KEYS = {torch.float32: (256, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
+LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
 """Keys of a query, of whole segments, from which on `auto` takes this backend, on processors with AVX2 only, with
 AVX-512 and with AMX: below, a tile's gathers and edges cost more than its products (notebook, 2026-11-22)."""
 
