@@ -3,8 +3,8 @@
 // Every product of the kernels is  c[r][lane] (+)= sum over k of a[r][k] * b[k][lane],  where a is broadcast word by
 // word and b and c lie in lanes. A word is one float32, or two bfloat16 whose products are added in one instruction; so
 // K, Q, V and dO are read as they lie in memory, row by row, once as a (scores: k runs along a row) and once as its
-// transpose (values: k runs over rows). Eight rows by two vectors are sixteen sums, twice what covers the latency of a product;
-// AVX2, of half as many registers, has four by three.
+// transpose (values: k runs over rows). Eight rows by two vectors are sixteen sums, twice what covers the latency of a
+// product; AVX2, of half as many registers, has four by three.
 #pragma once
 #include <type_traits>
 

@@ -187,7 +187,7 @@ struct Operands {
         for (int u = 0; u < WIDTH && i + u < count; u++) {
           Element *row = x[tokens[i + u]] + d;
           const Lanes y = floats(block[u]);
-          store(row, add ? (y + load(row, D - d)) : y, D - d);
+          store(row, add ? y + load(row, D - d) : y, D - d);
         }
       }
   }
