@@ -22,10 +22,9 @@
 // machine lacks.
 namespace {
 
-using Word = float; // 32 bits that are broadcast or multiplied as one: a
-                    // float32, or two bfloat16
-constexpr float INF = std::numeric_limits<float>::infinity(),
-                NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
+using Word = float;  // 32 bits that are broadcast or multiplied as one: a
+                     // float32, or two bfloat16
+constexpr float INF = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 enum class Type : int64_t { float32, bfloat16, float16 };
@@ -39,7 +38,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-} // namespace
+}  // namespace
 
 #ifdef __AVX512F__
 #include "vectors_avx512.h"
@@ -58,8 +57,7 @@ inline Lanes zeros() { return all(0.f); }
 inline Lanes power_of_2(Lanes exponent) {
   const Lanes x = bounded_exponent(exponent);
   const Lanes whole = nearest_integer(x), f = x - whole;
-  Lanes y =
-      multiply_add(all(0.0013264728477224708f), f, all(0.009671512991189957f));
+  Lanes y = multiply_add(all(0.0013264728477224708f), f, all(0.009671512991189957f));
   y = multiply_add(y, f, all(0.05550733581185341f));
   y = multiply_add(y, f, all(0.24022242426872253f));
   y = multiply_add(y, f, all(0.6931470036506653f));
@@ -71,25 +69,14 @@ inline Lanes power_of_2(Lanes exponent) {
 inline Halves round_to_bfloat16(Lanes x) {
   const Integers bits = integers(x), odd = shift_right(bits, 16) & all(1);
   const Integers rounded = add(bits, add(odd, all(0x7fff)));
-  return narrowed(shift_right(
-      integers(choose(is_nan(x), all(NOT_A_NUMBER), floats(rounded))), 16));
+  return narrowed(shift_right(integers(choose(is_nan(x), all(NOT_A_NUMBER), floats(rounded))), 16));
 }
 
-inline Lanes load(const BFloat16 *x, int64_t n) {
-  return floats(shift_left(widened(load_halves(x, n)), 16));
-}
-inline Lanes load(const Float16 *x, int64_t n) {
-  return float16_to_floats(load_halves(x, n));
-}
-inline void store(BFloat16 *x, Lanes y, int64_t n) {
-  store_halves(x, round_to_bfloat16(y), n);
-}
-inline void store(Float16 *x, Lanes y, int64_t n) {
-  store_halves(x, round_to_float16(y), n);
-}
+inline Lanes load(const BFloat16 *x, int64_t n) { return floats(shift_left(widened(load_halves(x, n)), 16)); }
+inline Lanes load(const Float16 *x, int64_t n) { return float16_to_floats(load_halves(x, n)); }
+inline void store(BFloat16 *x, Lanes y, int64_t n) { store_halves(x, round_to_bfloat16(y), n); }
+inline void store(Float16 *x, Lanes y, int64_t n) { store_halves(x, round_to_float16(y), n); }
 
-inline Lanes infinite_or_nan_to_nan(Lanes x) {
-  return multiply_add(x, zeros(), x);
-}
+inline Lanes infinite_or_nan_to_nan(Lanes x) { return multiply_add(x, zeros(), x); }
 
-} // namespace
+}  // namespace
