@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -89,6 +90,8 @@ def test_settings_are_those_of_the_reports():
     assert {x.base.batch for x in whole} == {1, 4}
     assert {x.base.segment_lengths for x in whole} == {(1024, 2048, 4096), (2048, 4096, 8192)}
     assert sum(x.compiled for x in whole) == 1
+    reported = {(x.base.seq_len, x.base.dtype) for x in whole if x.base.segment_lengths == (1024, 2048, 4096)}
+    assert reported == set(itertools.product(compare.LENGTHS, compare.DTYPES))
 
 
 def test_what_a_file_holds_is_not_measured_again(few, tmp_path, monkeypatch, capsys):
