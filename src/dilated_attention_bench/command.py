@@ -182,7 +182,7 @@ def _compare(options: argparse.Namespace) -> int:
             for row in compare.measured(setting, device, others):
                 recorder.add(row)
             if setting.plain and setting.base.seq_len <= 32768:
-                for row in compare.ring_of_two(setting, rounds=3 if options.quick else 7):
+                for row in compare.ring_of_two(setting):
                     recorder.add(row)
         console = Console()
         console.width = max(console.width, 110)

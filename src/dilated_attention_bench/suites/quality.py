@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -27,8 +27,30 @@ from dilated_attention_bench.suites import Step
 ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
 ORDERS = (2, 3, 4)
-WINDOW = 1024
-"""Tokens of the text model's local window: what the dilated model sees at rate 1, on average."""
+WINDOW = 1280
+"""Tokens of the text model's local window: a few more than a token of the dilated model sees, on average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Trainings on pieces of text.
+
+    Attributes:
+        context: bytes of a piece.
+        pattern: of the dilated model.
+        steps: of the trainings of equal steps, in which `attentions` take part.
+        seconds: of the trainings of equal time, in which IN_TIME take part.
+    """
+
+    context: int
+    pattern: Dilated
+    steps: int
+    attentions: tuple[str, ...]
+    seconds: float
+
+    def parameters(self, seed: int) -> dict[str, Any]:
+        branches = {x: list(getattr(self.pattern, x)) for x in ("segment_lengths", "dilation_rates")}
+        return {"seq_len": self.context, **branches, "heads": 4, "layers": 2, "seed": seed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,28 +59,46 @@ class Size:
 
     Attributes:
         lengths: of recall.
-        contexts: of text, each with the steps of a training, the attentions that take them all, and the seconds of the
-            others, those of IN_TIME.
         seeds: of each training on text.
     """
 
     lengths: tuple[int, ...]
     questions: int
     most_steps: Mapping[int, int]
-    contexts: tuple[tuple[int, int, tuple[str, ...], float], ...]
+    texts: tuple[Text, ...]
     seeds: int
     held_out: int
 
 
+# The first pattern is what `suggest_pattern` gives for 0.3 of dense attention's cost.
 WHOLE = Size(
-    lengths=(2048, 8192, 32768, 131072, 262144), questions=16, most_steps=recall.MOST_STEPS,
-    contexts=((8192, 400, ATTENTIONS, 60.0), (32768, 600, ("dilated", "window"), 240.0)), seeds=3, held_out=32,
-)  # fmt: skip
+    lengths=(2048, 8192, 32768, 131072, 262144),
+    questions=16,
+    most_steps=recall.MOST_STEPS,
+    texts=(
+        Text(
+            context=8192,
+            pattern=Dilated((1280, 3072, 8192), (1, 2, 4)),
+            steps=400,
+            attentions=ATTENTIONS,
+            seconds=60.0,
+        ),
+        Text(
+            context=32768,
+            pattern=Dilated((2048, 32768), (1, 4)),
+            steps=600,
+            attentions=("dilated", "window"),
+            seconds=240.0,
+        ),
+    ),
+    seeds=3,
+    held_out=32,
+)
 QUICK = Size(
     lengths=(512,),
     questions=1,
     most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
-    contexts=((512, 2, ATTENTIONS, 0.1),),
+    texts=(Text(context=512, pattern=Dilated((128, 512), (1, 4)), steps=2, attentions=ATTENTIONS, seconds=0.1),),
     seeds=1,
     held_out=1,
 )
@@ -68,13 +108,11 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     size = QUICK if quick else WHOLE
     longest = max(size.lengths)
     found = [Step("recall", partial(_recall, size, longest, device))]
-    for context, count, attentions, limit in size.contexts:
-        options: dict[str, Any] = {"held_out": size.held_out, "device": device}
+    for text in size.texts:
         for seed in range(size.seeds):
-            run = partial(_equal_steps, context, count, attentions, seed, **options)
-            found.append(Step(f"text, {context:,} bytes, {EQUAL_STEPS}, seed {seed}", run))
-            run = partial(_equal_time, context, limit, seed, **options)
-            found.append(Step(f"text, {context:,} bytes, {EQUAL_TIME}, seed {seed}", run))
+            for run, equal in ((_equal_steps, EQUAL_STEPS), (_equal_time, EQUAL_TIME)):
+                measure = partial(run, text, seed, held_out=size.held_out, device=device)
+                found.append(Step(f"text, {text.context:,} bytes, {equal}, seed {seed}", measure))
     return found
 
 
@@ -113,26 +151,24 @@ def _distances(reach: int, length: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _model(attention: str, context: int, seed: int, device: torch.device) -> NgramLM:
-    near = min(2048, context)
-    pattern = None if attention == "dense" else Dilated((near, context), (1, 4))
+def _model(attention: str, pattern: Dilated, seed: int, device: torch.device) -> NgramLM:
     torch.manual_seed(seed)
-    model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern, positions=None))
+    chosen = None if attention == "dense" else pattern
+    model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=chosen, positions=None))
     if attention == "window":
         recall.use_window(model, WINDOW)
     return model.to(device)
 
 
-def _equal_steps(
-    context: int, count: int, attentions: Sequence[str], seed: int, *, held_out: int, device: torch.device
-) -> Iterator[Row]:
+def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
     """The same bytes in the same order for every attention, as many steps; and tables of the same bytes."""
-    windows = _sources(context).sample_held_out(held_out).to(device)
-    case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "steps": count}
+    windows = _sources(text.context).sample_held_out(held_out).to(device)
+    case = {**text.parameters(seed), "steps": text.steps}
     bits: dict[str, float] = {}
-    for attention in attentions:
-        model = _model(attention, context, seed, device)
-        read = [piece for pieces in _train(model, context, seed, lambda done: done / count) for piece in pieces]
+    for attention in text.attentions:
+        model = _model(attention, text.pattern, seed, device)
+        trained = _train(model, text.context, seed, lambda done: done / text.steps)
+        read = [piece for pieces in trained for piece in pieces]
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
     for order in ORDERS:
         table = NgramTable(read, order)
@@ -142,14 +178,14 @@ def _equal_steps(
         yield Row(f"text: dilated over dense, {EQUAL_STEPS}", case, bits["dilated"] / bits["dense"], "x", bar=1.02)
 
 
-def _equal_time(context: int, limit: float, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
+def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
     """As many seconds for every attention of IN_TIME, a third of them on short pieces; bytes in the same order."""
-    windows = _sources(context).sample_held_out(held_out).to(device)
-    case = {"seq_len": context, "heads": 4, "layers": 2, "seed": seed, "seconds": limit}
+    windows = _sources(text.context).sample_held_out(held_out).to(device)
+    case = {**text.parameters(seed), "seconds": text.seconds}
     bits: dict[str, float] = {}
     for attention in IN_TIME:
-        model = _model(attention, context, seed, device)
-        steps = _train(model, context, seed, _clock(limit))
+        model = _model(attention, text.pattern, seed, device)
+        steps = _train(model, text.context, seed, _clock(text.seconds))
         yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(len(steps)), "")
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
     yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
