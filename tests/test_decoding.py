@@ -119,3 +119,13 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=word):
             cached_attention(*arguments, pattern)
+
+
+@pytest.mark.parametrize("attend", [cached_attention, first_token_attention])
+def test_scores_are_as_wide_under_autocast(attend):
+    pattern = Dilated((8, 40), (1, 2))
+    q, k, v = (2 * torch.randn(2, n, 2, 8) for n in (1, 40, 40))
+    expected = attend(q, k, v, pattern)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(q, k, v, pattern)
+    assert torch.equal(found, expected)

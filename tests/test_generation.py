@@ -187,3 +187,23 @@ def test_half_precision_cache():
     for position in range(20, 40):
         logits = model.decode(tokens[:, position], cache)
     torch.testing.assert_close(logits.float(), expected[:, -1], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("config", [SMALL, PATTERNS["dense"]], ids=["dilated", "dense"])
+def test_autocast(config):
+    """The cache holds what the projections give, and 16 rows and more go to the fused operator."""
+    model = LongNetLM(config).eval()
+    tokens = torch.randint(31, (2, 40))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens).float()
+        logits, cache = model.prefill(tokens[:, :20], max_len=40)
+        assert cache.dtype == torch.bfloat16
+        for position in range(20, 40):
+            logits = model.decode(tokens[:, position], cache)
+    torch.testing.assert_close(logits.float(), expected[:, -1], rtol=0.1, atol=0.1)
+
+
+def test_many_samples():
+    """A token of each of many samples is no transposed batch."""
+    tokens = torch.zeros(300, 4, dtype=torch.int64)
+    assert LongNetLM(SMALL).eval().generate(tokens, 2).shape == (300, 6)

@@ -98,7 +98,10 @@ class TestBuilders:
         layout = BlockLayout.dilated(seq_len, rates, reach, block_size, is_causal=is_causal)
         expect(layout, mask, block_size, is_causal)
 
-    @pytest.mark.parametrize("levels", [[(1, 40)], [(1, 50), (64, 300), (150, None)], [(8, 20), (8, 100), (90, 200)]])
+    @pytest.mark.parametrize(
+        "levels",
+        [[(1, 40)], [(1, 50), (64, 300), (150, None)], [(8, 20), (8, 100), (90, 200)], [(31, 60), (100, None)]],
+    )
     def test_hierarchical(self, seq_len, block_size, is_causal, levels):
         i, j = tokens(seq_len)
         mask = torch.zeros(seq_len, seq_len, dtype=torch.bool)

@@ -454,3 +454,30 @@ def test_damaged_files(folder, tmp_path):
         LongNetLM.from_pretrained(folder)
     with pytest.raises(ValueError, match=r"nowhere.config.json: cannot be read"):
         LongNetLM.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("pattern", [Dilated((8, 24), (1, 3)), None], ids=["dilated", "dense"])
+def test_ragged_targets_read_their_own_source(pattern, layers):
+    both = pair(dataclasses.replace(MAGNETO, pattern=pattern))
+    both = dataclasses.replace(both, decoder=dataclasses.replace(both.decoder, num_layers=layers))
+    model = LongNet(both).double().eval()
+    states, target = model.encoder(torch.randn(2, 40, 32).double()), torch.randint(50, (2, 12))
+    logits = model.decoder(target, lengths=[12, 7], source=states, source_lengths=[40, 30])
+    for i, (length, read) in enumerate(((12, 40), (7, 30))):
+        alone = model.decoder(target[i : i + 1, :length], source=states[i : i + 1, :read])
+        torch.testing.assert_close(logits[i : i + 1, :length], alone, rtol=0, atol=1e-10)
+    out = model.decoder.generate(target, 5, lengths=[12, 7], source=states, temperature=0.0)
+    alone = model.decoder.generate(target[1:, :7], 5, source=states[1:], temperature=0.0)
+    assert torch.equal(out[1:, :12], alone)
+
+
+def test_xpos_refuses_what_autocast_cannot_hold():
+    config = LongNetConfig(
+        embed_dim=32, num_layers=1, num_heads=2, positions="xpos", xpos_scale_base=4.0, pattern=Dilated((64,), (1,))
+    )
+    tokens = torch.zeros(1, 400, dtype=torch.int64)
+    with pytest.raises(ValueError, match="float16"):
+        LongNetLM(config).half()(tokens)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16"):
+        LongNetLM(config)(tokens)

@@ -107,6 +107,28 @@ def test_layouts_are_well_formed(name, seq_len, block_size, heads, kv_heads, is_
         assert torch.equal(layout.counts, budget.expand_as(layout.counts))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 3, (2, 64), (64, 4)], ids=str)
+@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh", "vertical and slash", "learned"])
+def test_small_blocks(name, block_size, is_causal):
+    """Fewer tokens than the estimate takes parts of a query block, or peaks of a key block."""
+    q, k = make(130, 2, 1)
+    layout = routers(block_size, is_causal)[name](q, k)
+    diagonal = BlockLayout.local(130, 1, block_size, is_causal=is_causal)
+    assert layout & diagonal == diagonal | (layout & diagonal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "learned"])
+def test_autocast_changes_no_choice(name, is_causal, dtype):
+    q, k = make(256)
+    route = routers(16, is_causal)[name]
+    with torch.autocast("cpu", dtype):
+        found = route(q, k)
+    assert found == route(q, k)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes(name, dtype):

@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, vmap
 
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention, dilated_attention
+from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.table import BACKENDS
 from dilated_attention.nn import MultiheadDilatedAttention
 from tolerances import TOLERANCE, relative_error
 
@@ -229,6 +231,31 @@ def test_autocast(dtype):
     assert relative_error(out.float(), expected) <= TOLERANCE[dtype] * 5  # two projections besides
     out.float().sum().backward()
     assert model.in_proj_weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("segment", [8, 64], ids=["few keys", "many keys"])
+def test_scores_are_as_wide_under_autocast(segment, options, backend):
+    """Autocast casts q, k and v, and nothing inside: lse and gradients are those of a call in half precision."""
+    if why := BACKENDS[backend].refusal(Facts(torch.device("cpu"), torch.bfloat16, 32, 64)):
+        pytest.skip(why)
+    q, k, v = (2 * torch.randn(1, 64, 2, 32, dtype=torch.bfloat16) for _ in range(3))
+
+    def run():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(0)
+        out, lse = dilated_attention(*leaves, [segment], [1], return_lse=True, backend=backend, **options)
+        return out, lse, *torch.autograd.grad((out.float().sum() + lse.sum()), leaves)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    wide = torch.full((1, 64, 2, 32), 60.0)
+    with torch.autocast("cpu", torch.float16):
+        assert dilated_attention(wide, wide, wide, [segment], [1], backend=backend).isfinite().all()
 
 
 def test_compiled_and_exported(fresh_python):

@@ -227,17 +227,24 @@ class Call:
         return found
 
 
+def in_autocast(device: torch.device) -> bool:
+    known = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
+    return known and torch.is_autocast_enabled(device.type)
+
+
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
-    if not isinstance(q, Tensor):
+    if not isinstance(q, Tensor) or not in_autocast(q.device):
         return q, k, v
-    device = q.device.type
-    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
-    if not (known and torch.is_autocast_enabled(device)):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
+
+
+def dtype_of_products(x: Tensor) -> torch.dtype:
+    """What a product of x with a weight has: under autocast its dtype, unless x is in double precision."""
+    if x.dtype == torch.float64 or not in_autocast(x.device):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -92,11 +92,12 @@ def first_token_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
-    scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
-    weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
-    out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
-    if sinks is not None:
-        out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
+        weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
+        out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
+        if sinks is not None:
+            out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
     return out.to(q.dtype)
 
 
@@ -165,7 +166,8 @@ class _Cached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         ctx.set_materialize_grads(False)
@@ -176,5 +178,6 @@ class _Cached(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = native.backward(dout, dlse, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = native.backward(dout, dlse, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
         return (*gradients, None, None)

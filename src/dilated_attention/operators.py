@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards, split_scale
+from dilated_attention.call import Call, Shards, in_autocast, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
@@ -145,6 +145,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 
 
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
+        with torch.autocast(q.device.type, enabled=False):
+            return _run(call, q, k, v)
     factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
@@ -166,7 +169,16 @@ def _backward(
     *packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
-    call = _unpack(k, *packed)
+    return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
+
+
+def _run_backward(
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    saved: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if in_autocast(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return _run_backward(call, dout, dlse, q, k, v, out, lse, saved)
     factor, _ = split_scale(call.scale)
     q = q if factor == 1 else q * factor
     if call.shards is None:

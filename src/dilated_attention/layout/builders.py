@@ -99,7 +99,8 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
     spans = []
     for stride, window in sizes:
         low = -((window - 1 - first).clamp(max=0) // stride)
-        high = (last + window - 1).clamp(max=grid.seq_len - 1) // stride
+        end = last if grid.is_causal else (last + window - 1).clamp(max=grid.seq_len - 1)
+        high = end // stride
         if stride <= grid.k_block:  # every block between the two ends holds a multiple
             spans.append((low * stride, torch.where(high >= low, high * stride, -1)))
         else:

@@ -116,8 +116,9 @@ class _Layer:
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, _, heads, head_dim = q.shape
-        statistic = torch.promote_types(q.dtype, torch.float32)
-        grouped = q.reshape(batch, k.shape[2], heads // k.shape[2], head_dim)
+        dtype = self.cache.dtype
+        statistic = torch.promote_types(dtype, torch.float32)
+        grouped = q.to(dtype).reshape(batch, k.shape[2], heads // k.shape[2], head_dim)
         out = torch.zeros_like(grouped)
         lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=statistic)
         for samples, position in self.cache.runs:
@@ -133,7 +134,7 @@ class _Layer:
                         head_dim**-0.5, None,
                     )  # fmt: skip
                     merge_into(out[samples, heads_], lse[samples, heads_], part, part_lse.to(statistic))
-        return out.view(q.shape)
+        return out.view(q.shape).to(q.dtype)
 
 
 def _shifted(heads: slice, first: int) -> slice:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import mesh_size
 from dilated_attention.models import generation
@@ -53,7 +54,7 @@ class LongNetAttention(Pretrained):
         warn_of_layout(x)
         seq, rotary, tables = x.shape[1], self.config.rotary, None
         if rotary is not None:
-            rotary.check((seq + 1) // 2, x.dtype)
+            rotary.check((seq + 1) // 2, dtype_of_products(x))
             positions = torch.arange(seq, device=x.device)
             tables = rotary.tables(positions, seq // 2, torch.promote_types(x.dtype, torch.float32))
         return self.attention(x, tables, is_causal)
@@ -81,8 +82,10 @@ class LongNetEncoder(LongNetStack):
         seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
         """
+        x = self.embed(inputs)
+        warn_of_layout(inputs)
         states = self.hidden(
-            self.embed(inputs),
+            x,
             is_causal=False,
             positions=positions,
             lengths=lengths,
@@ -133,8 +136,10 @@ class LongNetLM(LongNetStack):
         source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
         """
         sources, mask = self._read(source, source_lengths)
+        x = self.embed(tokens)
+        warn_of_layout(tokens)
         (states,) = self.hidden(
-            self.embed(tokens),
+            x,
             is_causal=True,
             positions=positions,
             lengths=lengths,
@@ -212,7 +217,7 @@ class LongNetLM(LongNetStack):
         if not counts or not min(counts):
             raise ValueError("tokens: empty prompt; give at least one token a sample")
         x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
-        cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=x.dtype, device=x.device)
+        cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
         cache.sources, cache.source_mask = self._read(source, source_lengths)
         (states,) = self.hidden(
             x,

@@ -11,11 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import mesh_size
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
-from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, warn_of_layout, within
+from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel.sharding import sequence_range
@@ -105,13 +106,11 @@ class LongNetStack(Pretrained):
                     f"inputs must be (batch, seq, embed_dim={config.embed_dim}) vectors, as vocab_size is None; "
                     f"got {inputs.dtype} of shape {tuple(inputs.shape)}"
                 )
-            warn_of_layout(inputs)
             return inputs
         if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
             raise ValueError(
                 f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}"
             )
-        warn_of_layout(inputs)
         return self.embedding(inputs)
 
     def hidden(
@@ -260,13 +259,13 @@ class LongNetStack(Pretrained):
             assert seq_len is not None
             if positions is not None:
                 raise UnsupportedError("positions with a mesh is not supported; they count from the sequence's start")
-            rotary.check((seq_len + 1) // 2, x.dtype)
+            rotary.check((seq_len + 1) // 2, dtype_of_products(x))
             start = sequence_range(seq_len, self.mesh)[0]
             return torch.arange(start, start + seq, device=x.device)[None], torch.full((1, 1), seq_len // 2).to(
                 x.device
             )
         if positions is None:
-            rotary.check((seq + 1) // 2, x.dtype)
+            rotary.check((seq + 1) // 2, dtype_of_products(x))
             origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
             same = len(set(counts)) == 1
             return torch.arange(seq, device=x.device)[None], origins[:1] if same else origins
@@ -279,5 +278,5 @@ class LongNetStack(Pretrained):
             return positions, positions[:, :1]
         origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
         if not torch.compiler.is_compiling():
-            rotary.check(int((positions - origins).abs().max()), x.dtype)
+            rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
         return positions, origins

@@ -185,12 +185,28 @@ class CrossAttention(nn.Module):
         self,
         x: Float[Tensor, "batch seq embed_dim"],
         source: tuple[Tensor, Tensor],
-        mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
+        mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """source: from `read`. mask: True where a key is seen."""
+        """source: from `read`. mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, *source, mask, enable_gqa=self.heads[0] != self.heads[1])
+        if cu_seqlens is None:
+            out = self._attend(q, *source, mask)
+        else:  # each its own source
+            one = [slice(i, i + 1) for i in range(len(cu_seqlens) - 1)]
+            samples = zip(one, pairwise(cu_seqlens.tolist()), strict=True)
+            k, v = source
+            out = torch.cat(
+                [
+                    self._attend(q[:, :, start:stop], k[i], v[i], None if mask is None else mask[i])
+                    for i, (start, stop) in samples
+                ],
+                2,
+            )
         return self.output(out.transpose(1, 2).flatten(-2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.heads[0] != self.heads[1])
 
 
 class TransformerBlock(nn.Module):
@@ -254,7 +270,7 @@ class TransformerBlock(nn.Module):
         seq_len: int | None = None,
         memory: Memory | None = None,
         source: tuple[Tensor, Tensor] | None = None,
-        source_mask: Bool[Tensor, "batch 1 1 keys"] | None = None,
+        source_mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
         """source, source_mask: source and mask of `CrossAttention`. The others as in `SelfAttention`."""
@@ -264,7 +280,8 @@ class TransformerBlock(nn.Module):
         if self.cross_attention is not None:
             assert self.cross_norm is not None
             assert source is not None
-            x = x + self.dropout(self.cross_attention(self.cross_norm(x), source, source_mask))
+            read = self.cross_attention(self.cross_norm(x), source, source_mask, cu_seqlens)
+            x = x + self.dropout(read)
         if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= _ROWS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x.contiguous()

@@ -11,11 +11,11 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import Pooled
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
 
 
-@torch.no_grad()
+@selector
 def antidiagonal_blocks(
     q: Queries,
     k: Keys,

@@ -87,8 +87,7 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
     if grid.is_causal:
         query = torch.cat([query, q[:, :: grid.q_block, None]], dim=2)
-        size = torch.ones(grid.rows, query.shape[2], device=q.device)
-        size[0, :-1] = 0
+        size = F.pad((size > 0).to(grid.dtype), (0, 1), value=1.0)
     weight = (size / size.sum(-1, keepdim=True)).to(grid.dtype)
     return query.to(grid.dtype).permute(0, 3, 1, 2, 4) * grid.scale, weight
 
@@ -106,16 +105,17 @@ def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor
     """Peaks and the mean of the others (B, kv_heads, columns, peaks + 1, D), log multiplicity (columns, peaks + 1)."""
     blocks, more = in_blocks(k, grid.k_block), grid.columns * grid.k_block - grid.seq_len
     score = along(blocks, direction.to(k.dtype)).transpose(1, 2)  # (B, kv_heads, columns, k_block)
+    number = min(KEY_PEAKS, grid.k_block)
     present = torch.full((grid.columns,), grid.k_block, device=grid.device)
     if more:
         present[-1] -= more
         score[:, :, -1, grid.k_block - more :] = -math.inf
-    at = score.topk(KEY_PEAKS, dim=-1).indices[..., None].expand(-1, -1, -1, -1, k.shape[3])
+    at = score.topk(number, dim=-1).indices[..., None].expand(-1, -1, -1, -1, k.shape[3])
     peaks = blocks.permute(0, 3, 1, 2, 4).gather(3, at).to(direction.dtype)
-    others = (present - KEY_PEAKS).clamp(min=0)
+    others = (present - number).clamp(min=0)
     rest = blocks.sum(2, dtype=direction.dtype).transpose(1, 2) - peaks.sum(3)
     rest = rest / others.clamp(min=1)[:, None]
-    peak_count = (torch.arange(KEY_PEAKS, device=grid.device) < present[:, None]).to(direction.dtype)
+    peak_count = (torch.arange(number, device=grid.device) < present[:, None]).to(direction.dtype)
     return torch.cat([peaks, rest[:, :, :, None]], 3), torch.cat([peak_count, others[:, None]], 1).log()
 
 
@@ -130,7 +130,7 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
     member = (part == torch.arange(parts, device=x.device)[:, None]).to(x.dtype)  # [parts, block]
     body = x[:, start : start + whole * block].flatten(2).unflatten(1, (whole, block))
     size = member.sum(-1).expand(whole, parts)
-    means = (member / member.sum(-1, keepdim=True)) @ body
+    means = (member / member.sum(-1, keepdim=True).clamp(min=1)) @ body
     if before or rest:
         end = x[:, whole * block :].flatten(2)[:, None] if rest else x[:, :0].flatten(2)[:, None]
         few = member[:, : end.shape[2]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, ParamSpec
 
 import torch
 from jaxtyping import Float
@@ -12,10 +14,23 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_density, row_offsets
 
+Options = ParamSpec("Options")
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
 Queries = Float[Tensor, "batch seq heads head_dim"]
 Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
+
+
+def selector(choose: Callable[Options, BlockLayout]) -> Callable[Options, BlockLayout]:
+    """A function of q, k and options that chooses without gradients, and without autocast: shares are `float32`."""
+
+    @wraps(choose)
+    def chosen(*arguments: Options.args, **options: Options.kwargs) -> BlockLayout:
+        q: Any = arguments[0] if arguments else options["q"]
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            return choose(*arguments, **options)
+
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +52,11 @@ class Candidates(BlockGrid):
 
     @cached_property
     def always(self) -> Tensor:
-        """Key blocks that the query block's tokens lie in; causal: except those complete at its first query."""
+        """Key blocks that the query block's tokens lie in."""
         first_query, last_query, first_key, last_key = self.edges
         if not self.keep_diagonal:
             return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)
-        return (first_key <= last_query) & (last_key > first_query if self.is_causal else last_key >= first_query)
+        return (first_key <= last_query) & (last_key >= first_query)
 
     @cached_property
     def allowed(self) -> Tensor:

@@ -12,7 +12,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import along, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import Keys, Queries, ascending, candidates, largest, ranked
+from dilated_attention.routing.grid import Keys, Queries, ascending, candidates, largest, ranked, selector
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
@@ -20,7 +20,7 @@ NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query 
 WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
 
 
-@torch.no_grad()
+@selector
 def lsh_blocks(
     q: Queries,
     k: Keys,

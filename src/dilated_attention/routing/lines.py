@@ -12,12 +12,12 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing import estimates
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest, selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
 
 
-@torch.no_grad()
+@selector
 def vertical_slash(
     q: Queries,
     k: Keys,

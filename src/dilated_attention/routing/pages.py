@@ -12,11 +12,11 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import Pooled, in_blocks, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
 
 
-@torch.no_grad()
+@selector
 def page_bounds(
     q: Queries,
     k: Keys,

@@ -21,10 +21,20 @@ from dilated_attention.routing.estimates import (
     share_of_blocks,
 )
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Queries, ascending, candidates, largest, ranked
+from dilated_attention.routing.grid import (
+    ALWAYS,
+    Candidates,
+    Keys,
+    Queries,
+    ascending,
+    candidates,
+    largest,
+    ranked,
+    selector,
+)
 
 
-@torch.no_grad()
+@selector
 def topk_blocks(
     q: Queries,
     k: Keys,
@@ -66,7 +76,7 @@ def largest_shares(
     return grid.layout(torch.cat(chosen, dim=2), budget)
 
 
-@torch.no_grad()
+@selector
 def topp_blocks(
     q: Queries,
     k: Keys,
@@ -108,7 +118,7 @@ def topp_blocks(
     return grid.layout(torch.cat(lists, dim=2), torch.cat(counts, dim=2))
 
 
-@torch.no_grad()
+@selector
 def hierarchical_blocks(
     q: Queries,
     k: Keys,
