@@ -49,6 +49,14 @@ hypothesis.settings.register_profile("explore", derandomize=False, max_examples=
 hypothesis.settings.load_profile("ci")  # pytest --hypothesis-profile=explore looks for new failures
 
 
+LONGEST = "test_in_the_interpreter", "test_properties.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first: a worker cannot take over what another has begun."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """The test starts from torch's seed 0, whatever ran before it."""
