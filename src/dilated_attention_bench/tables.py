@@ -141,6 +141,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(f"{parameters['blocks']} blocks, {density:.1%}")
     if distance := parameters.get("distance"):
         words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
+    if (first := parameters.get("from")) is not None:
+        words.append(f"from byte {first:,}")
     if source := parameters.get("activations"):
         words.append(source)
     if parameters.get("is_causal"):
