@@ -21,8 +21,11 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        *("pytest", "torch._dynamo", "dilated_attention.cli"),
-        *("dilated_attention.training.session", "dilated_attention.training.ranks"),
+        "pytest",
+        "torch._dynamo",
+        "dilated_attention.cli",
+        "dilated_attention.training.session",
+        "dilated_attention.training.ranks",
     ]
 )
 

@@ -406,8 +406,7 @@ def test_in_the_interpreter():
 class TestInterpreted:
     @pytest.mark.parametrize(("check", "name"), [*zip(checks(70), cycle(("triton", on_gpu.ONE_KERNEL)), strict=False)])
     def test_checks(self, check, name):
-        batch = check.batch if check.name in ("lengths", "hidden keys") else 1
-        check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1], batch=batch)
+        check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1])
         (row,) = correctness.correctness(check, name, CPU)
         assert row.met, row
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import assume, given
@@ -168,26 +167,13 @@ def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small calls are faster on one; and `torch.empty` is filled with NaN, so that what is read was written.
-
-    Annotations are checked in some of the tests, where they cost as much as all else.
-    """
+    """Small calls are faster on one; and `torch.empty` is filled with NaN, so that what is read was written."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
-
-
-def check_annotations_too(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
-    jaxtyping.config.update("jaxtyping_disable", False)
-    try:
-        check(call, dtype, backend)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", True)
 
 
 def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
@@ -254,13 +240,13 @@ def test_torchscale(call, dtype):
 @random_calls(150)
 @given(call=calls(ragged=True, compat=True), dtype=FULL_PRECISION)
 def test_torchscale_ragged(call, dtype):
-    check_annotations_too(call, dtype)
+    check(call, dtype)
 
 
 @random_calls(250)
 @given(call=st.one_of(calls(), calls(ragged=True), calls(compat=True)), dtype=HALF_PRECISION)
 def test_half_precision(call, dtype):
-    check_annotations_too(call, dtype)
+    check(call, dtype)
 
 
 @random_calls(100)
@@ -269,4 +255,4 @@ def test_half_precision(call, dtype):
     dtype=FULL_PRECISION,
 )
 def test_reference_backend(call, dtype):
-    check_annotations_too(call, dtype, "reference")
+    check(call, dtype, "reference")

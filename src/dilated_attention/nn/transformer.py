@@ -193,16 +193,13 @@ class CrossAttention(nn.Module):
         if cu_seqlens is None:
             out = self._attend(q, *source, mask)
         else:  # each its own source
-            one = [slice(i, i + 1) for i in range(len(cu_seqlens) - 1)]
-            samples = zip(one, pairwise(cu_seqlens.tolist()), strict=True)
             k, v = source
-            out = torch.cat(
-                [
-                    self._attend(q[:, :, start:stop], k[i], v[i], None if mask is None else mask[i])
-                    for i, (start, stop) in samples
-                ],
-                2,
-            )
+            masks = [None] * len(k) if mask is None else mask.split(1)
+            samples = [
+                self._attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
+                for i, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))
+            ]
+            out = torch.cat(samples, 2)
         return self.output(out.transpose(1, 2).flatten(-2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def selector(choose: Callable[Options, BlockLayout]) -> Callable[Options, BlockLayout]:
-    """A function of q, k and options that chooses without gradients, and without autocast: shares are `float32`."""
+    """A function of q, k and options that chooses without gradients, and without autocast: shares keep their dtype."""
 
     @wraps(choose)
     def chosen(*arguments: Options.args, **options: Options.kwargs) -> BlockLayout:

@@ -28,7 +28,7 @@ ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
 ORDERS = (2, 3, 4)
 WINDOW = 1536
-"""Tokens of the text model's local window: a few more than a token of the dilated model sees, on average."""
+"""Tokens of the text model's local window: a few more than one of the dilated model sees at 8,192, on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class Text:
     seconds: float
 
     def parameters(self, seed: int) -> dict[str, Any]:
-        branches = {x: list(getattr(self.pattern, x)) for x in ("segment_lengths", "dilation_rates")}
-        return {"seq_len": self.context, **branches, "heads": 4, "layers": 2, "seed": seed}
+        segments, rates = list(self.pattern.segment_lengths), list(self.pattern.dilation_rates)
+        case = {"seq_len": self.context, "segment_lengths": segments, "dilation_rates": rates}
+        return {**case, "heads": 4, "layers": 2, "seed": seed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
