@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dilated_attention import BackendError, Dilated, attention, explain
+from dilated_attention import BackendError, Dilated, attention, explain, plan_cache
 from dilated_attention.backends import native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS, Backend
@@ -103,6 +103,24 @@ def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
     facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True, keys=4096)
     assert (BACKENDS[name].why_not(facts) is None) == (name == "native")
     assert table.choose("auto", facts).backend.name == "native"
+
+
+@pytest.mark.parametrize("is_grad", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
+def test_another_default_device(backend, is_grad):
+    """What a call allocates lies where its tensors lie, whatever torch.set_default_device says."""
+
+    def values():
+        q = k = v = torch.linspace(-1, 1, 300 * 64, device="cpu").sin().view(1, 300, 2, 32).requires_grad_(is_grad)
+        given = {"lengths": [290], "return_lse": True}
+        found = attention(q, k, v, Dilated((256, 300), (1, 2)), backend=backend, **given)
+        return [*found, *torch.autograd.grad(found[0].sum(), q)] if is_grad else found
+
+    expected = values()
+    plan_cache.clear()
+    with torch.device("meta"):
+        found = values()
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 def test_the_call_names_every_backend():

@@ -93,7 +93,7 @@ def _integers(name: str, values: Any, wanted: str) -> Tensor:
         return values
     if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
         raise ValueError(f"{name} must be {wanted}; got {values!r}")
-    return torch.tensor(values)
+    return torch.tensor(values, device="cpu")
 
 
 def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:

@@ -102,19 +102,19 @@ def _tiles(
         `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
     """
     count, segments = group.queries.count, group.queries.segments
-    kv_head = torch.arange(group.heads) * group.head_stride + group.head
-    heads = (kv_head[:, None] * ratio + torch.arange(ratio)).flatten()
+    kv_head = torch.arange(group.heads, device="cpu") * group.head_stride + group.head
+    heads = (kv_head[:, None] * ratio + torch.arange(ratio, device="cpu")).flatten()
     if layout is None:
-        queries = keys = torch.arange(count)[None]
-        here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool)
+        queries = keys = torch.arange(count, device="cpu")[None]
+        here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool, device="cpu")
     else:
         layout = layout.to("cpu")
         lane, block = layout.row // layout.query_blocks, layout.row % layout.query_blocks
-        queries = block[:, None] * layout.q_block + torch.arange(layout.q_block)
-        keys = layout.indices[:, None] * layout.k_block + torch.arange(layout.k_block)
-        here = torch.ones(batch, len(heads), segments, layout.nnz, dtype=torch.bool)
+        queries = block[:, None] * layout.q_block + torch.arange(layout.q_block, device="cpu")
+        keys = layout.indices[:, None] * layout.k_block + torch.arange(layout.k_block, device="cpu")
+        here = torch.ones(batch, len(heads), segments, layout.nnz, dtype=torch.bool, device="cpu")
         if layout.batch_size > 1:
-            here &= torch.arange(batch)[:, None, None, None] == lane // layout.num_heads
+            here &= torch.arange(batch, device="cpu")[:, None, None, None] == lane // layout.num_heads
         if layout.num_heads > 1:
             here &= heads[:, None, None] == lane % layout.num_heads
     sample, head, segment, tile = here.nonzero(as_tuple=True)

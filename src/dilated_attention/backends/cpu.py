@@ -228,7 +228,7 @@ def backward(
         _gradient(v, add_dkdv, covered),
     )
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    stats = torch.empty((*lse.shape, 2), dtype=torch.float32)
+    stats = lse.new_empty((*lse.shape, 2))
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
     if together:
         run("stats", arguments, together[0], None)
@@ -461,13 +461,13 @@ def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | N
 
 
 def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
 
 
 def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
     if add or not covered:
-        return torch.zeros(x.shape, dtype=torch.float32 if add else x.dtype)
-    return torch.empty(x.shape, dtype=x.dtype)
+        return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
+    return x.new_empty(x.shape)

@@ -55,8 +55,8 @@ def count_matrix(
     """
     num_heads = len(table[0])
     _check_size(1, num_heads, seq_len)
-    position = torch.arange(seq_len)
-    counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int32)
+    position = torch.arange(seq_len, device="cpu")
+    counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int32, device="cpu")
     for w, r, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
         segment = position // w
         same_segment = segment[:, None] == segment[None, :]
@@ -92,10 +92,10 @@ def phantom_counts(
     padding: a query that takes part in a branch sees, beside the m keys of its segment that take part,
     ceil(w'/r) - m keys with score 0 and value 0. They lie behind every token, so a causal query sees none.
     """
-    phantoms = torch.zeros(len(table[0]), seq_len, dtype=torch.int32)
+    phantoms = torch.zeros(len(table[0]), seq_len, dtype=torch.int32, device="cpu")
     if is_causal or seq_len == 0:
         return phantoms
-    position = torch.arange(seq_len)
+    position = torch.arange(seq_len, device="cpu")
     for w, r, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
         width = min(w, seq_len)
         for h, offset in enumerate(offsets):
@@ -196,8 +196,8 @@ def batch_counts(
 
     num_heads = len(table[0])
     _check_size(batch, num_heads, seq_len)
-    counts = torch.zeros(batch, num_heads, seq_len, seq_len, dtype=torch.int32)
-    phantoms = torch.zeros(batch, num_heads, seq_len, dtype=torch.int32)
+    counts = torch.zeros(batch, num_heads, seq_len, seq_len, dtype=torch.int32, device="cpu")
+    phantoms = torch.zeros(batch, num_heads, seq_len, dtype=torch.int32, device="cpu")
     for b, start, stop in samples:
         rows = slice(start, stop)
         branches = (segment_lengths, dilation_rates, table, stop - start)
