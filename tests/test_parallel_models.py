@@ -342,6 +342,8 @@ def bad_calls():
             q, q, q, BlockLayout.local(32, 4, 16), mesh=mesh, seq_len=32, dropout_p=0.1
         ),
         "lengths and dropout": lambda mesh: attend(mesh, lengths=[20], seq_len=32, dropout_p=0.1),
+        "one rank's lengths": lambda mesh: attend(mesh, lengths=[33 if rank == 1 else 20], seq_len=32),
+        "everyone's lengths": lambda mesh: attend(mesh, lengths=[-1], seq_len=32),
         "backend": lambda mesh: attend(mesh, backend="reference"),
         "layout": lambda mesh: attention(q, q, q, BlockLayout.local(16, 4, 16), mesh=mesh),
         "layouts differ": lambda mesh: attention(q, q, q, BlockLayout.local(32, 1 + 16 * rank, 16), mesh=mesh),
@@ -368,6 +370,8 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         "one rank's mask": "the ranks .* call with different arguments: rank . has key_padding_mask=",
         "blocks and dropout": "^dropout_p with a mesh and a block layout is not supported",
         "lengths and dropout": "^dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens",
+        "one rank's lengths": r"rank 1 refused .*: lengths must lie in \[0, 32\], .*; got \[33\]",
+        "everyone's lengths": r"^lengths must lie in \[0, 32\], .*; got \[-1\]",
         "backend": "^backend='reference' sees one device",
         "layout": "^layout is for 16 tokens, got seq_len=32",
         "layouts differ": r"the ranks .* call with different arguments: rank \d has layouts=",

@@ -178,17 +178,24 @@ class Call:
         if self.cu_seqlens is not None:
             bounds = self.cu_seqlens.tolist()
             if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
-                raise ValueError(f"cu_seqlens must ascend from 0 to seq, {seq_len}; got {bounds}")
+                raise ValueError(
+                    f"cu_seqlens must ascend from 0 to {seq_len}, the tokens of the sequence; got {bounds}"
+                )
             for start, stop in pairwise(bounds):
                 yield slice(0, 1), slice(start, stop)
         elif self.lengths is not None:
             values = self.lengths.tolist()
             if any(not 0 <= length <= seq_len for length in values):
-                raise ValueError(f"lengths must lie in [0, {seq_len}], q's seq; got {values}")
+                raise ValueError(f"lengths must lie in [0, {seq_len}], the padded length; got {values}")
             for i, length in enumerate(values):
                 yield slice(i, i + 1), slice(0, length)
         else:
             yield slice(None), slice(0, seq_len)
+
+    def row_counts(self, length: int) -> set[int]:
+        """How many tokens take part in a segment, of all segments of a sample of this many tokens."""
+        segment_lengths, dilation_rates, offsets, _ = self.branches  # torch.compile of PyTorch 2.8 knows no slice of it
+        return row_counts(segment_lengths, dilation_rates, offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
         """Which pairs of query and key survive; None where all do."""
@@ -199,15 +206,15 @@ class Call:
 
     def over(self, shards: Shards) -> Call:
         """The same call of a sequence that is sharded so."""
-        seq_len, samples, layouts = shards.bounds[-1], None, self.layouts
+        samples, layouts = None, self.layouts
+        lengths = [
+            seq.stop - seq.start for _, seq in self.samples(shards.bounds[-1])
+        ]  # all ranks raise what it refuses
         if self.cu_seqlens is not None:
             samples = tuple(self.cu_seqlens.tolist())
-            if samples[0] != 0 or samples[-1] != seq_len or any(x > y for x, y in pairwise(samples)):
-                raise ValueError(
-                    f"cu_seqlens must ascend from 0 to the global length, seq_len={seq_len}; got {list(samples)}"
-                )
             if len(layouts) == 1:
-                layouts = tuple(layouts[0].prefix(n) for n in sorted({y - x for x, y in pairwise(samples)} - {0}))
+                counts = {count for length in lengths for count in self.row_counts(length)}
+                layouts = tuple([layouts[0].prefix(count) for count in sorted(counts)])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
     def _layouts(self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int) -> tuple[BlockLayout, ...]:
@@ -218,9 +225,8 @@ class Call:
             pattern.check(q.shape[0], length, heads, kv_heads)
             return (pattern,)
         counts: set[int] = set()
-        segment_lengths, dilation_rates, offsets, _ = self.branches  # torch.compile of PyTorch 2.8 knows no slice of it
         for _, seq in self.samples(seq_len):
-            counts |= row_counts(segment_lengths, dilation_rates, offsets, seq.stop - seq.start)
+            counts |= self.row_counts(seq.stop - seq.start)
         found = tuple([pattern.layout_of(count) for count in sorted(counts)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)

@@ -373,8 +373,8 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     for i, length in enumerate(call.lengths.tolist()):
         layouts = call.layouts
         if len(layouts) == 1 and length:
-            (whole,) = layouts
-            layouts = ((whole.select(batch=range(i, i + 1)) if whole.batch_size > 1 else whole).prefix(length),)
+            whole = layouts[0].select(batch=range(i, i + 1)) if layouts[0].batch_size > 1 else layouts[0]
+            layouts = tuple([whole.prefix(count) for count in sorted(call.row_counts(length))])
         shards = replace(call.shards, bounds=tuple([min(edge, length) for edge in edges]))
         own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
         mask = None if mask is None else mask[i : i + 1, :own]
