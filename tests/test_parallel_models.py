@@ -305,6 +305,35 @@ def explained():
     return str(found), found.exchange == wanted, blocks.transport.transport, blocks.exchange.rounds
 
 
+def explained_samples():
+    """A padded batch, of which one sample ends in the first shard."""
+    mesh, lengths, pattern = dist.group.WORLD, [250, 90, 0], Dilated((64, 128, 256), (1, 2, 4))
+    q = torch.empty(3, 128, 12, 64, device="meta", dtype=torch.bfloat16)
+    found = explain(q, q, q, pattern, mesh=mesh, lengths=lengths, transport="exchange")
+    chosen = explain(q, q, q, pattern, mesh=mesh, lengths=lengths)
+    plans = [
+        exchange_plan(pattern, n, 12, 2, dist.get_rank(), bounds=tuple([min(edge, n) for edge in (0, 128, 256)]))
+        for n in lengths
+    ]
+    sums = [
+        sum([getattr(plan, name) for plan in plans]) == getattr(found.exchange, name)
+        for name in ("rows_sent", "rows_received", "peers_sent", "rounds", "bytes_sent", "backward_bytes_received")
+    ]
+    assert found.transport.reason == "asked for by name"
+    return sums, found.exchange.shard, found.flops, chosen.transport.reason
+
+
+def test_explain_adds_up_the_samples_of_a_padded_batch() -> None:
+    ranks = processes.run(2, explained_samples)
+    q = torch.empty(3, 256, 12, 64, device="meta", dtype=torch.bfloat16)
+    whole = explain(q, q, q, Dilated((64, 128, 256), (1, 2, 4)), lengths=[250, 90, 0])
+    assert sum([flops for _, _, flops, _ in ranks]) == whole.flops
+    for (sums, shard, _, reason), right in zip(ranks, [(0, 128), (128, 256)], strict=True):
+        assert all(sums), sums
+        assert shard == right
+        assert reason.startswith("each sample chooses for itself; the longest, of 250 tokens: least modelled time")
+
+
 def test_explain_says_what_travels_and_why() -> None:
     for rank, (text, equal, transport, rounds) in enumerate(processes.run(2, explained)):
         assert equal

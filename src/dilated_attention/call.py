@@ -207,9 +207,8 @@ class Call:
     def over(self, shards: Shards) -> Call:
         """The same call of a sequence that is sharded so."""
         samples, layouts = None, self.layouts
-        lengths = [
-            seq.stop - seq.start for _, seq in self.samples(shards.bounds[-1])
-        ]  # all ranks raise what it refuses
+        # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
+        lengths = [seq.stop - seq.start for _, seq in self.samples(shards.bounds[-1])]
         if self.cu_seqlens is not None:
             samples = tuple(self.cu_seqlens.tolist())
             if len(layouts) == 1:

@@ -93,7 +93,8 @@ def explain(
     """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors will do.
 
     Takes the options of `attention`, and `compat` as `dilated_attention` does. With a mesh the groups are this rank's,
-    over its own rows and the rows that it receives.
+    over its own rows and the rows that it receives; with lengths too, of one sample after another, and what travels is
+    the sum over samples.
     """
     if compat is not None:
         if not isinstance(pattern, Dilated):
@@ -111,7 +112,8 @@ def explain(
         batches = [len(range(q.shape[0])[batch]) for batch, plan in samples for _ in plan.groups]
     else:
         chosen, exchange, groups = over_mesh.account(call, q, k)
-        batches, layouts = [q.shape[0]] * len(groups), {}  # as if no layout thinned the groups out
+        batch = q.shape[0] if call.lengths is None else 1
+        batches, layouts = [batch] * len(groups), {}  # as if no layout thinned the groups out
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     pairs, moved = 0, 0
     for group, batch in zip(groups, batches, strict=True):

@@ -343,9 +343,23 @@ def backward(
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """How rows travel, what this rank moves, and the groups that it computes, as if no layout thinned them out."""
+    """How rows travel, what this rank moves, and the groups that it computes, as if no layout thinned them out.
+
+    Of a padded batch, what all samples move together, their groups one after another, and the longest one's transport.
+    """
     assert call.shards is not None
-    rank, number = _Rank(call, q, k), dist.get_rank(_group(call))
+    group = _group(call)
+    if call.lengths is not None and len(call.lengths):
+        found = [account(sample, q[:1], k[:1]) for _, sample in samples(call, q.shape[1])]
+        longest, tokens = int(call.lengths.argmax()), int(call.lengths.max())
+        chosen, plans = found[longest][0], [plan for _, plan, _ in found]
+        if call.shards.transport == "auto":
+            reason = f"each sample chooses for itself; the longest, of {tokens} tokens: {chosen.reason}"
+            chosen = replace(chosen, reason=reason)
+        shard = sharding_of(call, dist.get_world_size(group)).shard(dist.get_rank(group))
+        moved = replace(traffic.total(plans), transport=chosen.transport, shard=shard)
+        return chosen, moved, tuple([group for *_, groups in found for group in groups])
+    rank, number = _Rank(call, q, k), dist.get_rank(group)
     chosen = traffic.choose(call.shards.transport, rank.sharding, rank.shape)
     moved = traffic.count(chosen.transport, rank.sharding, number, rank.shape)
     return chosen, moved, rank_groups(rank.sharding, number)
