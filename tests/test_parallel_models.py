@@ -34,6 +34,7 @@ from dilated_attention.parallel import (
     unshard_sequence,
 )
 from dilated_attention.parallel.comm import link_of
+from dilated_attention.parallel.sharding import from_rank
 from tolerances import TOLERANCE, relative_error
 
 SEGMENTS, RATES = (16, 40, 90), (1, 2, 3)
@@ -438,6 +439,21 @@ def ranges():
             sequence_range(bad, mesh)
     with pytest.raises(ValueError, match="x has 3 rows in dim 1"):
         unshard_sequence(torch.zeros(1, 3), mesh, seq_len=7 if dist.get_rank() else 9)
+    rank, answers = dist.get_rank(), []
+    for rows, seq_len in ((3 + rank, None), (3 + rank, 6 + rank), (3 + rank, 7 - 8 * rank), (3, 6 if rank else 7)):
+        with pytest.raises(ValueError, match="seq_len") as caught:
+            unshard_sequence(torch.full((1, rows), float(rank)), mesh, seq_len=seq_len)
+        answers.append(str(caught.value))
+    both: list = [None] * 2
+    dist.all_gather_object(both, answers)
+    assert both[0] == both[1], both
+    words = ["of seq_len=6 on rank 0", "of seq_len=7 on rank 1", "on rank 1", "of seq_len=6 on rank 1"]
+    for found, wanted in zip(answers, words, strict=True):
+        assert wanted in found, found
+    assert unshard_sequence(torch.full((1, 3), float(rank)), mesh).tolist() == [[0.0] * 3 + [1.0] * 3]
+    own = torch.full((2,), float(rank))
+    assert from_rank(1, own, mesh).tolist() == [1.0, 1.0]
+    assert own.tolist() == [rank] * 2
     with pytest.raises(ValueError, match='gradients must be "mean" or "sum"'):
         cp_mean(torch.zeros(()), 1, mesh, gradients="none")
     with warnings.catch_warnings(record=True) as caught:

@@ -32,7 +32,7 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
 
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     """What a rank of the mesh has, on every rank, each of which gives a tensor of that shape and dtype."""
-    group, x = context_group(mesh), x.contiguous()
+    group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
 
@@ -67,16 +67,39 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
 
     Args:
         seq_len: the global length; default: the shard's length times the number of ranks (equal shards).
+
+    Raises ValueError on every rank where the shards do not make one sequence.
     """
     group = context_group(mesh)
-    length = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
-    start, stop = sequence_range(length, mesh)
-    if x.shape[dim] != stop - start:
-        raise ValueError(
-            f"x has {x.shape[dim]} rows in dim {dim}; the shard of rank {dist.get_rank(group)} "
-            f"of seq_len={length} has {stop - start}"
-        )
-    return _Unshard.apply(x, group, dim, length)
+    return _Unshard.apply(x, group, dim, _agreed_length(x, group, dim, seq_len))
+
+
+def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
+    """The global length, once every rank has been found to hold its shard of it: gathering others would hang or mix
+    up rows."""
+    rank, size, rows = dist.get_rank(group), dist.get_world_size(group), x.shape[dim]
+    length, problem = rows * size if seq_len is None else seq_len, None
+    try:
+        start, stop = sequence_range(length, group)
+        if rows != stop - start:
+            problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
+    except ValueError as error:
+        problem = f"{error} on rank {rank}"
+    words = torch.tensor([1, 0, 0] if problem else [0, length, -length], device=x.device)
+    dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+    refused, most, least = words.tolist()
+    if not refused and most == -least:
+        return length
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (problem, rows, length), group=group)
+    if refused:
+        raise ValueError(next(text for text, *_ in found if text))
+    other = next(j for j in range(size) if found[j][2] != found[0][2])
+    shards = [f"{found[j][1]} rows of seq_len={found[j][2]} on rank {j}" for j in (0, other)]
+    raise ValueError(
+        f"x: the shards make no sequence along dim {dim}: {shards[0]}, {shards[1]}; "
+        "give every rank the length of the whole sequence as seq_len"
+    )
 
 
 def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor:
