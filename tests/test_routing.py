@@ -120,13 +120,21 @@ def test_small_blocks(name, block_size, is_causal):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "learned"])
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast_changes_no_choice(name, is_causal, dtype):
     q, k = make(256)
     route = routers(16, is_causal)[name]
     with torch.autocast("cpu", dtype):
         found = route(q, k)
     assert found == route(q, k)
+
+
+def test_autocast_changes_no_gate():
+    q, k = make(256)
+    router = learned(2, 2, 8, block_size=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router.log_gates(q, k)
+    assert torch.equal(found, router.log_gates(q, k))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

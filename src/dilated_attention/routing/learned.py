@@ -97,18 +97,20 @@ class LearnedRouter(nn.Module):
         return candidates(q, k, self.block_size, self.is_causal, True, self.floor)
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
-        blocks = (
-            F.pad(k, (0, 0, 0, 0, 0, more), value=fill).unflatten(1, (grid.columns, grid.k_block))
-            for fill in (-math.inf, math.inf)
-        )
-        high, low = next(blocks).amax(2), next(blocks).amin(2)
-        mean = part_means(k, grid.k_block, 1)[0][:, :, 0]
-        query = part_means(q, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
-        query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
-        key = torch.einsum("bjhd,hdr->bhjr", torch.cat([mean, high, low], dim=-1).to(dtype), self.key_map)
-        key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-        return query @ key.mT / self.query_map.shape[2] ** 0.5
+        """In the router's dtype, under autocast too: its rounding would change the choice, and a gate's row sums."""
+        with torch.autocast(q.device.type, enabled=False):
+            dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
+            blocks = (
+                F.pad(k, (0, 0, 0, 0, 0, more), value=fill).unflatten(1, (grid.columns, grid.k_block))
+                for fill in (-math.inf, math.inf)
+            )
+            high, low = next(blocks).amax(2), next(blocks).amin(2)
+            mean = part_means(k, grid.k_block, 1)[0][:, :, 0]
+            query = part_means(q, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
+            query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
+            key = torch.einsum("bjhd,hdr->bhjr", torch.cat([mean, high, low], dim=-1).to(dtype), self.key_map)
+            key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+            return query @ key.mT / self.query_map.shape[2] ** 0.5
 
     def _log_gates(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
         free = grid.allowed & ~grid.always
