@@ -17,7 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import processes
 from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, explain
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.models import (
+    GigaPathConfig,
+    GigaPathSlideEncoder,
+    LongNetAttention,
+    LongNetConfig,
+    LongNetLM,
+    LongViT,
+    LongViTConfig,
+)
 from dilated_attention.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -89,6 +98,10 @@ def modules():
     compare("multihead", MultiheadDilatedAttention(16, 4, **options), multihead)
     block = BlockSparseRingMultiheadDilatedAttention(16, 4, layout=_window, dtype=torch.float64)
     compare("block multihead", block, multihead)
+    layer = LongNetAttention(config(embed_dim=16, positions="xpos")).double()
+    compare("attention of a layer", layer, lambda module, x: module(x, is_causal=True, seq_len=91))
+    layer = LongNetAttention(config(embed_dim=16, pattern=None)).double()
+    compare("dense attention of a layer", layer, lambda module, x: module(x, seq_len=91))
     compare("several", nn.Sequential(_Residual(), _Residual()), lambda module, x: module(x))
     return answers
 
@@ -143,6 +156,38 @@ def language_models():
     with pytest.raises(ValueError, match="holds no attention of this library"):
         set_context_parallel(nn.Linear(2, 2), mesh)
     return answers
+
+
+def image_models():
+    """Models of whole images and slides: refused whole; their encoders take shards of what they embed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    encoder = config(vocab_size=None, num_layers=1, positions=None)
+    torch.manual_seed(5)
+    vit = LongViT(LongViTConfig(image_size=32, patch_size=4, encoder=encoder)).eval()
+    slides = GigaPathSlideEncoder(GigaPathConfig(in_chans=8, slide_ngrids=40, encoder=encoder)).eval()
+    tiles, coords = torch.randn(1, 60, 8), torch.randint(0, 40 * 256, (1, 60, 2))
+    images = torch.randn(1, 3, 32, 32)
+    patches = vit.patches(images).flatten(2).mT + vit.positions
+    answers = []
+    calls = {vit: (lambda: vit(images), patches), slides: (lambda: slides.tokens(tiles, coords)[0], None)}
+    for model, (call, rows) in calls.items():
+        right, rows = call(), slides.embed(tiles, coords)[0] if rows is None else rows
+        words = f"^{type(model).__name__} with a mesh is not supported: .*set_context_parallel\\(model.encoder, mesh\\)"
+        with pytest.raises(UnsupportedError, match=words):
+            set_context_parallel(model, mesh)
+        set_context_parallel(model.encoder, mesh)
+        with pytest.raises(UnsupportedError, match=words):
+            call()
+        found = model.encoder(shard_sequence(rows, mesh), seq_len=rows.shape[1])
+        answers.append(relative_error(unshard_sequence(found.detach(), mesh, seq_len=rows.shape[1]), right.detach()))
+        set_context_parallel(model, None)
+        assert torch.equal(call(), right)
+    return answers
+
+
+def test_models_of_whole_images_are_refused_and_their_encoders_are_not() -> None:
+    for answers in processes.run(2, image_models):
+        assert max(answers) <= TOLERANCE[torch.float32], answers
 
 
 def generation():

@@ -20,6 +20,7 @@ from dilated_attention.models.configuration import (
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import checked_lengths, padded, require_like, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.models.stack import require_one_device
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
 
@@ -105,6 +106,10 @@ class GigaPathSlideEncoder(Pretrained):
         nn.init.zeros_(self.projection.bias)
         nn.init.normal_(self.cls, std=0.02)
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: the cls token and the mean are those of a whole slide."""
+        require_one_device(self, mesh)
+
     def forward(
         self,
         x: Float[Tensor, "batch tiles in_chans"],
@@ -152,6 +157,7 @@ class GigaPathSlideEncoder(Pretrained):
         first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
         """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
+        require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
         ends = [count + 1 for count in counts]
         options = {"all_layers": all_layers, "first_only": first_only}

@@ -21,7 +21,7 @@ from dilated_attention.models.packing import checked_lengths, warn_of_layout, wi
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack
 from dilated_attention.nn import CrossAttention, SelfAttention
-from dilated_attention.parallel.sharding import cp_mean, from_rank, shard_sequence
+from dilated_attention.parallel.sharding import cp_mean, from_rank, sequence_range, shard_sequence
 
 
 class LongNetAttention(Pretrained):
@@ -36,6 +36,7 @@ class LongNetAttention(Pretrained):
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
+        self.mesh: Any = None
         self.attention = SelfAttention(
             config.embed_dim,
             config.num_heads,
@@ -48,16 +49,24 @@ class LongNetAttention(Pretrained):
             dropout=config.attention_dropout,
         )
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Called by `parallel.set_context_parallel`, which also reaches the attention inside."""
+        self.mesh = mesh
+
     def forward(
-        self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False
+        self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False, *, seq_len: int | None = None
     ) -> Float[Tensor, "batch seq embed_dim"]:
+        """seq_len: over a mesh, the length of the whole sequence; None: equal shards."""
         warn_of_layout(x)
-        seq, rotary, tables = x.shape[1], self.config.rotary, None
+        rotary, start, whole, tables = self.config.rotary, 0, x.shape[1], None
+        if self.mesh is not None:
+            whole = whole * mesh_size(self.mesh) if seq_len is None else seq_len
+            start = sequence_range(whole, self.mesh)[0]
         if rotary is not None:
-            rotary.check((seq + 1) // 2, dtype_of_products(x))
-            positions = torch.arange(seq, device=x.device)
-            tables = rotary.tables(positions, seq // 2, torch.promote_types(x.dtype, torch.float32))
-        return self.attention(x, tables, is_causal)
+            rotary.check((whole + 1) // 2, dtype_of_products(x))
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
+            tables = rotary.tables(positions, whole // 2, torch.promote_types(x.dtype, torch.float32))
+        return self.attention(x, tables, is_causal, seq_len=seq_len)
 
 
 class LongNetEncoder(LongNetStack):

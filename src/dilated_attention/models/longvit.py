@@ -16,6 +16,7 @@ from dilated_attention.models.configuration import Configuration, LongNetConfig,
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import require_like
 from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.models.stack import require_one_device
 from dilated_attention.patterns import Dilated
 
 RATES = (1, 2, 4, 8, 16)
@@ -97,8 +98,13 @@ class LongViT(Pretrained):
         self.head = None if config.num_classes is None else nn.Linear(dim, config.num_classes)
         nn.init.trunc_normal_(self.positions, std=0.02)
 
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused: patches, positions and the mean are those of a whole image."""
+        require_one_device(self, mesh)
+
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
         config = self.config
+        require_one_device(self, self.encoder.mesh)
         require_like(self.patches.weight, images=images)
         if (
             images.dim() != 4

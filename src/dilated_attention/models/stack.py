@@ -22,6 +22,16 @@ from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel.sharding import sequence_range
 
 
+def require_one_device(model: nn.Module, mesh: Any) -> None:
+    """For models around an encoder, `model.encoder`, that embed and pool what no rank has whole."""
+    if mesh is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
+            "Call parallel.set_context_parallel(model, None); or parallel.set_context_parallel(model.encoder, mesh), "
+            "and give model.encoder this rank's shard of what it reads"
+        )
+
+
 class LongNetStack(Pretrained):
     """What all LongNets share: an embedding, pre-norm blocks, a final norm (LongNet, Ding et al. 2023,
     arXiv:2307.02486; with `config.sub_ln` on MAGNETO, arXiv:2210.06423).
@@ -176,7 +186,7 @@ class LongNetStack(Pretrained):
         assert not (all_layers and first_only)
         if self.mesh is not None:
             raise UnsupportedError(
-                "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None)"
+                "packed samples with a mesh are not supported; call parallel.set_context_parallel(model, None) first"
             )
         if len(set(counts)) == 1:  # nothing to pack
             options: dict[str, Any] = {"all_layers": all_layers, "first_only": first_only}
