@@ -139,6 +139,28 @@ def test_decoding_the_first_token_and_the_weights():
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_sink_of_minus_infinity_is_none(name):
+    """On rows that see nothing too: out, lse, weights and gradients are those of a call without sinks."""
+    *leaves, sinks = tensors((8, 5))
+    sinks = torch.full_like(sinks, -math.inf).requires_grad_()
+    pattern, _ = PATTERNS[name]
+    for backend in served(torch.float64, name):
+        options = {"is_causal": True, "return_lse": True, "backend": backend}
+        wanted = results(lambda *x, o=options: attention(*x, pattern, **o), leaves)
+        *found, of_sinks = results(lambda *x, o=options: attention(*x[:3], pattern, sinks=x[3], **o), [*leaves, sinks])
+        for actual, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        assert not of_sinks.any()
+    q, k, _ = leaves
+    both = [attention_weights(q, k, pattern, sinks=x).to_dense() for x in (None, sinks)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad(both[1].sin().sum(), (q, k, sinks))
+    wanted = torch.autograd.grad(both[0].sin().sum(), (q, k))
+    torch.testing.assert_close(gradients[:2], wanted, rtol=0, atol=1e-12)
+    assert not gradients[2].any()
+
+
 def test_under_vmap():
     """`test_blocks` compiles a call with sinks and other widths."""
 

@@ -104,6 +104,7 @@ def with_sinks(
     """out with one more term in the denominator, exp(sinks_h): merged with the part (0, sinks_h). Differentiable.
 
     out_i exp(lse_i) / (exp(lse_i) + exp(sinks_h)) = out_i sigmoid(lse_i - sinks_h); 0 where the query sees no key.
+    A sink of -inf is none.
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1)
-    return (out * share).to(out.dtype)
+    above = (lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, -torch.inf)  # -inf - -inf would be NaN
+    return (out * torch.sigmoid(above).unsqueeze(-1)).to(out.dtype)

@@ -54,6 +54,7 @@ def attention_weights(
         )
         if sinks is not None:
             checks.sinks(q, sinks)
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of no pair; two of -inf have no gradient
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         batch, seq_len, heads, head_dim = q.shape
         kv_heads = k.shape[2]
