@@ -40,6 +40,11 @@ DECODERS = {
         "OPTForCausalLM",
         {**WIDTH, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "max_position_embeddings": 64},
     ),
+    "DeepseekV3": (  # values narrower than keys
+        "DeepseekV3ForCausalLM",
+        {**WIDTH, **MLP, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+         "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2},
+    ),
 }  # fmt: skip
 ENCODERS = {
     "Bert": ("BertForMaskedLM", {**WIDTH, **MLP, **ZEROS}),

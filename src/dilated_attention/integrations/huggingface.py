@@ -382,7 +382,8 @@ def attention_forward(
             part = cached_attention(
                 q[i, new][None], k[i, every][None], v[i, every][None], pattern, scale=scaling, sinks=s_aux
             )
-            parts.append(torch.zeros_like(q[i]).index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
+            rows = part.new_zeros(seen.new, *part.shape[2:])
+            parts.append(rows.index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
         return torch.stack(parts), None
     if seen.order is not None:
         q, k, v = (_permuted(x, seen.order) for x in (q, k, v))
