@@ -272,6 +272,10 @@ def test_picture_of_a_pattern(tmp_path):
     assert causal[1].tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
     pairs = Dilated((4, 8), (1, 2)).plot(10, head=1, num_heads=2).images[0].get_array()
     assert (pairs == counts).all()
+    table = Dilated((4, 8), (1, 2), offsets=((0, 0, 0), (0, 1, 0)))
+    assert (table.plot(10, head=1).images[0].get_array() == counts).all()  # by default of as many heads as it has
+    with pytest.raises(ValueError, match=r"head must lie in \[0, 3\); got 3"):
+        table.plot(10, head=3)
     coarse = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2).images[0].get_array()
     exact = pictures.plot_counts(Dilated((400, 1000), (1, 2)), 1024, 1, 2).images[0].get_array()
     assert (exact == count_matrix((400, 1000), (1, 2), ((0, 0), (0, 1)), 1024, is_causal=False)[1].numpy()).all()

@@ -209,7 +209,8 @@ class Dilated:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
-            num_heads: heads of k and v; default: just enough for `head` to exist, at least one per branch.
+            num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
+                with `head_groups` at least one per branch.
         """
         return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
 
@@ -315,7 +316,7 @@ class Product:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
-            num_heads: heads of q and as many of k and v; default: just enough for `head` to exist.
+            num_heads: heads of q and as many of k and v; default: as of `Dilated.plot`.
         """
         return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
 

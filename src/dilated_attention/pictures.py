@@ -31,6 +31,9 @@ class Branches(Protocol):
     def head_groups(self) -> bool: ...
 
     @property
+    def offsets(self) -> str | Sequence[Sequence[int]]: ...
+
+    @property
     def segment_lengths(self) -> tuple[int, ...]: ...
 
     @property
@@ -134,11 +137,12 @@ def plot_counts(
     """One square a (query row, key column) of one head: white where unseen, darker the more branches show the key.
 
     Args:
-        num_heads: heads of k and v; default: as many as `head` needs to exist.
+        num_heads: heads of k and v; default: those of a table of offsets, else as many as `head` needs to exist.
         layout_of: the block layout inside a segment of which so many tokens take part.
         pixels: the side of the picture, at most; a square is then the mean over neighbouring pairs.
     """
-    heads = num_heads or max(head + 1, len(pattern.segment_lengths) if pattern.head_groups else 1)
+    least = len(pattern.segment_lengths) if pattern.head_groups else 1
+    heads = num_heads or (max(head + 1, least) if isinstance(pattern.offsets, str) else len(pattern.offsets[0]))
     if not 0 <= head < heads:
         raise ValueError(f"head must lie in [0, {heads}); got {head}")
     side = min(seq_len, pixels or seq_len)
