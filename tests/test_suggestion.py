@@ -117,6 +117,7 @@ def test_a_rate_above_the_heads_is_given_only_when_asked_for():
     ("arguments", "message"),
     [
         ({"seq_len": 0}, "seq_len must be a positive integer; got 0"),
+        ({"seq_len": 1 << 64}, "seq_len must be at most 9223372036854775807; got 18446744073709551616"),
         ({"seq_len": 8.0}, "seq_len must be a positive integer; got 8.0"),
         ({"num_heads": True}, "num_heads must be a positive integer; got True"),
         ({"largest_rate": 0}, "largest_rate must be a positive integer; got 0"),

@@ -25,10 +25,10 @@ from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import Step
 from test_checkpoints import Golden
 
-HUGE = "1000000000000000000"
-INTEGERS = ("x", "", "0", "-1", "nan", "1.5", HUGE)
+HUGE, LARGER = "1000000000000000000", str(1 << 64)  # LARGER: than what a tensor or a seed can be
+INTEGERS = ("x", "", "0", "-1", "nan", "1.5", HUGE, LARGER)
 NUMBERS = ("x", "", "0", "-1", "nan", "inf", "1e300")
-LISTS = ("x", "", "0", "-1", "1,,2", "4,4,4", HUGE)
+LISTS = ("x", "", "0", "-1", "1,,2", "4,4,4", HUGE, LARGER)
 WORDS = ("", "warp")
 
 TINY = {"--context": 64, "--steps": 2, "--layers": 1, "--dim": 16, "--heads": 2}

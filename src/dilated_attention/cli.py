@@ -139,7 +139,7 @@ def _add_demo(commands: Any) -> None:
         "--tokens", type=_positive, default=32768, help="in a sequence to recall a fact from", metavar="N"
     )
     parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
-    parser.add_argument("--seed", type=_natural, default=0, help="of weights, questions and text", metavar="N")
+    parser.add_argument("--seed", type=_seed, default=0, help="of weights, questions and text", metavar="N")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=_demo)
 
@@ -149,7 +149,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     from dilated_attention.training.demo import demo
 
-    for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0), ("seed", 0, (1 << 63) - 1)):
+    for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0)):
         if not least <= getattr(options, name) <= most:
             raise ValueError(f"--{name} {getattr(options, name)}: must lie in [{least}, {most:g}]")
     device = require_device(options.device)
@@ -212,7 +212,7 @@ def _add_train(commands: Any) -> None:
     _given(recipe, "lr", float, "learning_rate", "peak learning rate")
     _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
     _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
-    _given(recipe, "seed", int, "seed", "of the weights and of the order of the text")
+    _given(recipe, "seed", _seed, "seed", "of the weights and of the order of the text")
     _given(recipe, "dtype", str, "dtype", "of matrix products and attention, float32 or bfloat16; weights stay float32")
     parser.set_defaults(run=_train)
 
@@ -232,7 +232,7 @@ def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: 
     """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
         text += f" (default: {DEFAULTS[field]})"
-    metavar = {int: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")  # type: ignore[call-overload]
+    metavar = {int: "N", _seed: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")
     group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
 
 
@@ -362,7 +362,7 @@ def _add_generate(commands: Any) -> None:
     _plain(parser, "temperature", float, 0.8, "of the softmax; 0 takes the likeliest byte")
     parser.add_argument("--top-k", type=_positive, help="sample among the N likeliest bytes", metavar="N")
     parser.add_argument("--top-p", type=float, help="sample among the fewest that reach probability X", metavar="X")
-    _plain(parser, "seed", _natural, 0, "of the draws")
+    _plain(parser, "seed", _seed, 0, "of the draws")
     _plain(parser, "device", str, "cpu", "a PyTorch device")
     _plain(parser, "backend", str, "auto", "of dilated attention")
     parser.set_defaults(run=_generate)
@@ -421,7 +421,7 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
     _plain(parser, "tokens", _positive, 300, "of the random input")
-    _plain(parser, "seed", _natural, 0, "of the random input")
+    _plain(parser, "seed", _seed, 0, "of the random input")
     parser.set_defaults(run=_convert)
 
 
@@ -554,6 +554,14 @@ def _natural(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    """What generators of PyTorch take."""
+    value = int(text)
+    if not 0 <= value < 1 << 64:
+        raise ValueError
+    return value
+
+
 def _budget(text: str) -> float:
     return int(text) if text.isdecimal() else float(text)
 
@@ -565,5 +573,6 @@ def _integers(text: str) -> tuple[int, ...]:
 # argparse puts the name of the type in its error: "invalid positive integer value: '0'"
 _positive.__name__ = "positive integer"
 _natural.__name__ = "non-negative integer"
+_seed.__name__ = "non-negative integer below 2**64"
 _integers.__name__ = "list of integers"
 _budget.__name__ = "number"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -44,6 +45,8 @@ def suggest_pattern(
             continue
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} must be a positive integer; got {value!r}")
+        if value > sys.maxsize:  # the longest range of Python
+            raise ValueError(f"{name} must be at most {sys.maxsize}; got {value}")
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
     problem = _Problem(int(seq_len), int(num_heads), is_causal)

@@ -44,15 +44,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--causal", action="store_true", help="of layouts: no query sees a later key")
     group.add_argument("--block-size", type=_integers, metavar="N", help="of layouts (64), or N,N: of queries and keys")
     for name, kind, text in (
-        ("window", int, "local, longformer, bigbird: tokens on either side"),
-        ("global-tokens", int, "global, longformer, bigbird: leading tokens that all see"),
-        ("stride", int, "strided: tokens"),
+        ("window", _integer, "local, longformer, bigbird: tokens on either side"),
+        ("global-tokens", _integer, "global, longformer, bigbird: leading tokens that all see"),
+        ("stride", _integer, "strided: tokens"),
         ("block-rates", _integers, "dilated-blocks: rates, in blocks"),
-        ("reach", int, "dilated-blocks: steps of each rate"),
+        ("reach", _integer, "dilated-blocks: steps of each rate"),
         ("levels", _levels, "hierarchical: STRIDE:WINDOW,STRIDE:WINDOW in tokens, fine to coarse"),
         ("density", float, "local, global, dilated-blocks, random: share of the blocks"),
-        ("random-blocks", int, "bigbird: blocks a row"),
-        ("seed", int, "random, bigbird (0)"),
+        ("random-blocks", _integer, "bigbird: blocks a row"),
+        ("seed", _integer, "random, bigbird (0)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
 
@@ -127,14 +127,23 @@ def _refuse(name: str, options: dict[str, Any], read: set[str]) -> None:
         raise ValueError(f"--{option.replace('_', '-')} is not of {name!r}; it would change nothing")
 
 
+def _integer(text: str) -> int:
+    """What a tensor can hold."""
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError
+    return value
+
+
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_integer(part) for part in text.split(","))
 
 
 def _levels(text: str) -> list[tuple[int, int | None]]:
     pairs = (part.partition(":") for part in text.split(","))
-    return [(int(stride), int(window) if window else None) for stride, _, window in pairs]
+    return [(_integer(stride), _integer(window) if window else None) for stride, _, window in pairs]
 
 
+_integer.__name__ = "integer of 64 bits"
 _integers.__name__ = "list of integers"  # argparse names the type in its error
 _levels.__name__ = "list of levels"
