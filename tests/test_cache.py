@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention import BlockLayout, execution, plan_cache
+from dilated_attention import BlockLayout, Dilated, attention, execution, plan_cache
 from dilated_attention.backends import blocks, native, tiles
 from dilated_attention.cache import PlanCache, lasting
 from dilated_attention.plan import plan_dilated
@@ -116,6 +116,18 @@ class TestCache:
             thread.join()
         assert not wrong
         assert cache.info().bytes == sum(entry.nbytes for entry in cache._entries.values())
+
+    def test_what_is_made_under_inference_mode_serves_training(self):
+        """Inference tensors cannot be saved for a backward."""
+        pattern = Dilated((16, 32), (1, 2)) * (lambda length: BlockLayout.local(length, 5, 4))
+        q, k, v = (torch.randn(1, 32, 2, 8, requires_grad=True) for _ in range(3))
+        with torch.inference_mode():
+            expected = attention(q, k, v, pattern)
+        out = attention(q, k, v, pattern)
+        out.sum().backward()
+        assert torch.equal(out, expected)
+        with torch.inference_mode():
+            assert PlanCache(1).get("a", lambda: Entry(int(torch.is_grad_enabled()))) == Entry(0)
 
     def test_plans_are_kept(self):
         plan_cache.clear()

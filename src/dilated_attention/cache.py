@@ -53,7 +53,8 @@ class PlanCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock."""
+        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock, without gradients, and
+        outside inference mode, whose tensors could serve no later training."""
         value = self._get(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
@@ -66,7 +67,8 @@ class PlanCache:
                 self._entries.move_to_end(key)
                 held: Value = self._entries[key]
                 return held
-        value = make()
+        with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
+            value = make()
         with self._lock:
             self._misses += 1
             if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
