@@ -121,7 +121,7 @@ class _Numbers(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # few: an entry holds the edges of all samples that a call over a mesh packs
 def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     rest = iter(numbers)
 
