@@ -170,8 +170,18 @@ def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
     finished = said(out / "model")
     assert said(out) == finished
     assert begun != finished
-    (out / "model").rename(tmp_path / "elsewhere")
-    assert said(out) == finished  # the checkpoint of the last step
+    with monkeypatch.context() as patch:  # extended, and killed before its report: model/ is as old as before
+        patch.setattr(session, "_report", lambda *_: None)
+        assert exit_code(["train", "--out", out, "--resume", "--steps", "8"]) == 0
+    capsys.readouterr()
+    assert said(out / "model") == finished
+    extended = said(out)
+    assert extended != finished
+    assert exit_code(["train", "--out", out, "--resume"]) == 0
+    capsys.readouterr()
+    assert said(out / "model") == extended
+    (out / "checkpoint").rename(tmp_path / "elsewhere")
+    assert said(out) == extended
     assert "neither a model nor a run of `train`" in failure(capsys, "generate", tmp_path)
 
 

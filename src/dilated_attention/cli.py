@@ -353,7 +353,7 @@ def _add_generate(commands: Any) -> None:
         type=Path,
         nargs="?",
         default=Path("runs/train"),
-        help="folder of a model or a run; an unfinished run gives its newest checkpoint (default: runs/train)",
+        help="folder of a model or of a run, which gives its newest checkpoint (default: runs/train)",
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")

@@ -14,16 +14,15 @@ from dilated_attention.training.text import readable
 
 
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
-    """The byte-level model in a folder of `save_pretrained` or of a run of `train`; of an unfinished run, that of its
-    newest checkpoint. ValueError where there is none."""
-    for place in (folder, folder / "model"):
-        if (place / "config.json").exists():
-            model = LongNetLM.from_pretrained(place, backend=backend)
-            break
-    else:
-        if not session.saved(folder):
-            raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
+    """The byte-level model in a folder of `save_pretrained` or of a run of `train`: that of its newest checkpoint, as
+    `model/` may be older; without a checkpoint that of `model/`. ValueError where there is none."""
+    place = folder if (folder / "config.json").exists() else folder / "model"
+    if place != folder and session.saved(folder):
         model = session.saved_model(folder, backend)
+    elif (place / "config.json").exists():
+        model = LongNetLM.from_pretrained(place, backend=backend)
+    else:
+        raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
     if model.config.vocab_size != 256:
         raise ValueError(
             f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"
