@@ -645,8 +645,14 @@ def test_the_pool_of_a_library_that_is_not_global(loaded):
 
 
 def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
+    made = build.LIBRARY.read_bytes()
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "kernels.so")
     assert cpu._load()[3].endswith("-m dilated_attention.kernels.cpu")
+    build.LIBRARY.write_bytes(made)
+    assert cpu._load()[3] is None
+    monkeypatch.setattr(build, "digest", lambda: "0" * 64)  # of sources that were changed since
+    assert "of another version; run" in cpu._load()[3]
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")  # dlopen finds what it has loaded by its name
     build.LIBRARY.write_bytes(b"of another system")
     assert "cannot be loaded" in cpu._load()[3]
     build.LIBRARY.unlink()

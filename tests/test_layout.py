@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from dilated_attention import attention
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import BlockLayout
 
@@ -345,6 +346,18 @@ def test_tables_from_elsewhere_are_copied():
     layout = BlockLayout.from_indices(indptr, indices, 48, 16)
     indices[0] = 2
     assert layout == BlockLayout.local(48, 1, 16)
+
+
+@pytest.mark.parametrize("make", [BlockLayout, BlockLayout.from_indices])
+def test_tables_of_any_strides(make):
+    layout = BlockLayout.from_mask(torch.eye(5, dtype=torch.bool).roll(1, 0).expand(1, 3, 5, 5), 640, 128)
+    indptr = layout.indptr.transpose(1, 2).contiguous().transpose(1, 2)
+    indices = torch.stack([layout.indices, layout.indices + 7], 1)[:, 0]
+    made = make(indptr, indices, 640)
+    q = torch.randn(1, 640, 3, 8)
+    assert made == layout
+    for backend in ("auto", "native"):
+        assert torch.equal(attention(q, q, q, made, backend=backend), attention(q, q, q, layout, backend=backend))
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])

@@ -93,12 +93,10 @@ def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
         library = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:  # of another system
         return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
-    names = [f"dilated_attention_{name}" for name in ("call_size", "instruction_set", "has_amx", "run")]
-    found = [getattr(library, name, None) for name in names]
-    for function in filter(None, found):
-        function.restype = ctypes.c_int64
-    if None in found or library.dilated_attention_call_size() != ctypes.sizeof(_Call):
+    if build.outdated():
         return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
+    for name in ("instruction_set", "has_amx", "run"):
+        getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
     why = None if highest else "the kernels need a processor with AVX2"
     return library, highest, bool(library.dilated_attention_has_amx()), why

@@ -84,6 +84,8 @@ class BlockLayout:
             )
         if self.indices.ndim != 1:
             raise ValueError(f"indices must be one flat list, got shape {tuple(self.indices.shape)}")
+        for name in ("indptr", "indices"):
+            object.__setattr__(self, name, getattr(self, name).contiguous())  # as kernels read it
 
     # ---- builders
 

@@ -7,6 +7,7 @@ time. Neither PyTorch nor its headers are needed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -56,12 +57,15 @@ def refusal() -> str | None:
     return None
 
 
+def digest() -> str:
+    """Of the sources and of how they are compiled. A library holds that of its own."""
+    sources = sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)))
+    return hashlib.sha256(b"\0".join([path.read_bytes() for path in sources])).hexdigest()
+
+
 def outdated() -> bool:
-    """Whether the library is missing or older than a source."""
-    if not LIBRARY.exists():
-        return True
-    made = LIBRARY.stat().st_mtime
-    return any(path.stat().st_mtime > made for path in (*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)))
+    """Whether the library is missing or of other sources."""
+    return not LIBRARY.exists() or digest().encode() not in LIBRARY.read_bytes()
 
 
 def build() -> Path:
@@ -74,10 +78,11 @@ def build() -> Path:
         raise BuildError(f"the CPU kernels cannot be compiled: {why}")
     if not os.access(HERE, os.W_OK):
         raise BuildError(f"the CPU kernels cannot be compiled: {HERE} cannot be written; ask its owner")
+    flags = (*FLAGS, f'-DSOURCES_DIGEST="{digest()}"')
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in SOURCES}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: run_compiler(*FLAGS, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
+            list(pool.map(lambda x: run_compiler(*flags, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
         made = f"{folder}/{LIBRARY.name}"
         run_compiler(*objects.values(), *LINK, "-o", made)
         os.replace(made, LIBRARY)

@@ -44,8 +44,8 @@ int64_t dilated_attention_instruction_set() {
 // Whether this machine multiplies tiles of bfloat16, as PyTorch's operators do.
 int64_t dilated_attention_has_amx() { return has_amx(); }
 
-// The size of the structure, so that two versions of it do not meet.
-int64_t dilated_attention_call_size() { return sizeof(Call); }
+// What the library was made of (build.py), so that it does not meet callers of another version.
+const char *dilated_attention_sources() { return SOURCES_DIGEST; }
 
 int64_t dilated_attention_has_pool() { return has_pool(); }
 

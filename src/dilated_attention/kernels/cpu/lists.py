@@ -14,9 +14,11 @@ from dilated_attention.kernels.cpu import build
 
 @cache
 def _compiled() -> Callable[..., int] | None:
+    if build.outdated():  # `info` says so
+        return None
     try:
         run = ctypes.CDLL(str(build.LIBRARY)).dilated_attention_transpose
-    except (OSError, AttributeError):  # missing, or of another version: `info` says so
+    except OSError:  # of another system
         return None
     run.argtypes, run.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, ctypes.c_int64
     return run

@@ -5,9 +5,9 @@
 #include <pthread.h>
 
 #include <cstdlib>
+#include <exception>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -56,8 +56,8 @@ void run_in_threads(int64_t threads, void (*body)(void *), void *data) {
   std::vector<std::thread> others;
   try {
     for (int64_t i = 1; i < threads; i++) others.emplace_back(body, data);
-  } catch (const std::system_error &) {
-    // Fewer threads do the same work.
+  } catch (const std::exception &) {
+    // Of the system or for want of memory: fewer threads do the same work.
   }
   body(data);
   for (std::thread &other : others) other.join();

@@ -86,7 +86,7 @@ class Stream {
   }
 
   bool next_run() {
-    if (next_to_come == end_of_runs) return false;
+    if (next_to_come >= end_of_runs) return false;
     const int64_t which = next_to_come++;
     if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
