@@ -101,10 +101,10 @@ def run(size: int, function: Callable, *arguments: Any, within: float = 120.0) -
     return [value for _, value in answers]
 
 
-def _command(rank: int, size: int, port: int, words: list[str], errors: str, before: Callable[[], None] | None) -> None:
+def _command(environment: dict[str, object], words: list[str], errors: str, before: Callable[[], None] | None) -> None:
     from dilated_attention.cli import main
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {name: str(value) for name, value in environment.items()}
     torch.set_num_threads(1)
     with open(errors, "w") as file, open(os.devnull, "w") as nowhere:
         os.dup2(file.fileno(), 2)
@@ -118,11 +118,12 @@ def _command(rank: int, size: int, port: int, words: list[str], errors: str, bef
 
 
 class Commands:
-    """The command of each rank, as torchrun starts it, without its agent: rank 0 hosts the store.
+    """The command of each rank, as torchrun starts it, without its agent.
 
     Args:
         words: of each rank; None: it never comes.
         before: what a rank calls first, to prepare a fault.
+        store: the port of a store that outlives the ranks, as that of torchrun does; None: rank 0 hosts one.
     """
 
     def __init__(
@@ -130,14 +131,17 @@ class Commands:
         folder: Path,
         words: Sequence[list[str] | None],
         before: Mapping[int, Callable[[], None]] | None = None,
+        store: int | None = None,
     ) -> None:
-        port, size = free_port(), len(words)
+        port, size = store or free_port(), len(words)
         self.errors = [folder / f"stderr-{rank}" for rank in range(size)]
         self.processes = {}
         for rank, given in enumerate(words):
             if given is None:
                 continue
-            arguments = rank, size, port, given, str(self.errors[rank]), (before or {}).get(rank)
+            environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = store is not None
+            arguments = environment, given, str(self.errors[rank]), (before or {}).get(rank)
             self.processes[rank] = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
             self.processes[rank].start()
 

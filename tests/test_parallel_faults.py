@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import processes
 from dilated_attention import dilated_attention
 from dilated_attention.errors import ContextParallelError
-from dilated_attention.parallel.comm import Framing, Link
+from dilated_attention.parallel import comm
+from dilated_attention.parallel.comm import Framing, Link, link_of
 
 SIZE, CULPRIT, TIMEOUT = 4, 1, 3.0
 TRANSPORTS = ("exchange", "doubling", "ring")
@@ -114,6 +116,30 @@ def test_survivors_of_a_lost_rank_say_so_in_time(fault: str, phase: str) -> None
             assert f"on rank {rank} of {SIZE} in layer 7" in message
             named = message.partition("no word within")[2]
             assert str(CULPRIT) in named or "does not answer" in message, (transport, rank, message)
+
+
+def suffer_again():
+    """Every rank reports a failure; then a group of the same name and store, as torchrun starts one again, suffers."""
+    attend("ring")
+    link, store = link_of(dist.group.WORLD), comm.rendezvous_store()
+    name = link.group.group_name
+    assert "no word" not in link._roll_call()
+    dist.barrier()
+    dist.destroy_process_group()
+    options = {"rank": link.rank, "world_size": SIZE, "timeout": timedelta(seconds=TIMEOUT)}
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), **options)
+    comm.rendezvous_store = lambda: store
+    assert dist.group.WORLD.group_name == name
+    return suffer("ring", "forward", "killed")
+
+
+def test_a_group_that_was_started_again_names_who_is_lost_now() -> None:
+    outcomes = processes.World(SIZE, suffer_again, timeout=TIMEOUT).outcomes(6 * TIMEOUT + 20, SURVIVORS)
+    for rank in SURVIVORS:
+        kind, answer = outcomes[rank]
+        assert kind == "result", answer
+        gone = rank != 0 and "does not answer" in answer[0]  # the store, with rank 0, which was done first
+        assert gone or answer[0].endswith(f"no word within 1 s from rank {CULPRIT}"), answer
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

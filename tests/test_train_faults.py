@@ -90,6 +90,16 @@ def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Pa
         assert "step 2: lost rank 1" in lines[0]
 
 
+def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path) -> None:
+    """As torchrun --max-restarts does: what the first ones wrote, a verdict among it, is still there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = {1: functools.partial(signal_in_step, signal.SIGKILL, 4)}
+    lost = processes.Commands(text.parent, [words(text)] * 3, before, store.port).ends(60, range(3))
+    assert [code for code, _ in lost] == [1, -signal.SIGKILL, 1], lost
+    again = processes.Commands(text.parent, [[*words(text), "--resume"]] * 3, store=store.port).ends(60, range(3))
+    assert [code for code, _ in again] == [0, 0, 0], again
+
+
 def test_a_rank_that_never_comes_is_named(text: Path) -> None:
     commands = processes.Commands(text.parent, [words(text), words(text), None])
     for rank, (code, lines) in enumerate(commands.ends(60, [0, 1])):

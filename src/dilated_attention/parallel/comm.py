@@ -10,6 +10,7 @@ instead of exchanged.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 import weakref
 from collections import Counter
@@ -143,6 +144,8 @@ class Link:
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
     _death: str | None = None
+    _number: int = field(default_factory=lambda: secrets.randbits(62))
+    _attempt: int = 0  # the greatest number of all ranks, once they have compared anything
 
     def __post_init__(self, end_of: ProcessGroup) -> None:
         self._group = weakref.ref(end_of)
@@ -182,11 +185,11 @@ class Link:
             return
         text = description if problem is None else f"refused={problem}"
         self.fingerprint = _fingerprint(text)
-        words = torch.tensor([self.fingerprint, -self.fingerprint], device=device)
+        words = torch.tensor([self.fingerprint, -self.fingerprint, self._number], device=device)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-            largest, smallest = words.tolist()
+            largest, smallest, self._attempt = words.tolist()
             if largest == -smallest and problem is None:
                 self._agreed.add(self.fingerprint)
                 return
@@ -290,8 +293,9 @@ class Link:
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
     def _store(self) -> dist.Store:
-        """The rendezvous store's part for this group."""
-        return dist.PrefixStore(f"dilated_attention/{self.group.group_name}", rendezvous_store())
+        """The rendezvous store's part for this group; not that of a group of the same name before a restart, which had
+        the same store."""
+        return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _report_refusal(self, problem: str) -> None:
         """Leave word of why this rank stays away from its current call."""

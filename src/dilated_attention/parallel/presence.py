@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,13 +103,15 @@ class Watch:
 
     Attributes:
         place: where this process is, for errors.
+        store: once all have gathered, this attempt's part of the store: torchrun starts all ranks again with the store
+            of those that were lost, and all that these wrote.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, host: str = "rank 0") -> None:
         self.rank, self.size, self.timeout, self.place = rank, size, timeout, ""
         self.store = store
         # A connection of its own: a call that waits holds up all others on its connection.
-        self._store = dist.PrefixStore("dilated_attention/watch", store.clone())  # type: ignore[attr-defined]
+        self._door = self._store = dist.PrefixStore("dilated_attention", store.clone())  # type: ignore[attr-defined]
         self._keys = [f"beat/{each}" for each in range(size)]
         self._host, self._beats, self._rounds = host, 0, 0
         self._hosts = host == f"rank {rank}"
@@ -147,14 +150,36 @@ class Watch:
     def gather(self) -> None:
         """Wait for all ranks. ContextParallelError names those that do not come within the timeout."""
         self._listen()
+        deadline, mine = time.monotonic() + self.timeout, self._door.add("arrivals", 1)
+        if self.rank:
+            self._wait(deadline, lambda: missing(self._door, [f"attempt/{mine}"], 1.0))
+            attempt = self._door.get(f"attempt/{mine}").decode()
+        else:
+            attempt = uuid.uuid4().hex
+        self.store = dist.PrefixStore(f"dilated_attention/{attempt}", self.store)
+        self._store = dist.PrefixStore(f"{attempt}/watch", self._door)
         self._beat()
-        deadline, hurry = time.monotonic() + self.timeout, False
-        while absent := missing(self._store, self._keys, 1.0):
+        admitted = 0
+
+        def absent() -> list[int]:
+            nonlocal admitted
+            if self.rank:
+                return missing(self._store, self._keys, 1.0)
+            for number in range(admitted, arrivals := self._door.add("arrivals", 0)):
+                self._door.set(f"attempt/{number + 1}", attempt)
+            admitted = arrivals
+            return missing(self._store, self._keys, 0.1)
+
+        self._wait(deadline, absent)
+
+    def _wait(self, deadline: float, absent: Callable[[], list[int]]) -> None:
+        hurry = False
+        while ranks := absent():
             hurry |= self._terminated()
             if hurry or time.monotonic() >= deadline:
-                self._lost = len(absent)
+                self._lost = len(ranks)
                 why = "and SIGTERM came" if hurry else f"within {self.timeout} s"
-                raise ContextParallelError(f"{self}: {named(absent)} never came, {why}")
+                raise ContextParallelError(f"{self}: {named(ranks)} never came, {why}")
 
     def start(self, on_lost: Callable[[str], object]) -> None:
         """Begin to beat and to watch; `on_lost` ends the process, with the line that it is given."""

@@ -49,7 +49,7 @@ class Ranks:
         watch.place = "while the processes connect"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("dilated_attention/group", watch.store),
+            store=dist.PrefixStore("group", watch.store),
             rank=watch.rank,
             world_size=watch.size,
             timeout=timedelta(seconds=patience),
