@@ -176,3 +176,22 @@ def test_checks_of_plain_attention():
     found = peers.checks(dense, q, k, v)
     assert found["depends on other tokens"] == 1
     assert found["row sum, least"] == pytest.approx(1, abs=1e-5)
+
+
+def test_every_variant_compiles(fresh_python):
+    """In a fresh process: what checks annotations here cannot be traced."""
+    fresh_python("""
+        from dataclasses import replace
+
+        import torch
+
+        from dilated_attention_bench import compare
+
+        base = replace(compare.REPORTED, seq_len=256, segment_lengths=(128, 256), dilation_rates=(1, 2), heads=2)
+        inputs = base.inputs(torch.device("cpu"))[0]
+        for name, case in compare.variants(base).items():
+            call = case.prepare()
+            with torch.no_grad():
+                compiled = torch.compile(call, backend="eager", fullgraph=True)(*inputs)
+                assert torch.equal(compiled, call(*inputs)), name
+    """)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -212,23 +211,28 @@ class Case:
             ]
         return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
 
-    def prepare(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The call, with its layout made: from q, k and v to out."""
+    def _layouts(self) -> Callable[[int], BlockLayout]:
+        """The layouts inside branches, made: a call that is compiled looks them up."""
+        made = {count: self.layout(count) for count in {group.queries.count for group in self.plan.groups}}
+        return lambda count: made[count]
+
+    def prepare(self, device: torch.device | str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The call, with its layouts and modules made: from q, k and v to out."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "backend": self.backend}
         if self.method == "block-sparse":
             layout = self.layout(self.seq_len)
             return lambda q, k, v: block_sparse_attention(q, k, v, layout, **options)  # type: ignore[return-value]
         if self.method == "block-sparse dilated":
-            product = self.pattern * cache(self.layout)
+            product = self.pattern * self._layouts()
             return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
         if self.method == "ring":
             ring = RingDilatedAttention(self.segment_lengths, self.dilation_rates, offsets=self.offsets)
             return lambda q, k, v: ring(q, k, v, is_causal=self.is_causal)
         if self.method in MULTIHEAD:
-            on = cache(self.module().to)
+            module = self.module().to(device)
 
             def projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                out, _ = on(q.device)(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=self.is_causal)
+                out, _ = module(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=self.is_causal)
                 return out.unflatten(2, (self.heads, self.head_dim))
 
             return projected
@@ -242,7 +246,7 @@ class Case:
         branches: dict[str, Any] = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
         kind: Any = MultiheadDilatedAttention
         if self.method == "multihead block-sparse":
-            kind, branches = BlockSparseRingMultiheadDilatedAttention, {**branches, "layout": cache(self.layout)}
+            kind, branches = BlockSparseRingMultiheadDilatedAttention, {**branches, "layout": self._layouts()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = kind(width, self.heads, **branches, offsets=self.offsets, **options)
@@ -264,7 +268,7 @@ class Case:
         if backward:
             inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]
             gradients = [torch.randn_like(q) for q, _, _ in inputs]
-        call = self.prepare()
+        call = self.prepare(device)
         if self.method == "flex":
             call(*inputs[0])  # compiles
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from dilated_attention.verification import BARS
 from dilated_attention_bench import measure, peers, rank_processes
 from dilated_attention_bench.cases import SPARSE, Case, Contender, Method
 from dilated_attention_bench.exact import exact, keys_reached, rows_of
-from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.peers import Peer
 from dilated_attention_bench.results import Record, Row
 
@@ -126,7 +126,7 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
         if refused:
             yield Row(NAME, parameters(setting, name, case), None, "ms", refused=refused)
             continue
-        call = case.prepare()
+        call = case.prepare(device)
         calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
         figures[name] = {}
     stands_in: dict[str, str] = {}
@@ -188,17 +188,10 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
                     bar=bar,
                     figures={"score entries over the baseline's": work},
                 )
-    alone = _alone(rounds, {name: contenders[name] for name in PAIR}, setting, device)
+    pair = {name: contenders[name] for name in PAIR}  # alone: among all, long calls leave them two rounds
+    alone = measure.interleave(pair, seconds=setting.seconds / 4, device=device, least=5)
     for phase in phases[: 1 + setting.backward]:
         yield Row.of(f"{phase}: {RING}", where, alone.ratio(*PAIR, phase), bar=1.02)
-
-
-def _alone(rounds: Rounds, pair: Mapping[str, Contender], setting: Setting, device: torch.device) -> Rounds:
-    """Rounds of the pair alone, where the others leave it few; the rounds of all where its calls are long."""
-    once = sum(rounds.spread(name, "forward+backward" if setting.backward else "forward").median for name in pair)
-    if 10 * once > setting.seconds:
-        return rounds
-    return measure.interleave(pair, seconds=setting.seconds / 4, device=device)
 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:

@@ -150,6 +150,7 @@ class Watch:
     def gather(self) -> None:
         """Wait for all ranks. ContextParallelError names those that do not come within the timeout."""
         self._listen()
+        # The store gives no number twice, so rank 0 of this attempt alone can have written under this one's.
         deadline, mine = time.monotonic() + self.timeout, self._door.add("arrivals", 1)
         if self.rank:
             self._wait(deadline, lambda: missing(self._door, [f"attempt/{mine}"], 1.0))
