@@ -238,7 +238,7 @@ def _compare_shares(rows: list[Record]) -> Figure | None:
         side = -1 if name.startswith("local") else 1  # their neighbours are random
         axes.plot(*at, "o", color="black", markersize=4, fillstyle="none")
         axes.annotate(
-            name, at, textcoords="offset points", xytext=(5 * side, 0), fontsize=6, va="center",
+            name, at, textcoords="offset points", xytext=(5 * side, -5 * ("branches" in name)), fontsize=6, va="center",
             ha="left" if side > 0 else "right",
         )  # fmt: skip
     axes.plot((0.01, 1), (0.01, 1), color="0.7", linewidth=0.8)
