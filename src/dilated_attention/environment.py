@@ -44,10 +44,14 @@ def device_name(device: torch.device | str = "cpu") -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu" and sys.platform == "linux":
-        facts = dict(re.findall(r"^(model name|flags)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+        wanted = r"^(model name|cpu family|flags)\s*: (.*)$"
+        facts = dict(re.findall(wanted, Path("/proc/cpuinfo").read_text(), re.MULTILINE))
         if name := facts.get("model name"):  # several generations share one name
-            without = "" if "avx512f" in facts.get("flags", "").split() else " without AVX-512"
-            return f"{name.strip()}{without}, {os.cpu_count()} cores"
+            if "avx512f" not in facts.get("flags", "").split():
+                generation = " without AVX-512"
+            else:
+                generation = " (Zen 4)" if facts.get("cpu family") == "25" else ""
+            return f"{name.strip()}{generation}, {os.cpu_count()} cores"
     return f"{platform.processor() or platform.machine()} ({device.type}), {os.cpu_count()} cores"
 
 
