@@ -208,11 +208,11 @@ class Call:
         """The same call of a sequence that is sharded so."""
         samples, layouts = None, self.layouts
         # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
-        lengths = [seq.stop - seq.start for _, seq in self.samples(shards.bounds[-1])]
+        slices = [seq for _, seq in self.samples(shards.bounds[-1])]
         if self.cu_seqlens is not None:
-            samples = tuple(self.cu_seqlens.tolist())
+            samples = (0, *[seq.stop for seq in slices])
             if len(layouts) == 1:
-                counts = {count for length in lengths for count in self.row_counts(length)}
+                counts = {count for seq in slices for count in self.row_counts(seq.stop - seq.start)}
                 layouts = tuple([layouts[0].prefix(count) for count in sorted(counts)])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
