@@ -63,7 +63,8 @@ class ExchangePlan:
 
 def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
     """What calls move one after another: the sums of their counts, and the first one's transport and shard."""
-    counts = [field.name for field in fields(ExchangePlan)[4:]]  # those before say whose they are
+    whose = ("transport", "world_size", "rank", "shard")
+    counts = [field.name for field in fields(ExchangePlan) if field.name not in whose]
     return replace(plans[0], **{name: sum([getattr(plan, name) for plan in plans]) for name in counts})
 
 
