@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import matplotlib
 import pytest
 import torch
@@ -513,6 +516,41 @@ BAD = [
 def test_bad_input(message, call):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_carry_content_alone(copied):
+    """What is derived from it names tables of this process, and hashes differ between processes."""
+    layout = BlockLayout.local(100, 20, 16)
+    attention(*(torch.randn(1, 100, 2, 8),) * 3, layout)
+    hash(layout)
+    other = copied(layout)
+    assert vars(other).keys() == {"indptr", "indices", "seq_len", "q_block", "k_block", "is_causal"}
+    assert other == layout
+
+
+def test_a_layout_of_another_process(fresh_python, tmp_path):
+    layout = BlockLayout.local(256, 16, 16)
+    source = f"""
+        import torch
+        from dilated_attention import BlockLayout, attention
+        q, path = torch.arange(256 * 16.0).reshape(1, 256, 1, 16).sin(), {str(tmp_path / "layout.pt")!r}
+        def out(layout):
+            return attention(q, q, q, layout, backend="native")
+    """
+    saved = """
+        layout = BlockLayout.local(256, 16, 16)
+        out(layout), hash(layout)
+        torch.save(layout, path)
+    """
+    loaded = """
+        out(BlockLayout.random(256, 0.3, 0, 16))
+        layout, same = torch.load(path, weights_only=False), BlockLayout.local(256, 16, 16)
+        print(torch.equal(out(layout), out(same)), hash(layout) == hash(same))
+    """
+    fresh_python(source + saved)
+    assert fresh_python(source + loaded).split() == ["True", "True"]
+    assert torch.load(tmp_path / "layout.pt", weights_only=False) == layout
 
 
 @BSR_IS_BETA

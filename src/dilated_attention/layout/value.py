@@ -497,6 +497,10 @@ class BlockLayout:
         content = (self.indptr.cpu().numpy().tobytes(), self.indices.cpu().numpy().tobytes())
         return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
 
+    def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
+        """Without what is derived: `key` names tables of this process, and hashes differ between processes."""
+        return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
+
     def __repr__(self) -> str:
         lead = "".join(
             f", {name}={size}" for name, size in (("batch", self.batch_size), ("heads", self.num_heads)) if size > 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
 from dilated_attention.nn.positions import Tables
+from dilated_attention.ranking import stable_topk
 
 CHUNK = 2**24
 """Scores of selecting queries that are held at a time."""
@@ -26,7 +27,7 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """The `number` most important blocks of each query, -1 where it sees fewer; none after its own.
+    """The `number` most important blocks of each query, of equal ones the first; -1 where it sees fewer.
 
     own: the block that a query lies in. The last `local` blocks up to it, and with `first` the first block, come before
     all others.
@@ -37,8 +38,8 @@ def largest_blocks(
     if first:
         always = always | (block == 0)
     ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
-    best = ranked.topk(min(number, len(block)), dim=-1)
-    return best.indices.masked_fill(best.values == -torch.inf, -1)
+    values, indices = stable_topk(ranked, min(number, len(block)))
+    return indices.masked_fill(values == -torch.inf, -1)
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import CHUNK
 from dilated_attention.routing.grid import Candidates, Keys, Queries, ranked
 
@@ -58,7 +59,7 @@ class Forecast:
         inside = self.sampled[first:last] - at.start
         counts = counts.expand(share.shape[:3])[:, :, inside]
         order = ranked(forecasts[:, :, :, inside], may[inside], self.grid.always[at][inside])
-        lists = order.topk(int(counts.max()) if counts.numel() else 0, dim=-1).indices
+        _, lists = stable_topk(order, int(counts.max()) if counts.numel() else 0)
         listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
         seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
         held = (seen.gather(-1, lists) * listed).sum(-1)

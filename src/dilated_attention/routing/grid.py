@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_density, row_offsets
+from dilated_attention.ranking import stable_topk
 
 Options = ParamSpec("Options")
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
@@ -122,8 +123,8 @@ def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
 
 
 def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
-    """Lists of the `counts` largest of each row, ascending."""
-    return ascending(order.topk(width, dim=-1).indices, counts, order.shape[-1])
+    """Lists of the `counts` largest of each row, of equal ones the first, ascending."""
+    return ascending(stable_topk(order, width)[1], counts, order.shape[-1])
 
 
 def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:

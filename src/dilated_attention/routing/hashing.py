@@ -12,7 +12,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import along, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import Keys, Queries, ascending, candidates, largest, ranked, selector
+from dilated_attention.routing.grid import Keys, Queries, candidates, largest, ranked, selector
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
@@ -81,8 +81,7 @@ def lsh_blocks(
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
         share = ranked(collisions, grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
-        order = share.topk(int(counts.max()), dim=-1).indices
-        return grid.layout(ascending(order, counts, grid.columns), counts)
+        return grid.layout(largest(share, counts, int(counts.max())), counts)
 
     budget = grid.budget(density)
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.layout import BlockLayout
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing import estimates
 from dilated_attention.routing.grid import Keys, Queries
 
@@ -76,8 +77,9 @@ class Indexer(nn.Module):
         chosen = [torch.empty(x.shape[0], 0, min(self.top_k, seq_len), dtype=torch.int64, device=x.device)]
         for at in self._pieces(x, seq_len - new):
             index = self._index(x, at)
-            best = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf).topk(min(self.top_k, seq_len), dim=-1)
-            chosen.append(best.indices.masked_fill(best.values == -torch.inf, -1))
+            index = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf)
+            values, indices = stable_topk(index, min(self.top_k, seq_len))
+            chosen.append(indices.masked_fill(values == -torch.inf, -1))
         return torch.cat(chosen, 1)
 
     def loss(

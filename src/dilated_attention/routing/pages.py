@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import Pooled, in_blocks, pooled_queries
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
@@ -95,7 +96,7 @@ class PageBounds:
         with torch.autocast(q.device.type, enabled=False):
             bound = (_signed(q[:, 0].to(dtype)).unflatten(1, (key.shape[1], -1)) @ key.mT).flatten(1, 2)
         bound[..., -1] = torch.inf
-        return bound.topk(min(number, self.pages), dim=-1).indices
+        return stable_topk(bound, min(number, self.pages))[1]
 
 
 def _signed(q: Tensor) -> Tensor:

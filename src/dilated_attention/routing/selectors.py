@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import (
     QUERY_PARTS,
     Pooled,
@@ -172,14 +173,14 @@ def hierarchical_blocks(
     region_rows = means, real / real.sum(-1, keepdim=True), key, multiplicity
     for at, share in scored_rows(*region_rows, grid.allowed[first_row], held=held):
         share = F.pad(share, (0, pad_k)).unflatten(3, (regions, inner_k)).sum(-1)
-        near = ranked(share, coarse.allowed[at], coarse.always[at]).topk(wide, dim=-1).indices.sort(-1).values
+        near = stable_topk(ranked(share, coarse.allowed[at], coarse.always[at]), wide)[1].sort(-1).values
         candidate = (near[..., None] * inner_k + inside_k).flatten(3)  # (B, H, regions here, blocks of near regions)
         row = torch.arange(at.start, at.stop, device=grid.device)[:, None] * inner_q + inside_q
         may, must = (x[row[:, :, None], candidate[..., None, :]] for x in (allowed, always))
         logits = torch.einsum("bhriad,bhrxjcd->bhriacxj", query[:, :, at], keys[batch, kv_head, near])
         logits += counts[near].permute(0, 1, 2, 5, 3, 4)[:, :, :, None, None]
         fine = ranked(share_of_blocks(logits.flatten(6), weight[at], may), may, must)
-        kept = fine.topk(min(most, fine.shape[-1]), dim=-1).indices
+        _, kept = stable_topk(fine, min(most, fine.shape[-1]))
         chosen.append(candidate[:, :, :, None].expand(fine.shape).gather(-1, kept).flatten(2, 3))
     lists = torch.cat(chosen, dim=2)[:, :, : grid.rows]
     return grid.layout(ascending(lists, budget, grid.columns), budget)

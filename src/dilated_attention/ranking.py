@@ -1,0 +1,24 @@
+"""The largest entries of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Values and indices of the `number` largest entries of each row, descending, of equal ones the first.
+
+    `torch.topk` picks among equals by the width of the rows and by `number`. What is chosen for a token must depend on
+    neither: both tell of later tokens.
+    """
+    if x.dtype == torch.float64:
+        values, indices = x.sort(dim=-1, descending=True, stable=True)
+        return values[..., :number], indices[..., :number]
+    # one integer each: above, the bits of the float in an order that rises with it; below, the places, falling
+    last = x.shape[-1] - 1
+    bits = x.detach().float().view(torch.int32)
+    order = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long().bitwise_left_shift_(32)
+    order |= torch.arange(last, -1, -1, device=x.device)
+    indices = last - (order.topk(number, dim=-1).values & 0xFFFFFFFF)
+    return x.gather(-1, indices), indices
