@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from conformance import random_calls
 from dilated_attention import BlockLayout, Dilated, attention, explain
+from dilated_attention.backends.blocks import calls as calls_of
 from dilated_attention.backends.table import BACKENDS
 
 PATTERNS = {
@@ -133,3 +135,44 @@ def test_compat_is_of_dilated_patterns(name):
     q = torch.zeros(1, 32, 2, 8)
     with pytest.raises(ValueError, match="compat='torchscale' is of dilated patterns; leave it out with"):
         explain(q, q, q, PATTERNS[name], compat="torchscale")
+
+
+CHOSEN = torch.rand(2, 2, 7, 7, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.1, 0.9]).view(2, 1, 1, 1)
+LISTS = {
+    "shared": BlockLayout.local(100, 16, 16),
+    "per head": BlockLayout.from_mask(CHOSEN[1], 100, 16),
+    "per sample": BlockLayout.from_mask(CHOSEN[:, :1], 100, 16),
+    "per sample and head": BlockLayout.from_mask(CHOSEN, 100, 16),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [[100, 50], [100, 100], [100, 0], [0, 0]])
+@pytest.mark.parametrize("name", LISTS)
+def test_padded_samples_have_the_first_tokens_of_their_own_lists(name, lengths, is_causal):
+    layout, q = LISTS[name], torch.zeros(2, 100, 2, 8)
+    pairs = 0
+    for length, mask in zip(lengths, layout.dense_mask().expand(2, 2, -1, -1), strict=True):
+        seen = mask[:, :length, :length]
+        pairs += int((seen.tril() if is_causal else seen).sum())
+    found = explain(q, q, q, layout, lengths=lengths, is_causal=is_causal)
+    assert found.flops == 4 * 8 * pairs
+    assert list(found.calls) == [length for length in dict.fromkeys(lengths) if length]
+    if lengths == [100, 100]:
+        assert found.calls[100] == calls_of(layout.causal() if is_causal else layout)
+    on_meta = explain(*(q.to("meta"),) * 3, layout, lengths=lengths, is_causal=is_causal)
+    assert (on_meta.groups, on_meta.flops, on_meta.calls) == (found.groups, found.flops, found.calls)
+
+
+def test_packed_samples_have_the_first_tokens_of_a_layout():
+    q, layout = torch.zeros(1, 150, 2, 8), LISTS["per head"]
+    found = explain(q, q, q, layout, cu_seqlens=torch.tensor([0, 100, 150]))
+    assert found.flops == 4 * 8 * int(layout.dense_mask().sum() + layout.prefix(50).dense_mask().sum())
+    assert list(found.calls) == [100, 50]
+
+
+def test_takes_the_options_of_attention():
+    q = torch.zeros(1, 32, 2, 8)
+    pattern = PATTERNS["dilated"]
+    options = {name: x.default for name, x in signature(attention).parameters.items() if x.kind is x.KEYWORD_ONLY}
+    assert str(explain(q, q, q, pattern, **options)) == str(explain(q, q, q, pattern, **options | {"return_lse": True}))

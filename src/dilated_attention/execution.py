@@ -109,8 +109,10 @@ def backward(
     return dq, dk, dv
 
 
-def layouts_of(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) -> dict[int, BlockLayout] | None:
-    """The block layout of each segment length of a plan, on q's device, causal if the call is.
+def layouts_of(
+    call: Call, q: Tensor, plan: Plan, batch: slice | None = None, device: torch.device | None = None
+) -> dict[int, BlockLayout] | None:
+    """The block layout of each segment length of a plan, on `device`, by default q's, causal if the call is.
 
     A ragged sample, shorter than the layout, has the layout of its first tokens.
     """
@@ -121,7 +123,7 @@ def layouts_of(call: Call, q: Tensor, plan: Plan, batch: slice | None = None) ->
     for length in {group.queries.count for group in plan.groups}:
         layout = call.layouts[0] if batch is not None and len(call.layouts) == 1 else by_length[length]
         rows = range(batch.start, batch.stop) if batch is not None and layout.batch_size > 1 else None
-        found[length] = _layout(layout, rows, q.shape[2], length, call.is_causal, q.device)
+        found[length] = _layout(layout, rows, q.shape[2], length, call.is_causal, device or q.device)
     return found
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dilated_attention.backends import blocks
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
+from dilated_attention.execution import layouts_of
+from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 from dilated_attention.patterns import Dilated, describe_unserved
@@ -88,13 +90,14 @@ def explain(
     pattern: Pattern,
     *,
     compat: str | None = None,
+    return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
     """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors will do.
 
-    Takes the options of `attention`, and `compat` as `dilated_attention` does. With a mesh the groups are this rank's,
-    over its own rows and the rows that it receives; with lengths too, of one sample after another, and what travels is
-    the sum over samples.
+    Takes the options of `attention`, of which `return_lse` changes nothing here, and `compat` as `dilated_attention`
+    does. With a mesh the groups are this rank's, over its own rows and the rows that it receives; with lengths too, of
+    one sample after another, and what travels is the sum over samples.
     """
     if compat is not None:
         if not isinstance(pattern, Dilated):
@@ -103,36 +106,50 @@ def explain(
     q, k, v = as_autocast(q, k, v)
     call = Call.of(q, k, v, pattern, **options)
     q, k, v = as_one_width(q, k, v)
-    layouts = {x.seq_len: x.causal() if call.is_causal else x for x in call.layouts}
-    calls = {length: blocks.calls(layout) for length, layout in sorted(layouts.items(), reverse=True)}
     chosen, exchange = None, None
     if call.shards is None:
-        samples = [(batch, call.plan(seq.stop - seq.start)) for batch, seq in call.samples(q.shape[1])]
-        groups = tuple(group for _, plan in samples for group in plan.groups)
-        batches = [len(range(q.shape[0])[batch]) for batch, plan in samples for _ in plan.groups]
+        work, layouts = _work(call, q)
     else:
-        chosen, exchange, groups = over_mesh.account(call, q, k)
+        chosen, exchange, shared = over_mesh.account(call, q, k)
         batch = q.shape[0] if call.lengths is None else 1
-        batches, layouts = [batch] * len(groups), {}  # as if no layout thinned the groups out
+        work = [(group, batch, None) for group in shared]  # as if no layout thinned the groups out
+        layouts = [x.causal() if call.is_causal else x for x in call.layouts]
+    calls: dict[int, tuple[blocks.Calls, ...]] = {}
+    for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
+        calls[layout.seq_len] = (*calls.get(layout.seq_len, ()), *blocks.calls(layout))
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     pairs, moved = 0, 0
-    for group, batch in zip(groups, batches, strict=True):
+    for group, batch, inside in work:
         problems, queries, keys = group.queries.segments * batch, group.queries.count, group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
-        if not layouts:
+        if inside is None:
             pairs += batch * ratio * group.entries(call.is_causal)
             moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
             continue
         heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
-        layout = layouts[queries].for_heads(q.shape[2])
+        layout = inside.for_heads(q.shape[2])
         layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
         each = problems * len(heads) // (layout.batch_size * layout.num_heads)
         pairs += each * int(layout.seen.sum())
         for run in blocks.calls(layout):
             read = run.queries * row + run.keys * 2 * row
             moved += each * run.rows * (read + (1 if run.first else 2) * written * run.queries * (row + 4))
-    choice, flops = call.choice, 4 * q.shape[3] * pairs
+    choice, flops, groups = call.choice, 4 * q.shape[3] * pairs, tuple(group for group, _, _ in work)
     return Explanation(
         choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange,
         describe_unserved(call.branches),
     )  # fmt: skip
+
+
+def _work(call: Call, q: Tensor) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
+    """Each group of each sample, for how many batch elements it runs, and the layout inside it; and all layouts."""
+    work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
+    layouts: dict[tuple[int, int | None], BlockLayout] = {}
+    per_sample = any(layout.batch_size > 1 for layout in call.layouts)
+    device = call.layouts[0].device if call.layouts else None  # q may be on meta
+    for batch, seq in call.samples(q.shape[1]):
+        plan = call.plan(seq.stop - seq.start)
+        own = layouts_of(call, q, plan, None if batch == slice(None) else batch, device) or {}
+        work += [(group, len(range(q.shape[0])[batch]), own.get(group.queries.count)) for group in plan.groups]
+        layouts |= {(length, batch.start if per_sample else None): layout for length, layout in own.items()}
+    return work, list(layouts.values())
