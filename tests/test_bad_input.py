@@ -127,6 +127,10 @@ BAD = {
     "seq_len": ({"seq_len": 9}, ["seq_len", "9", "8"]),
     "head_offset": ({"head_offset": -1}, ["head_offset", "-1", "non-negative"]),
     "head_offset of blocks": ({"head_offset": 4, "offsets": "head_block"}, ["head_offset", "4", "table"]),
+    "head_offset of the first blocks": ({"head_offset": 0, "offsets": "head_block"}, ["head_offset", "0", "table"]),
+    "head_offset of the first groups": ({"head_offset": 0, "head_groups": True}, ["head_offset", "0", "table"]),
+    "head_offset of a released model": ({"head_offset": 0, "compat": "torchscale"}, ["head_offset", "0", "table"]),
+    "a table of more heads": ({"offsets": [[0] * 6] * 2}, ["offsets", "6 entries", "heads 0 to 4", "head_offset"]),
 }
 
 PACKED = {

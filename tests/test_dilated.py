@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conformance import Conformance, excesses
-from dilated_attention import Dilated, dilated_attention, explain
+from dilated_attention import Dilated, attention, dilated_attention, explain
 from dilated_attention.backends.reference import batch_counts, count_matrix
 
 
@@ -161,6 +163,34 @@ def test_head_offset_is_a_slice_of_all_heads(backend):
     whole = dilated_attention(q, k, v, [8, 16], [1, 3], backend=backend)
     part = dilated_attention(*(x[:, :, 2:] for x in (q, k, v)), [8, 16], [1, 3], head_offset=2, backend=backend)
     torch.testing.assert_close(part, whole[:, :, 2:])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "cpu"])
+@pytest.mark.parametrize("compat", [None, "torchscale"])
+@pytest.mark.parametrize("pattern", [
+    Dilated((8, 32), (1, 4), "head_block"),
+    Dilated((8, 32), (1, 4), head_groups=True),
+    Dilated((32,), (2,), ((1, 0, 1, 0, -1, -1, -1, -1),)),
+    Dilated((2, 32), (8, 1)),
+])  # fmt: skip
+def test_ranks_take_their_heads_of_a_table_over_all_heads(pattern, compat, backend):
+    """On the second of two ranks some of these have branches in which no token takes part."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 8, 8, generator=generator).requires_grad_() for _ in range(3))
+    table = replace(pattern, offsets=pattern.offset_table(8), head_groups=False, compat=compat)
+    whole = attention(q, k, v, table, return_lse=True, backend=backend)
+    ranks = [
+        attention(*(x[:, :, i : i + 4] for x in (q, k, v)), table, head_offset=i, return_lse=True, backend=backend)
+        for i in (0, 4)
+    ]
+    found = [torch.cat(x, dim) for x, dim in zip(zip(*ranks, strict=True), (2, 1), strict=True)]
+    torch.testing.assert_close(found, list(whole))
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found[0], whole[0])]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_rank_may_have_no_head_of_a_branch_by_head():
+    assert Dilated((4, 16), (8, 2)).offset_table(4, head_offset=4) == ((4, 5, 6, 7), (0, 1, 0, 1))
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qv"])

@@ -51,7 +51,7 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
-    head_offset: int = 0
+    head_offset: int | None = None
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
     padding: float | None = None
@@ -106,24 +106,21 @@ def arrange(layout: str, shape: tuple[int, ...], generator: torch.Generator, dty
 
 
 @st.composite
-def patterns(draw, kv_heads: int, groups: bool, head_offset: int) -> dict[str, Any]:
+def patterns(draw, kv_heads: int, groups: bool, head_offset: int | None) -> dict[str, Any]:
     branches = draw(st.sampled_from([1, 2, 3, 4]))
     segments = tuple(draw(st.lists(SEGMENTS, min_size=branches, max_size=branches)))
     rates = tuple(draw(st.lists(RATES, min_size=branches, max_size=branches)))
-    offsets: Any = draw(st.sampled_from(["head", "head" if head_offset else "head_block", "table"]))
+    offsets: Any = draw(st.sampled_from(["head", "head_block" if head_offset is None else "head", "table"]))
     if groups and branches <= kv_heads:
         offsets = "head"
         assume(all(i % r < w for i, (w, r) in enumerate(zip(segments, rates, strict=True))))
     else:
         groups = False
-    heads = head_offset + kv_heads
+    heads = (head_offset or 0) + kv_heads
     if offsets == "table":
         rows = [st.lists(st.sampled_from([*range(r), -1]), min_size=heads, max_size=heads) for r in rates]
         offsets = tuple(tuple(draw(row)) for row in rows)
-        assume(all(any(0 <= o < w for o in row[head_offset:]) for w, row in zip(segments, offsets, strict=True)))
-    elif head_offset:
-        runs = (range(head_offset, heads) for _ in rates)
-        assume(all(any(h % r < w for h in run) for w, r, run in zip(segments, rates, runs, strict=True)))
+        assume(all(any(0 <= o < w for o in row) for w, row in zip(segments, offsets, strict=True)))
     return {"segment_lengths": segments, "dilation_rates": rates, "offsets": offsets, "head_groups": groups}
 
 
@@ -131,7 +128,7 @@ def patterns(draw, kv_heads: int, groups: bool, head_offset: int) -> dict[str, A
 def calls(draw, ragged: bool = False, compat: bool = False) -> Call:
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
     groups = not compat and draw(st.sampled_from([False, False, False, True]))
-    head_offset = 0 if compat or groups else draw(st.sampled_from([0, 0, 1, 5]))
+    head_offset = None if compat or groups else draw(st.sampled_from([None, 0, 1, 5]))
     pattern = draw(patterns(kv_heads, groups, head_offset))
     batch, seq_len = draw(BATCHES), draw(LENGTHS)
     lengths = cu_seqlens = padding = None
@@ -205,7 +202,7 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
             counts,
             scale=scale,
             phantoms=phantoms,
-            keep=survivors(q, k, call.dropout_p, call.head_offset, call.seed),
+            keep=survivors(q, k, call.dropout_p, call.head_offset or 0, call.seed),
             dropout_p=call.dropout_p,
             gradient_of=call.gradient_of,
             seed=call.seed,

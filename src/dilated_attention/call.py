@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     backend: str
     mesh: Any
     seq_len: int | None
-    head_offset: int
+    head_offset: int | None
     transport: str
     layer: str
 
@@ -108,7 +108,7 @@ class Call:
         backend: str = "auto",
         mesh: Mesh | None = None,
         seq_len: int | None = None,
-        head_offset: int = 0,
+        head_offset: int | None = None,
         transport: str = "auto",
         layer: str = "",
     ) -> Call:
@@ -150,7 +150,7 @@ class Call:
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=float(dropout_p),
-            first_head=head_offset * (q.shape[2] // k.shape[2]),
+            first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
         )
         if not isinstance(pattern, Dilated):
             layouts = call._layouts(pattern, q, k, seq_len)

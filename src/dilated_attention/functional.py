@@ -40,7 +40,7 @@ def attention(
     backend: str = "auto",
     mesh: Any = None,
     seq_len: int | None = None,
-    head_offset: int = 0,
+    head_offset: int | None = None,
     transport: str = "auto",
     layer: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -83,7 +83,9 @@ def attention(
         seq_len: the global length; default: equal shards, q's length times the number of ranks.
         transport: how rows travel between ranks: `"exchange"`, `"doubling"`, `"ring"`, `"all_gather"`, `"ulysses"`, or
             `"auto"`, whose choice `explain` reports with its reason.
-        head_offset: global index of the first key-value head of these tensors (tensor parallelism).
+        head_offset: global index of the first key-value head of these tensors (tensor parallelism), 0 on the first
+            rank. Offsets that depend on the number of heads are then given as a table over all of them,
+            `Dilated(...).offset_table(total)`, of which each rank takes its own. Default: there are no other heads.
         layer: the calling layer's name, for error messages over a mesh.
 
     Returns:

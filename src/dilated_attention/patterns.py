@@ -119,24 +119,28 @@ class Dilated:
     def __str__(self) -> str:
         return "\n".join((repr(self), *self.reasons))
 
-    def offset_table(self, num_heads: int, head_offset: int = 0) -> OffsetTable:
+    def offset_table(self, num_heads: int, head_offset: int | None = None) -> OffsetTable:
         """The offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module.
+            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module, 0 included.
+                Default: there are no other heads.
 
         Raises ValueError where the pattern does not fit the heads, or where a branch could never show any token.
         """
-        if isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0:
+        given = head_offset is not None
+        if given and (isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0):
             raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
         offsets = "head_block" if self.compat == "torchscale" and self.offsets == "head" else self.offsets
-        if head_offset and (self.head_groups or offsets == "head_block"):
+        if given and (self.head_groups or offsets == "head_block"):
             raise ValueError(
                 f"head_offset={head_offset} needs offsets that do not depend on the total number of heads; "
                 "give offsets as a table over all heads: Dilated(...).offset_table(total)"
             )
         branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
-        table: list[tuple[int, ...]]
+        first = head_offset or 0
+        stop = first + num_heads
+        table: list[tuple[int, ...]]  # from head 0 on
         if self.head_groups:
             if num_heads < len(branches):
                 raise ValueError(
@@ -146,30 +150,31 @@ class Dilated:
             base, larger = divmod(num_heads, len(branches))
             table, start = [], 0
             for i, (_, rate) in enumerate(branches):
-                stop = start + base + (i < larger)
-                table.append(tuple([i % rate if start <= h < stop else -1 for h in range(num_heads)]))
-                start = stop
+                end = start + base + (i < larger)
+                table.append(tuple([i % rate if start <= h < end else -1 for h in range(num_heads)]))
+                start = end
         elif offsets == "head":
-            table = [tuple([(head_offset + h) % rate for h in range(num_heads)]) for _, rate in branches]
+            table = [tuple([h % rate for h in range(stop)]) for _, rate in branches]
         elif offsets == "head_block":
             table = [tuple([h // -(-num_heads // rate) for h in range(num_heads)]) for _, rate in branches]
         else:
             for row in offsets:
-                if len(row) < head_offset + num_heads or (not head_offset and len(row) != num_heads):
+                if len(row) < stop or (not given and len(row) != num_heads):
                     raise ValueError(
                         f"offsets must have one entry per key-value head in each branch; got {len(row)} entries "
-                        f"for heads {head_offset} to {head_offset + num_heads}"
+                        f"for heads {first} to {stop}"
+                        + ("; of a larger module give head_offset" if len(row) > stop else "")
                     )
-            table = [tuple(row[head_offset : head_offset + num_heads]) for row in offsets]
+            table = [tuple(row) for row in offsets]
         for row, (segment, rate) in zip(table, branches, strict=True):
             if num_heads and all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
                     f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is at "
                     f"least the segment length; got offsets {row}. Lower the dilation rate or lengthen the segment"
                 )
-        return tuple(table)
+        return tuple([row[first:stop] for row in table])
 
-    def branches(self, num_heads: int, head_offset: int = 0) -> Branches:
+    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """The pattern in normal form for num_heads key-value heads; arguments and errors as in `offset_table`."""
         if torch.compiler.is_compiling():  # a cache cannot be traced
             return _branches(self, num_heads, head_offset)
@@ -215,7 +220,7 @@ class Dilated:
         return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
 
 
-def _branches(pattern: Dilated, num_heads: int, head_offset: int) -> Branches:
+def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Branches:
     table = pattern.offset_table(num_heads, head_offset)
     return Branches(pattern.segment_lengths, pattern.dilation_rates, table, pattern.compat)
 
