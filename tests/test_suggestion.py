@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from ast import literal_eval
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_it_keeps_to_the_budget_and_joins_all_pairs(seq_len, num_heads, budget, 
         pattern = suggest_pattern(seq_len, num_heads, budget=budget, is_causal=is_causal)
     except ValueError as error:
         named = re.search(r"give at least budget=(\S+),", str(error))[1]
-        smallest = type(budget)(named)
+        smallest = literal_eval(named)
+        assert type(smallest) is type(budget)
         assert smallest > budget
         pattern = suggest_pattern(seq_len, num_heads, budget=smallest, is_causal=is_causal)
         less = smallest * 0.98 if isinstance(smallest, float) else smallest - 1
@@ -80,6 +82,11 @@ def test_the_shares_of_joined_pairs_are_seen_where_they_fail():
     assert joined(Dilated((8, 64), (1, 8)), 64, 4, False, 2) < 1  # residues that no head serves
     assert joined(Dilated((8, 32), (1, 2)), 64, 8, False, 3) < 1  # no segment spans the sequence
     assert joined(Dilated((8, 64), (1, 8)), 64, 8, True, 2) < 0.95  # a first segment as short as the rate
+
+
+def test_the_whole_cost_is_named_as_a_share():
+    with pytest.raises(ValueError, match=r"give at least budget=1\.0, which"):
+        suggest_pattern(4096, 1, budget=0.5)
 
 
 def test_a_larger_budget_gives_a_longer_first_segment():

@@ -105,7 +105,7 @@ class _Problem:
         share = entries / self.entries(self.seq_len, 1)
         unit = 10.0 ** (math.floor(math.log10(share)) - 2)
         rounded = min(math.ceil(share / unit) * unit, 1.0)
-        return f"budget={rounded:.3g}"
+        return f"budget={float(f'{rounded:.3g}')!r}"  # 1.0, where 1 would be a number of keys
 
     def least_first(self, rate: int) -> int:
         """The shortest first segment that joins the pairs, where the last branch has this rate.
