@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dilated_attention import BackendError, dilated_attention
+from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -183,6 +184,24 @@ def test_bad_packing(name, backend):
 
 def test_a_mesh_that_is_none():
     refused(arguments(mesh=object()), ["mesh", "DeviceMesh"])
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_mesh_of_one_rank(one_rank):
+    """It is one device; what would be wrong on more ranks is wrong here."""
+    for transport in ("auto", "exchange", "doubling", "ring", "all_gather", "ulysses"):
+        dilated_attention(**arguments(mesh=one_rank, seq_len=SEQ, transport=transport))
+    refused(arguments(mesh=one_rank, transport="nonsense"), ["transport", "'nonsense'", "'ulysses'"])
+    for pattern in (Dilated((4, 8), (1, 2)), BlockLayout.local(100, 8, 8)):
+        for seq_len in (100, SEQ - 1):
+            with pytest.raises(ValueError, match=f"seq_len={seq_len} over one rank must be q's own length, {SEQ}"):
+                attention(tensor(), tensor(), tensor(), pattern, mesh=one_rank, seq_len=seq_len)
 
 
 def test_no_backend_says_why_each_refused():

@@ -21,6 +21,7 @@ from dilated_attention import BlockLayout, attention, dilated_attention, operato
 from dilated_attention.backends.reference import reference_attention
 from dilated_attention.call import Call
 from dilated_attention.errors import ContextParallelError
+from dilated_attention.mesh import TRANSPORTS
 from dilated_attention.parallel import exchange_plan, traffic
 from dilated_attention.parallel.comm import Framing, Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
@@ -231,7 +232,7 @@ def sharding_of(case: Case, size: int, is_causal: bool) -> Sharding:
 def served(case: Case, size: int, is_causal: bool) -> list[str]:
     """The transports that serve a case; `doubling` also needs each sample's shards equal."""
     sharding = sharding_of(case, size, is_causal)
-    names = [name for name in traffic.NAMES if traffic.refusal(name, sharding, case.heads) is None]
+    names = [name for name in TRANSPORTS if traffic.refusal(name, sharding, case.heads) is None]
     return [name for name in names if case.lengths is None or name != "doubling"] + ["auto"]
 
 

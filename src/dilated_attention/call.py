@@ -22,7 +22,7 @@ from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.mesh import Mesh, context_group
+from dilated_attention.mesh import Mesh, check_transport, context_group
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
 
@@ -284,10 +284,13 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
         if seq_len is not None and seq_len != q.shape[1]:
             raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
         return q.shape[1]
+    check_transport(transport)
     if seq_len is None:
         return q.shape[1] * dist.get_world_size(group)
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
         raise ValueError(f"seq_len must be a non-negative integer, the length over all ranks; got {seq_len!r}")
+    if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
+        raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
 
 

@@ -10,6 +10,15 @@ Mesh = DeviceMesh | ProcessGroup
 """A 1-D device mesh, or a process group."""
 
 
+TRANSPORTS = ("exchange", "doubling", "ring", "all_gather", "ulysses")
+"""How rows travel between ranks, in the order in which `auto` prefers equals."""
+
+
+def check_transport(transport: str) -> None:
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport must be one of {('auto', *TRANSPORTS)}; got {transport!r}")
+
+
 def context_group(mesh: Mesh) -> ProcessGroup:
     """The process group of a 1-D mesh; ValueError where it is not one that this rank belongs to."""
     if isinstance(mesh, DeviceMesh):

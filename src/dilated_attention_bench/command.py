@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dilated_attention.environment import device_name, require_device, unavailable
-from dilated_attention.parallel.traffic import NAMES as TRANSPORTS
+from dilated_attention.mesh import TRANSPORTS
 from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal

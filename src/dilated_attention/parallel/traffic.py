@@ -10,14 +10,12 @@ import torch
 
 from dilated_attention.cache import plan_cache
 from dilated_attention.layout import BlockLayout
+from dilated_attention.mesh import TRANSPORTS, check_transport
 from dilated_attention.parallel import block_partition, partition
 from dilated_attention.parallel.comm import seal_rows
 from dilated_attention.parallel.partition import Sharding
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import row_counts
-
-NAMES = ("exchange", "doubling", "ring", "all_gather", "ulysses")
-"""The transports, in the order in which `auto` prefers equals."""
 
 _LATENCY = 5e-6  # seconds a message, and
 _BANDWIDTH = 50e9  # bytes a second: the model by which `auto` weighs messages against bytes
@@ -197,9 +195,8 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
 
 
 def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
-    if transport not in ("auto", *NAMES):
-        raise ValueError(f"transport must be one of {('auto', *NAMES)}; got {transport!r}")
-    refusals = {name: why for name in NAMES if (why := refusal(name, sharding, shape.num_heads))}
+    check_transport(transport)
+    refusals = {name: why for name in TRANSPORTS if (why := refusal(name, sharding, shape.num_heads))}
     if transport != "auto":
         if transport in refusals:
             raise ValueError(
@@ -209,7 +206,7 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
     rank = sharding.world_size - 1 if sharding.is_causal else sharding.world_size // 2
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
-    plans = {name: count(name, sharding, rank, shape) for name in NAMES if name not in refusals}
+    plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}
     for name in ("exchange", "doubling"):
         if name in plans and (kept := plans[name].saved_bytes) > _BUFFER_SHARDS * shard:
             refusals[name] = f"would hold {kept / 1e6:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
