@@ -220,6 +220,21 @@ def test_meta_device():
     assert torch.equal(model(x, x, x)[0], real(x, x, x)[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"lengths": torch.tensor([17, 9])}, {"is_causal": True, "dropout_p": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_layouts_on_the_meta_device(dtype, options):
+    """With gradients and without, what comes back is shaped as on the CPU."""
+    layout = BlockLayout.local(17, 4, 4)
+    halves = Dilated((8,), (2,)) * (lambda n: BlockLayout.local(n, 1, 2))
+    for pattern in (layout, halves, Dilated((4, 16), (1, 4))):
+        for wanted in (False, True):
+            real = [x.to(dtype).requires_grad_(wanted) for x in tensors()]
+            meta = [x.detach().to("meta").requires_grad_(wanted) for x in real]
+            expected, found = (attention(*x, pattern, return_lse=True, **options) for x in (real, meta))
+            for a, b in zip(expected, found, strict=True):
+                assert (b.device.type, b.shape, b.dtype, b.stride()) == ("meta", a.shape, a.dtype, a.stride())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     model = module()
