@@ -52,6 +52,31 @@ def test_transforms_and_modes_are_noticed():
         assert torch_internals.observed(x)
 
 
+def test_gradients_that_autograd_maps_over():
+    seen = []
+
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 3 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx, dy, dz):
+            seen.append(torch_internals.in_batched_gradients(dy, dz))
+            if not seen[-1]:
+                return 3 * (dy + dz)
+            (gradient,) = torch_internals.of_each_gradient(lambda dy, dz: (3 * (dy + dz),), dy, dz)
+            return gradient
+
+    x, weights = torch.randn(4, requires_grad=True), torch.randn(2, 5, 4)
+    y, z = Triple.apply(x)
+    for together in (((y, z), tuple(weights)), ((y,), tuple(weights[:1]))):
+        (mapped,) = torch.autograd.grad(together[0], x, together[1], retain_graph=True, is_grads_batched=True)
+        torch.testing.assert_close(mapped, 3 * sum(together[1]))
+    torch.autograd.grad((y, z), x, tuple(weights[:, 0]))
+    assert seen == [True, True, False]
+
+
 def test_a_false_condition_raises():
     torch_internals.require_when_run(torch.tensor(True), "wrong")
     with pytest.raises(RuntimeError, match="wrong"):

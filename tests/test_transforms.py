@@ -96,6 +96,35 @@ def test_gradients_under_vmap():
     assert relative_error(fused, dense) <= TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize("options", [
+    {"lengths": torch.tensor([17, 9])}, {"cu_seqlens": torch.tensor([0, 5, 17])}, {"is_causal": True},
+    {"dropout_p": 0.5},
+])  # fmt: skip
+def test_batched_gradients_of_autograd(options):
+    """`is_grads_batched`, and with it vectorized Jacobians, map by an older vmap."""
+    q, k, v = (x[: 1 if "cu_seqlens" in options else None].requires_grad_() for x in tensors())
+    layout = BlockLayout.from_mask(torch.rand(len(q), 1, 5, 5) < 0.5, seq_len=17, block_size=4)
+    for pattern in (Dilated((4, 16), (1, 4)), layout):
+        results = attention(q, k, v, pattern, return_lse=True, **options)
+        for outputs in (results, results[:1], results[1:]):
+            weights = [torch.randn(3, *x.shape, **F64) for x in outputs]
+            mapped = torch.autograd.grad(outputs, (q, k, v), weights, is_grads_batched=True, retain_graph=True)
+            for i, each in enumerate(zip(*weights, strict=True)):
+                one = torch.autograd.grad(outputs, (q, k, v), each, retain_graph=True)
+                torch.testing.assert_close([x[i] for x in mapped], list(one))
+
+
+def test_vectorized_jacobians():
+    q, k, v = (x[:1, :5, :1].contiguous() for x in tensors())
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, [2, 4], [1, 2])
+
+    jacobians = [torch.autograd.functional.jacobian(run, (q, k, v), vectorize=vectorize) for vectorize in (True, False)]
+    torch.testing.assert_close(*jacobians)
+    assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)], check_batched_grad=True)
+
+
 def test_dropout_under_vmap_differs_from_element_to_element():
     q, k, v = (x[:1].expand_as(x).contiguous().requires_grad_() for x in tensors(3))
 

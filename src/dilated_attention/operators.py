@@ -24,7 +24,14 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import Branches
-from dilated_attention.torch_internals import BelowAutograd, in_forward_mode, in_torch_func, observed
+from dilated_attention.torch_internals import (
+    BelowAutograd,
+    in_batched_gradients,
+    in_forward_mode,
+    in_torch_func,
+    observed,
+    of_each_gradient,
+)
 
 _CALL = (
     "SymInt[] numbers, float scale, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
@@ -228,7 +235,12 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         apply = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
-        gradients = apply(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
+
+        def backward(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
+            return apply(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
+
+        batched = not in_torch_func() and in_batched_gradients(dout, dlse)
+        gradients = of_each_gradient(backward, dout, dlse) if batched else backward(dout, dlse)
         return (*gradients, *(None,) * (len(ctx.options) + 5))
 
     @staticmethod

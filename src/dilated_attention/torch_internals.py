@@ -6,6 +6,7 @@ A name without an underscore serves none of these purposes in the oldest PyTorch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +36,23 @@ def in_torch_func() -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are formed: an operator without a rule for them would drop them silently."""
     return forward_ad._current_level >= 0
+
+
+def in_batched_gradients(*gradients: Tensor | None) -> bool:
+    """Whether autograd maps over gradients itself (`is_grads_batched`, `jacobian(vectorize=True)`), by a vmap older
+    than torch.func's, which knows no rule of ours."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
+def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    """`function` of gradients that autograd maps over, one after another: memory stays that of one."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    # One that is not mapped, which the others share, comes out with a batch of 1.
+    batches = [None if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in gradients]
+    size = max(len(x) for x in batches if x is not None)
+    results = [function(*(None if x is None else x[i % len(x)] for x in batches)) for i in range(size)]
+    return tuple(torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*results, strict=True))
 
 
 def observed(*tensors: Tensor) -> bool:
