@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -487,6 +488,12 @@ BAD = [
     ("tokens must be a whole number of at least 1, got 0", lambda: L.global_(256, 0)),
     (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [3, 256])),
     (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [])),
+    ("tokens must be .*integer positions, got torch.bool; of a mask", lambda: L.global_(256, torch.arange(256) == 70)),
+    ("tokens must be .*integer positions, got torch.float32", lambda: L.longformer(256, 8, [70.9])),
+    ("tokens must be .*integer positions, got torch.float64", lambda: L.bigbird(256, 8, np.array([70.0]), 1, 0)),
+    ("tokens must be a whole number of at least 1, got True", lambda: L.global_(256, True)),
+    ("tokens must be a whole number of at least 1, got 70.0", lambda: L.global_(256, torch.tensor(70.0))),
+    ("tokens must be a whole number of at least 1, got -1", lambda: L.global_(256, np.int64(-1))),
     ("cannot all be global when is_causal", lambda: L.global_(256, [0, 100], is_causal=True)),
     ("cannot all be global when is_causal", lambda: L.longformer(256, 16, [100], is_causal=True)),
     ("cannot unite a layout with is_causal=True", lambda: LOCAL.causal() | L.global_(256, 1, 64)),
@@ -510,6 +517,14 @@ BAD = [
     ("for tests and small plots", lambda: L.local(1 << 21, 32).dense_blocks()),
     ("t must be a torch.sparse_bsr tensor", lambda: L.from_torch_sparse(torch.ones(4, 4))),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, torch.tensor])
+def test_global_tokens_of_other_libraries(kind):
+    assert L.global_(256, kind(100), 16) == L.global_(256, 100, 16) != L.global_(256, [100], 16)
+    assert L.bigbird(256, 16, kind(100), 1, 0, 16) == L.bigbird(256, 16, 100, 1, 0, 16)
+    for positions in ([np.int64(3), 100], np.array([3, 100]), torch.tensor([3, 100], dtype=torch.int32)):
+        assert L.global_(256, positions, 16) == L.global_(256, [3, 100], 16)
 
 
 @pytest.mark.parametrize(("message", "call"), BAD)

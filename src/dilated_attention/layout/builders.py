@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +44,26 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
     return spans(_size("tokens", tokens, density, grid, spans, grid.seq_len))
 
 
-def global_at(grid: BlockGrid, tokens: Sequence[int]) -> Spans:
+def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
+    """Of so many leading tokens, or of those at the positions; numbers of NumPy and tensors of no dimension count."""
+    if isinstance(tokens, Integral) and not isinstance(tokens, bool):
+        return leading(grid, int(tokens), density)
+    if tokens is None:
+        return leading(grid, None, density)
+    positions = torch.as_tensor(tokens)
+    if positions.ndim == 0:
+        number: Any = positions.tolist()
+        return leading(grid, number, density)  # which refuses what is no whole number
+    if positions.numel() and (positions.is_floating_point() or positions.dtype == torch.bool):
+        raise ValueError(
+            f"tokens must be a number of leading tokens or integer positions, got {positions.dtype}; "
+            "of a mask give mask.nonzero()"
+        )
+    return _global_at(grid, positions.flatten().to(torch.int64).unique(), tokens)
+
+
+def _global_at(grid: BlockGrid, position: Tensor, tokens: Any) -> Spans:
     first, last = grid.queries()
-    position = torch.as_tensor(tokens).flatten().to(torch.int64).unique()
     if position.numel() == 0 or int(position[0]) < 0 or int(position[-1]) >= grid.seq_len:
         raise ValueError(f"tokens must be positions in [0, {grid.seq_len}), got {tokens}")
     if grid.is_causal and int(position[-1]) >= position.numel():

@@ -123,9 +123,7 @@ class BlockLayout:
         since the queries before it cannot see it.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
-        if tokens is None or isinstance(tokens, int):
-            return cls._of_spans(grid, builders.leading(grid, tokens, density))
-        return cls._of_spans(grid, builders.global_at(grid, tokens))
+        return cls._of_spans(grid, builders.global_(grid, tokens, density))
 
     @classmethod
     def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
