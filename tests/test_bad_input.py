@@ -102,6 +102,7 @@ BAD = {
     "rank of lengths": ({"lengths": ids(8, 8)[None]}, ["lengths", "(1, 2)", "2 integers"]),
     "dtype of lengths": ({"lengths": ids(8, 8).double()}, ["lengths", "torch.float64", "2 integers"]),
     "lengths is text": ({"lengths": "all"}, ["lengths", "'all'", "2 integers"]),
+    "lengths are truths": ({"lengths": [True, True]}, ["lengths", "[True, True]", "2 integers"]),
     "length over seq": ({"lengths": ids(8, 9)}, ["lengths", "[8, 9]", "[0, 8]"]),
     "length below 0": ({"lengths": ids(-1, 8)}, ["lengths", "[-1, 8]", "[0, 8]"]),
     "cu_seqlens and a batch": ({"cu_seqlens": ids(0, 8)}, ["cu_seqlens", "batch 2", "batch 1"]),
@@ -180,6 +181,12 @@ def test_bad_packing(name, backend):
     cu_seqlens, words = PACKED[name]
     packed = {x: tensor(1, SEQ, HEADS, DIM) for x in "qkv"}
     refused(arguments(**packed, cu_seqlens=cu_seqlens, backend=backend), words)
+
+
+def test_a_batch_of_none():
+    empty = {x: tensor(0, SEQ, HEADS, DIM) for x in "qkv"}
+    for options in ({}, {"lengths": []}, {"lengths": ids()}):
+        assert dilated_attention(**arguments(**empty), **options).shape == (0, SEQ, HEADS, DIM)
 
 
 def test_a_mesh_that_is_none():

@@ -91,9 +91,10 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
 def _integers(name: str, values: Any, wanted: str) -> Tensor:
     if isinstance(values, Tensor):
         return values
-    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
+    whole = isinstance(values, Sequence) and all(isinstance(x, int) and not isinstance(x, bool) for x in values)
+    if not whole:
         raise ValueError(f"{name} must be {wanted}; got {values!r}")
-    return torch.tensor(values, device="cpu")
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
