@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import routing
+from dilated_attention import attention, explain, routing
 from dilated_attention.layout import BlockLayout
 from dilated_attention.routing import LearnedRouter, estimates, forecast
 from dilated_attention.routing.grid import candidates
+from dilated_attention.routing.hashing import _mean_so_far
 
 SHAPES = [  # seq_len, block_size, heads, kv_heads
     (1, 16, 1, 1),
@@ -116,6 +117,29 @@ def test_small_blocks(name, block_size, is_causal):
     layout = routers(block_size, is_causal)[name](q, k)
     diagonal = BlockLayout.local(130, 1, block_size, is_causal=is_causal)
     assert layout & diagonal == diagonal | (layout & diagonal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [16, (16, 48)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_none(name, block_size, is_causal):
+    q, k = make(100, 4, 2, batch=0)
+    choose = routers(block_size, is_causal)[name]
+    layout = choose(q, k)
+    assert (layout.batch_size, layout.num_heads, layout.nnz, layout.is_causal) == (0, 4, 0, is_causal)
+    assert attention(q, k, k, layout).shape == q.shape
+    assert explain(q, k, k, layout).flops == 0
+    assert "blocks=0, density=0" in repr(layout)
+    with pytest.raises(ValueError, match=r"equal batch, seq and head_dim.*|must have the batch"):
+        choose(q, make(100, 4, 2)[1])
+
+
+def test_centres_of_half_precision_and_many_tokens():
+    """65,504 is the largest number of float16."""
+    means = torch.full((1, 1000, 1, 2), 100.0, dtype=torch.float16)
+    size = torch.full((1000,), 128.0, dtype=torch.float16)
+    for is_causal in (False, True):
+        torch.testing.assert_close(_mean_so_far(means, size, is_causal)[:, -1], means[:, -1].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

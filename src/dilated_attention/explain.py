@@ -129,7 +129,7 @@ def explain(
         heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
         layout = inside.for_heads(q.shape[2])
         layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
-        each = problems * len(heads) // (layout.batch_size * layout.num_heads)
+        each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be of none
         pairs += each * int(layout.seen.sum())
         for run in blocks.calls(layout):
             read = run.queries * row + run.keys * 2 * row

@@ -313,7 +313,7 @@ class BlockLayout:
     @cached_property
     def density(self) -> float:
         """Active blocks as a share of those that dense attention (causal: dense causal attention) computes."""
-        return self.nnz / (int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
+        return self.nnz / max(1, int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
 
     @cached_property
     def counts(self) -> Tensor:
@@ -371,7 +371,7 @@ class BlockLayout:
         query = (row[cut] % self.query_blocks * self.q_block)[:, None] + torch.arange(self.q_block, device=self.device)
         before = (query + 1 - (self.indices[cut] * self.k_block)[:, None]).clamp_(min=0)
         partial = number.new_zeros(rows, self.q_block).index_add_(0, row[cut], before.minimum(number[cut][:, None]))
-        seen = (whole[:, None] + partial).view(self.batch_size, self.num_heads, -1)
+        seen = (whole[:, None] + partial).view(self.batch_size, self.num_heads, self.query_blocks * self.q_block)
         return seen[..., : self.seq_len].contiguous()
 
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
@@ -424,7 +424,7 @@ class BlockLayout:
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
             return self
         counts = indptr.diff(dim=-1).flatten()
-        start = row_offsets(counts.reshape(indptr.shape[0], indptr.shape[1], -1))
+        start = row_offsets(counts.view(*indptr.shape[:2], self.query_blocks))
         shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
         entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
         return replace(self, indptr=start, indices=self.indices[entry])

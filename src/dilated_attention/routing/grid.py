@@ -29,9 +29,18 @@ def selector(choose: Callable[Options, BlockLayout]) -> Callable[Options, BlockL
     def chosen(*arguments: Options.args, **options: Options.kwargs) -> BlockLayout:
         q: Any = arguments[0] if arguments else options["q"]
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            return choose(*arguments, **options)
+            given = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+            if any(x.ndim == 0 or len(x) for x in given):
+                return choose(*arguments, **options)
+            # A batch of none has no lists: those of a batch of one, all but that one.
+            one: Any = [_batch_of_one(x) for x in arguments], {name: _batch_of_one(x) for name, x in options.items()}
+            return choose(*one[0], **one[1]).select(batch=[])
 
     return chosen
+
+
+def _batch_of_one(x: Any) -> Any:
+    return x.new_zeros(1, *x.shape[1:]) if isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True, eq=False)

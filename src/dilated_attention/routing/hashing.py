@@ -119,9 +119,14 @@ def lsh_blocks(
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """(B, blocks, H, D), of `size` tokens a block -> the mean of all tokens (B, 1, H, D); causal: up to each block."""
+    """(B, blocks, H, D), of `size` tokens a block -> the mean of all tokens (B, 1, H, D); causal: up to each block.
+
+    In single precision at least: float16 counts to 65,504.
+    """
+    dtype = torch.promote_types(means.dtype, torch.float32)
+    means, size = means.to(dtype), size.to(dtype)
     if not is_causal:
-        weight = (size / size.sum()).to(means.dtype)
+        weight = size / size.sum()
         return (means * weight[:, None, None]).sum(1, keepdim=True)
     return means.cumsum(1) / torch.arange(1, means.shape[1] + 1, device=means.device)[:, None, None]
 
