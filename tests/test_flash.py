@@ -56,6 +56,7 @@ def check(*tensors):
         assert x.dtype in (torch.float16, torch.bfloat16)
         assert x.stride(-1) == 1
         assert x.shape[-1] % 8 == 0
+        assert x.shape[-1] <= 256
         assert x.data_ptr() % 16 == 0, "what is misaligned ends the CUDA context"
         assert not any(2 * n % 16 for n, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
 
@@ -127,24 +128,33 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, flash.MODULES[number], module)
         monkeypatch.setattr(flash, "version", lambda capability: number)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(flash, "Facts", on_a_gpu)
 
     return install
 
 
+def on_a_gpu(device, *facts):
+    return Facts(torch.device("cuda"), *facts)
+
+
+@pytest.mark.parametrize("head_dim", [16, 256])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("number", STAND_INS)
-def test_the_oracle(installed, number, is_causal):
+def test_the_oracle(installed, number, is_causal, head_dim):
+    """With a gradient on lse, which takes more columns than 256 where head_dim is as large."""
     installed(number)
     w, r, seq_len = (32, 70), (1, 3), 70
     branches = Dilated(w, r).branches(2)
-    inputs = tuple(torch.randn(2, seq_len, heads, 17).bfloat16()[..., 1:] for heads in (4, 2, 2))  # misaligned rows
+    inputs = tuple(
+        torch.randn(2, seq_len, heads, head_dim + 1).bfloat16()[..., 1:] for heads in (4, 2, 2)
+    )  # misaligned rows
 
     def run(q, k, v):
-        call = Call(branches, Choice(BACKENDS["flash"]), is_causal=is_causal, scale=0.25)
+        call = Call(branches, Choice(BACKENDS["flash"]), is_causal=is_causal, scale=head_dim**-0.5)
         out, lse = operators.attend(q, k, v, call)
         return out, lse.transpose(1, 2)
 
-    errors = excesses(run, inputs, count_matrix(*branches[:3], seq_len, is_causal=is_causal), scale=0.25)
+    errors = excesses(run, inputs, count_matrix(*branches[:3], seq_len, is_causal=is_causal), scale=head_dim**-0.5)
     assert all(error <= 1 for error in errors.values()), errors
 
 
@@ -162,10 +172,11 @@ def test_random_calls(call, dtype, number):
         patches.enter_context(mock.patch.dict(sys.modules, {flash.MODULES[number]: module}))
         patches.enter_context(mock.patch.object(flash, "version", return_value=number))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
-        on_a_gpu = replace(
+        patches.enter_context(mock.patch.object(flash, "Facts", on_a_gpu))
+        there = replace(
             BACKENDS["flash"], refusal=lambda facts: flash.refusal(replace(facts, device=torch.device("cuda")))
         )
-        patches.enter_context(mock.patch.dict(BACKENDS, {"flash": on_a_gpu}))
+        patches.enter_context(mock.patch.dict(BACKENDS, {"flash": there}))
         test_properties.check(call, dtype, "flash")
 
 
@@ -229,3 +240,22 @@ def test_by_name():
         dilated_attention(q, q, q, (32,), (1,), backend="flash")
     with pytest.raises(BackendError, match="flash"):
         block_sparse_attention(q, q, q, BlockLayout.local(32, 16, 16), backend="flash")
+
+
+def test_by_name_in_a_graph(fresh_python):
+    """What the graph's trace could not ask is asked when it runs."""
+    fresh_python("""
+        import torch
+        from dilated_attention import BackendError, dilated_attention
+
+        def run(q):
+            return dilated_attention(q, q, q, [32], [1], backend="flash")
+
+        q = torch.randn(1, 32, 2, 16).half()
+        try:
+            torch.compile(run, fullgraph=True, backend="aot_eager")(q)
+        except BackendError as error:
+            assert "backend='flash' cannot serve this call: FlashAttention needs a CUDA device; got cpu" in str(error)
+        else:
+            raise AssertionError("FlashAttention ran on a CPU")
+    """)

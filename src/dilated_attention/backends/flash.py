@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.backends import fused
 from dilated_attention.backends.dropout import Pairs
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, aligned, append_column
+from dilated_attention.errors import BackendError
 
 MODULES = {
     2: "flash_attn.flash_attn_interface",
@@ -39,7 +41,7 @@ def order(capability: tuple[int, int]) -> tuple[int, ...]:
 
 def refusal(facts: Facts) -> str | None:
     """Why FlashAttention cannot serve a call, and what would serve; None if it can."""
-    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced
+    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced; `_library` asks it when the call runs
         return None
     if facts.device.type != "cuda":
         return f"FlashAttention needs a CUDA device; got {facts.device.type}"
@@ -110,6 +112,8 @@ def backward(
     assert pairs is None
     if dlse is None:
         return _backward(dout, q, k, v, out, lse, is_causal, scale)
+    if q.shape[-1] + 8 > MAX_HEAD_DIM:
+        return fused.backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
     gradients = _backward(*append_column(dout, dlse, q, k, v, out, 8), lse, is_causal, scale)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
@@ -137,6 +141,9 @@ def _backward(
 
 
 def _library(q: Tensor) -> tuple[int, Any]:
+    why = refusal(Facts(q.device, q.dtype, q.shape[-1]))  # a compiled call is not refused before it runs
+    if why is not None:
+        raise BackendError(f"backend='flash' cannot serve this call: {why}")
     number = version(torch.cuda.get_device_capability(q.device))
-    assert number is not None, "`refusal` comes first"
+    assert number is not None, "or it was refused"
     return number, importlib.import_module(MODULES[number])
