@@ -302,6 +302,38 @@ def test_files(name, form, tmp_path):
     assert all(torch.equal(again.state_dict()[key], x) for key, x in expected.state_dict().items())
 
 
+@pytest.mark.parametrize("end", ["", ".safetensors", ".pth"])
+def test_a_file_is_what_its_first_bytes_say(end, tmp_path):
+    """Not what its name says; and the length that a safetensors file begins with may begin as a pickle does."""
+    path, first = tmp_path / f"weights{end}", set()
+    for length in range(1, 300):
+        expected = {"x" * length: torch.randn(2)}
+        save_file(expected, path)
+        whole = path.read_bytes()
+        if whole[0] in first:
+            continue
+        first.add(whole[0])
+        found = read_checkpoint(path)
+        assert found.keys() == expected.keys()
+        path.write_bytes(whole[:-3])
+        with pytest.raises(ValueError, match="truncated, or not a safetensors file"):
+            read_checkpoint(path)
+        path.write_bytes(whole[:5])
+        with pytest.raises(ValueError, match=r"weights[.\w]*: (truncated|damaged)"):
+            read_checkpoint(path)
+    assert 0x80 in first
+    for zipped in (True, False):
+        torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=zipped)
+        assert torch.equal(read_checkpoint(path)["a"], torch.ones(3))
+
+
+def test_a_file_is_read_whatever_torch_loads_by_default(tmp_path, monkeypatch):
+    for zipped in (True, False):
+        torch.save({"a": torch.ones(3)}, tmp_path / "weights", _use_new_zipfile_serialization=zipped)
+        monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
+        assert torch.equal(read_checkpoint(tmp_path / "weights")["a"], torch.ones(3))
+
+
 def test_a_loaded_model_owns_its_weights():
     golden = Golden("ts_longnet_encoder_aligned")
     before = {name: x.clone() for name, x in golden.weights.items()}

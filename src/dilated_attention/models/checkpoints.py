@@ -78,15 +78,18 @@ def _read_file(path: Path) -> Any:
     require_file(path)
     try:
         with path.open("rb") as file:
-            start = file.read(4)
+            start = file.read(9)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    if start[:1] != b"\x80" and start != b"PK\x03\x04":
+    # A safetensors file begins with a length of 8 bytes, whose first may be that of a pickle, and then its header.
+    if start[8:] == b"{" or (start[:1] != b"\x80" and start[:4] != b"PK\x03\x04"):
         return read_tensors(path)[0]
     try:
-        with warnings.catch_warnings():  # of a protocol that torch.save does not write by itself: it is read or refused
+        with path.open("rb") as file, warnings.catch_warnings():
+            # Of a protocol that torch.save does not write by itself: it is read or refused.
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            # An open file: of a path torch goes by the name, and by defaults that it keeps for mmap.
+            return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
     except PICKLE_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
