@@ -41,8 +41,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
-def test_parity_with_the_released_algorithm(name, tmp_path):
+def case_of(name: str) -> tuple[dict, type, str, dict]:
+    """Weights, the class of their model, their kind, and the options that no weight tells."""
     branches = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "num_heads": 4}
     if name in CASES:
         file, kind, options = CASES[name]
@@ -52,8 +52,13 @@ def test_parity_with_the_released_algorithm(name, tmp_path):
         weights, kind, options = longvit_weights(prefix="model.", classes=2), LongViT, branches
     else:
         weights, kind, options = encoder_decoder_weights(embedded=True), LongNet, branches
+    return weights, kind, name if name in ("gigapath", "longvit") else "torchscale", options
+
+
+@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
+def test_parity_with_the_released_algorithm(name, tmp_path):
+    weights, kind, what, options = case_of(name)
     torch.save(weights, tmp_path / "weights.pth")
-    what = name if name in ("gigapath", "longvit") else "torchscale"
     model, found = convert(tmp_path / "weights.pth", tmp_path / "out", what, tokens=61, **options)
     assert type(model) is kind
     compat, corrected, again = found
@@ -63,6 +68,34 @@ def test_parity_with_the_released_algorithm(name, tmp_path):
     if name != "decoder":  # causal: no padding is seen
         assert corrected.relative > 1e-3
     assert kind.from_pretrained(tmp_path / "out").config == model.config
+
+
+@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
+@pytest.mark.parametrize("wrapping", ["prefix", "module", "prefix and module"])
+def test_parity_of_weights_under_other_names(name, wrapping, tmp_path):
+    """Of a part of a larger model, beside one of the same names and shapes, and of a data-parallel wrapper."""
+    weights, kind, what, options = case_of(name)
+    before = "module." if wrapping != "prefix" else ""
+    held = {f"{before}{x}": tensor for x, tensor in weights.items()}
+    if wrapping != "module":
+        other = {f"text.{x}": torch.randn_like(tensor) for x, tensor in held.items()}
+        held = other | {f"vision.{x}": tensor for x, tensor in held.items()}
+        options = {**options, "prefix": "vision."}
+    torch.save(held, tmp_path / "weights.pth")
+    model, found = convert(tmp_path / "weights.pth", tmp_path / "out", what, tokens=61, **options)
+    assert type(model) is kind
+    assert found[0].relative < 1e-5
+
+
+@pytest.mark.parametrize("name", ["encoder", "longvit"])
+def test_parity_beside_layers_that_are_left(name, tmp_path):
+    weights, kind, what, options = case_of(name)
+    more = {f"a_teacher.{x}": torch.randn_like(tensor) for x, tensor in weights.items()}
+    torch.save(more | weights, tmp_path / "weights.pth")
+    with pytest.warns(UserWarning, match="not loaded"):
+        model, found = convert(tmp_path / "weights.pth", tmp_path / "out", what, tokens=61, surplus="warn", **options)
+    assert type(model) is kind
+    assert found[0].relative < 1e-5
 
 
 def test_weights_that_mean_something_else_are_not_written(tmp_path):

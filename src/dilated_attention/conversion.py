@@ -20,8 +20,8 @@ from dilated_attention.models import (
     load_gigapath,
     load_longvit,
     load_torchscale,
-    read_checkpoint,
 )
+from dilated_attention.models.checkpoints import read_weights
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import grid_sines
 
@@ -74,8 +74,8 @@ def convert(
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"tokens={tokens}: a comparison takes 1 to {MOST_TOKENS}")
     load: Any = {"gigapath": load_gigapath, "longvit": load_longvit, "torchscale": load_torchscale}[kind]
-    held = {name: x.float() for name, x in read_checkpoint(source).items()}
-    models = {mode: load(held, compat=mode, **options) for mode in ("torchscale", None)}
+    held = {name: x.float() for name, x in read_weights(source, options.get("prefix", "")).items()}
+    models = {mode: load(held, compat=mode, **{**options, "prefix": ""}) for mode in ("torchscale", None)}
     generator = torch.Generator().manual_seed(seed)
     tokens = _tokens_in_place(models["torchscale"], tokens)
     inputs, reference = _reference(models["torchscale"], held, tokens, generator)
@@ -131,12 +131,11 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
         )
     if isinstance(model, LongViT):
         x = normal(config.embed_dim)
-        prefix = next(name for name in held if "encoder.layers.0." in name).partition("layers.0.")[0]
+        prefix = "model.encoder." if "model.pos_embed" in held else "encoder."
         return lambda m: m.encoder(x), lambda: released.stack(held, prefix, x, options(config))
     if isinstance(model, LongNetAttention):
         x = normal(config.embed_dim)
         return lambda m: m(x), lambda: released.attention(held, "", x, options(config))
-    prefix = next(name for name in held if "layers.0." in name).partition("layers.0.")[0]
     if isinstance(model, LongNet):
         decoder = model.config.decoder
         source = normal(config.embed_dim) if config.vocab_size is None else words(config.vocab_size)
@@ -152,13 +151,13 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
         return lambda m: m(source, target), both
     if config.vocab_size is None:
         x = normal(config.embed_dim)
-        return lambda m: m(x), lambda: released.stack(held, prefix, x, options(config))
+        return lambda m: m(x), lambda: released.stack(held, "", x, options(config))
     ids, is_causal = words(config.vocab_size), isinstance(model, LongNetLM)
 
     def language() -> Tensor:
-        x = held[f"{prefix}embed_tokens.weight"][ids]
-        states = released.stack(held, prefix, x, options(config, is_causal))
-        return _logits(held, prefix, states) if is_causal else states
+        x = held["embed_tokens.weight"][ids]
+        states = released.stack(held, "", x, options(config, is_causal))
+        return _logits(held, "", states) if is_causal else states
 
     return lambda m: m(ids), language
 

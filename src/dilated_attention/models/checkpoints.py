@@ -74,6 +74,16 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
+def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
+    """As `read_checkpoint`, by the names that the loaders know: without what wrapping put before all of them, a
+    data-parallel `module.`, or one half of a larger model."""
+    tensors = read_checkpoint(source, prefix)
+    for wrapping in ("module.", "backbone.", "encoder.", "decoder."):
+        if tensors and all(name.startswith(wrapping) for name in tensors):
+            tensors = {name.removeprefix(wrapping): x for name, x in tensors.items()}
+    return tensors
+
+
 def _read_file(path: Path) -> Any:
     require_file(path)
     try:
@@ -173,10 +183,9 @@ def load_torchscale(
         ValueError: a damaged file, or anything but tensors; or weights missing, surplus or of the wrong shape, all
             listed.
     """
-    tensors, pattern = read_checkpoint(source, prefix), _pattern(segment_lengths, dilation_rates)
+    tensors, pattern = read_weights(source, prefix), _pattern(segment_lengths, dilation_rates)
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
-    tensors = _without_prefix(tensors)
     taken = _Taken(tensors, not isinstance(source, Mapping))
     kind = _recognised(tensors) if architecture is None else architecture
     options: dict[str, Any] = {"pattern": pattern, "compat": compat, "norm_eps": norm_eps}
@@ -225,7 +234,7 @@ def load_gigapath(
     The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. Of a fixed
     table of positions in the file only the shape is checked: the model computes its own.
     """
-    tensors = read_checkpoint(source, prefix)
+    tensors = read_weights(source, prefix)
     taken = _Taken(tensors, not isinstance(source, Mapping))
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
     encoder = _stack_config(taken, "encoder.", num_heads, options)
@@ -267,7 +276,7 @@ def load_longvit(
     Args:
         segment_lengths: None: those released for the image size that the weights' positions fit.
     """
-    tensors = _without_prefix(read_checkpoint(source, prefix))
+    tensors = read_weights(source, prefix)
     taken = _Taken(tensors, not isinstance(source, Mapping))
     names = {re.sub(r"^model\.", "", name): name for name in tensors}  # the classifier's backbone is `model`
     missing = [name for name in ("patch_embed.proj.weight", "pos_embed") if name not in names]
@@ -323,14 +332,6 @@ def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> D
 
 def _begin(tensors: Mapping[str, Tensor]) -> str:
     return _some(sorted(tensors), 4) or "none"
-
-
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what wrapping put before all of them: a data-parallel `module.`, one half of a larger model."""
-    for prefix in ("module.", "backbone.", "encoder.", "decoder."):
-        if tensors and all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
-    return tensors
 
 
 def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
