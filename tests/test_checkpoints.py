@@ -345,6 +345,21 @@ def test_a_loaded_model_owns_its_weights():
     assert all(torch.equal(golden.weights[name], x) for name, x in before.items())
 
 
+def test_what_a_file_shares_becomes_two_parameters(tmp_path):
+    """torchscale's share_all_embeddings: one table for the source, the target and the output."""
+    weights = encoder_decoder_weights(embedded=True)
+    for name in ("encoder.embed_tokens", "decoder.output_projection"):
+        weights[f"{name}.weight"] = weights["decoder.embed_tokens.weight"]
+    torch.save(weights, tmp_path / "weights.pth")
+    model = load_torchscale(tmp_path / "weights.pth", **BRANCHES)
+    assert torch.equal(model.encoder.embedding.weight, model.decoder.embedding.weight)
+    storages = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
+    model.save_pretrained(tmp_path / "out")
+    again = LongNet.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], x) for name, x in model.state_dict().items())
+
+
 class Malicious:
     def __reduce__(self):
         return (print, ("a pickle ran code",))

@@ -119,6 +119,7 @@ class _Taken:
         self.tensors = tensors
         self.owned = owned  # read from a file: nobody else holds them
         self.names: set[str] = set()
+        self.storages: set[int] = set()  # those handed out: two parameters must not lie in one
         self.missing: list[str] = []
         self.misshapen: list[str] = []
 
@@ -132,7 +133,11 @@ class _Taken:
         elif self.tensors[name].shape != shape:
             self.misshapen.append(f"{name} {tuple(self.tensors[name].shape)} for {shape}")
         else:
-            return self.tensors[name] if self.owned else self.tensors[name].clone()
+            found = self.tensors[name]
+            storage = found.untyped_storage().data_ptr()
+            alone = self.owned and storage not in self.storages
+            self.storages.add(storage)
+            return found if alone else found.clone()
         return torch.empty(shape)
 
     def finish(self, what: str, surplus: str) -> None:
