@@ -354,6 +354,21 @@ def test_bfloat16_and_autocast():
     assert relative_error(model.bfloat16()(tokens).logits, expected) < 5e-2
 
 
+@pytest.mark.parametrize("padding", ["all real", "left"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_cached_steps_under_autocast(name, padding):
+    """Queries, keys and values may come in different dtypes then."""
+    model = dilate(model_of(name).eval(), **NESTED)
+    tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()[padding]
+    expected = model(tokens, attention_mask=mask).logits[:, -2:]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = model(tokens[:, :-2], attention_mask=mask[:, :-2]).past_key_values
+        found = model(tokens[:, -2:], attention_mask=mask, past_key_values=cache).logits
+        generated = model.generate(tokens, attention_mask=mask, max_new_tokens=2, min_new_tokens=2)
+    assert relative_error(found, expected) < 5e-2
+    assert generated.shape == (3, SEQ + 2)
+
+
 def test_gradient_checkpointing():
     model = dilate(model_of("Llama").train(), **NESTED)
     tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]

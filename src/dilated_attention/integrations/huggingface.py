@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import dilated_attention
@@ -375,6 +376,7 @@ def attention_forward(
     if seen.past:
         if dropout:
             raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
+        q, k, v = as_autocast(q, k, v)  # as dilated_attention does by itself
         if seen.samples is None:
             return cached_attention(q, k, v, pattern, scale=scaling, sinks=s_aux), None
         parts = []
