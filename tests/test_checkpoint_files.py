@@ -183,6 +183,18 @@ def test_a_flipped_bit_of_a_model_is_noticed(tmp_path):
     LongNetLM.from_pretrained(tmp_path)
 
 
+def test_lines_end_alike_on_every_system(monkeypatch, tmp_path):
+    """Windows writes a line's end as two bytes where nothing else is asked for."""
+    write_text = Path.write_text
+
+    def windows(path: Path, text: str, encoding=None, errors=None, newline=None) -> int:
+        return write_text(path, text, encoding, errors, "\r\n" if newline is None else newline)
+
+    monkeypatch.setattr(Path, "write_text", windows)
+    save(tmp_path, 0)
+    assert check(tmp_path) == 0
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_one_before_serves_where_the_newest_is_damaged(size, tmp_path):
     for step in (0, 1, 2):

@@ -38,7 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def write_text(path: Path, text: str) -> None:
     """Replace the UTF-8 file `path` atomically and durably."""
     with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def read_bytes(path: Path) -> bytes:
