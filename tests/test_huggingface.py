@@ -119,7 +119,52 @@ def test_extended_positions_repeat_and_are_saved(name, tmp_path):
         assert torch.equal(places[32:], places[:8])
 
 
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0},
+        {**YARN, "factor": 2.0},
+        {**YARN, "factor": None},
+        LONGROPE,
+        {**LONGROPE, "factor": 3.0},
+    ],
+    ids=str,
+)
+def test_the_scaling_of_rotary_positions_stays(rotation, tmp_path):
+    """transformers reads a factor that is not given from the greatest length."""
+    options = {"max_position_embeddings": 32, "rope_parameters": {**rotation, "rope_theta": 1e4}}
+    model = model_of("Llama", **options).eval()
+    short, long = torch.randint(3, 60, (1, 12)), torch.randint(3, 60, (1, 40))
+    expected = [model(tokens).logits for tokens in (short, long)]
+    extend_positions(model, 128).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert again.config.max_position_embeddings == 128
+    for extended in (model, again):
+        for tokens, logits in zip((short, long), expected, strict=True):
+            assert torch.equal(extended(tokens).logits, logits)
+
+
+def test_the_scaling_of_each_kind_of_layer_stays():
+    rotation = {"full_attention": {**YARN, "factor": None, "rope_theta": 1e4}, "sliding_attention": None}
+    model = model_of("Llama", max_position_embeddings=32)
+    model.config.rope_parameters = rotation
+    extend_positions(model, 128)
+    assert rotation["full_attention"]["factor"] == 2.0
+
+
 def test_positions_that_cannot_be_extended():
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = model_of("Llama", max_position_embeddings=32, rope_parameters=dynamic)
+    with pytest.raises(UnsupportedError, match=r"rope_type='dynamic': .* takes longer texts as it is"):
+        extend_positions(model, 64)
+    assert model.config.max_position_embeddings == 32
     with pytest.raises(
         UnsupportedError, match=r"ViTForImageClassification has neither .*interpolate_pos_encoding=True"
     ):

@@ -172,10 +172,12 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
     Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: place p gets what was trained for p modulo their
     number, so that neighbours differ as before (as in Longformer, arXiv:2004.05150). Rotary positions need no table:
-    `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is. Either way,
-    fine-tune the model at the new length.
+    `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is: a factor that
+    transformers would compute from the greatest length is written down. Either way, fine-tune the model at the new
+    length.
 
-    Raises ValueError, before anything is changed, for a model that has neither, and for a length that is not larger.
+    Raises ValueError, before anything is changed, for a model that has neither, for one whose rotation is scaled by the
+    length of a text (`"dynamic"`), and for a length that is not larger.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
@@ -194,6 +196,14 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
             f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
             "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
         )
+    rotations = _rotations(config) if rotary else []
+    for rotation in rotations:
+        kind = rotation["rope_type"]
+        if "dynamic" in kind:
+            raise UnsupportedError(
+                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled from "
+                "max_position_embeddings on, and would change; the model takes longer texts as it is"
+            )
     # Places of some models begin after a row for padding, or two.
     firsts = [getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1) for _, table in found]
     tokens = [table.num_embeddings - first for (_, table), first in zip(found, firsts, strict=True)]
@@ -209,10 +219,21 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
             if name in ("position_ids", "token_type_ids"):
                 longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
                 setattr(owner, name, longer[None].to(buffer))
+    for rotation in rotations:
+        if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
+            first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+            rotation["factor"] = config.max_position_embeddings / first
     # The number of rows, where there is a table with a row for padding, is what a configuration holds.
     padded = [first for (_, table), first in zip(found, firsts, strict=True) if table.padding_idx is not None]
     config.max_position_embeddings = length + max(padded, default=0)
     return model
+
+
+def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of rotary positions: one set, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters, *parameters.values()]
+    return [x for x in sets if isinstance(x, dict) and "rope_type" in x]
 
 
 def _require_plain_attention(part: PreTrainedModel) -> None:
