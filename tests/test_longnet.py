@@ -243,6 +243,29 @@ def test_magneto_initialisation():
     assert std(decoder.blocks[0].cross_attention.input.weight) == pytest.approx(xavier, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": False}, {"sub_ln": True, "bias": True}, {"sub_ln": True, "tie_embeddings": False}],
+    ids=str,
+)
+def test_parameters_can_be_drawn_again(changes):
+    """Of a model made on the meta device, as by the constructor."""
+    config = dataclasses.replace(SMALL, embed_dim=128, num_layers=5, num_kv_heads=None, **changes)
+    for options in ({}, {"cross_attention": True}):
+        made = LongNetLM(config, **options)
+        with torch.device("meta"):
+            model = LongNetLM(config, **options)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        model.reset_parameters()
+        assert not list(model.buffers())
+        for (name, x), expected in zip(model.named_parameters(), made.parameters(), strict=True):
+            assert x.mean().item() == pytest.approx(expected.mean().item(), abs=0.01), name
+            assert x.std().item() == pytest.approx(expected.std().item(), rel=0.05), name
+
+
 def test_xpos_decays_with_the_distance_and_not_with_the_place():
     rotary = Rotary(8, scale_base=16.0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)

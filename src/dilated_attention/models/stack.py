@@ -77,18 +77,22 @@ class LongNetStack(Pretrained):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal, deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for what adds to the residual stream.
+        """Draw all parameters as the constructor does, such as those of a model that was made on the meta device.
+
+        Normal, deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for what adds to the residual stream.
 
         With sub_ln MAGNETO's: Xavier normal, with gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
         encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and with
         gain 1 for everything else.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                adds = 2 * self.config.num_layers if name.endswith(("output.weight", "mlp.2.weight")) else 1
+            if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
+                adds = 2 * self.config.num_layers if name.endswith((".output.weight", "mlp.2.weight")) else 1
                 nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+            else:  # of a LayerNorm
+                nn.init.ones_(parameter)
         if not self.config.sub_ln:
             return
         for block in self.blocks:
