@@ -228,6 +228,17 @@ def test_a_tied_output_stays_tied():
     assert encoder(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 16)
 
 
+def test_an_encoder_with_an_output():
+    weights = {name: x for name, x in encoder_decoder_weights(embedded=True).items() if name.startswith("encoder.")}
+    weights["encoder.output_projection.weight"] = torch.randn(11, 16)
+    assert isinstance(load_torchscale(weights, **BRANCHES), LongNetLM)
+    with pytest.raises(ValueError, match=r"surplus: output_projection\.weight"):
+        load_torchscale(weights, **BRANCHES, architecture="encoder")
+    with pytest.warns(UserWarning, match=r"no place for them: output_projection\.weight"):
+        model = load_torchscale(weights, **BRANCHES, architecture="encoder", surplus="warn")
+    assert isinstance(model, LongNetEncoder)
+
+
 def longvit_weights(side=4, patch=2, dim=16, prefix="", classes=None) -> dict[str, torch.Tensor]:
     encoder = {
         f"{prefix}{name}": x

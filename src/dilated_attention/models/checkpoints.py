@@ -177,7 +177,8 @@ def load_torchscale(
         segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which no weight tells.
         num_heads: of attention; with xPos, read from the weights.
         architecture: None: recognised. Names under `encoder.` and `decoder.` mean an encoder-decoder, embed_tokens with
-            output_projection a decoder (give `"encoder"` for an encoder that has both), other layers an encoder.
+            output_projection a decoder, other layers an encoder. For an encoder that has both give `"encoder"`, and
+            surplus=`"warn"`, since it has no place for the output.
         compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
             None: the corrected ones, exact attention with the offsets that the weights were trained with.
         norm_eps: of its LayerNorms.
