@@ -104,6 +104,27 @@ def test_wrong_slides():
     assert model(x, coords, lengths=[90, 90, 0, 90]).isfinite().all()  # its cls token alone
 
 
+@pytest.mark.parametrize("positions", [None, "rope"])
+def test_no_slides(positions):
+    encoder = dataclasses.replace(ENCODER, positions=positions)
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=encoder))
+    x, coords = slides(5, 0)
+    for lengths in (None, []):
+        for pool in (False, True):
+            assert model(x, coords, lengths=lengths, global_pool=pool).shape == (0, 32)
+            assert model(x, coords, lengths=lengths, global_pool=pool, all_layers=True).shape == (3, 0, 32)
+        assert [states.shape for states in model.tokens(x, coords, lengths=lengths)] == [(0, 6, 32)]
+        with torch.no_grad():
+            assert model(x, coords, lengths=lengths).shape == (0, 32)
+    model(x, coords).sum().backward()
+    assert LongViT(LongViTConfig(image_size=64, encoder=ENCODER))(torch.zeros(0, 3, 64, 64)).shape == (0, 4, 32)
+
+
+def test_shapes_on_the_meta_device():
+    model = LongViT.empty(LongViTConfig(image_size=64, encoder=ENCODER, num_classes=7))
+    assert model(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
     """Of a model in float32: refused, with what to do, unless autocast is on. A model in half precision takes it."""

@@ -185,7 +185,8 @@ class GigaPathSlideEncoder(Pretrained):
         for slide, count in enumerate(counts):
             places = self._places(coords[slide, :count], slide, x.dtype)
             parts += [self.cls[None], self.projection(x[slide, :count]) + places]
-        return torch.cat(parts)[None], counts
+        rows = torch.cat(parts) if parts else self.projection(x.flatten(0, 1))
+        return rows[None], counts
 
     def _places(self, points: Tensor, slide: int, dtype: torch.dtype) -> Tensor:
         config = self.config
@@ -200,6 +201,8 @@ class GigaPathSlideEncoder(Pretrained):
         return grid_sines(places.long(), config.slide_ngrids, config.encoder.embed_dim, dtype)
 
     def _pool(self, state: Tensor, counts: list[int], mean: bool) -> Tensor:
+        if not counts:
+            return self.norm(state[0])
         slides = state[0].split([count + 1 for count in counts])
         if not mean:
             return self.norm(torch.stack([slide[0] for slide in slides]))

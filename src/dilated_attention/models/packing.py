@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dilated_attention.call import in_autocast
+
 MANY = 256  # samples of one token each: more likely tokens of one sample
 
 # Packed tokens that run together without gradients, unless a sample alone has more: enough to fill a device. More would
@@ -65,7 +67,7 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
-        autocast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+        autocast = x.is_floating_point() and in_autocast(x.device)
         if x.dtype != weight.dtype and not autocast:
             raise ValueError(
                 f"{name} must have the model's dtype, {weight.dtype}; got {x.dtype}: pass {name}.to({weight.dtype}), "

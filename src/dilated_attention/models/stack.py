@@ -192,9 +192,11 @@ class LongNetStack(Pretrained):
             raise UnsupportedError(
                 "packed samples with a mesh are not supported; call parallel.set_context_parallel(model, None) first"
             )
-        if len(set(counts)) == 1:  # nothing to pack
+        if len(set(counts)) <= 1:  # nothing to pack
             options: dict[str, Any] = {"all_layers": all_layers, "first_only": first_only}
-            states = self.hidden(x.view(len(counts), -1, x.shape[-1]), is_causal=is_causal, **options)
+            states = self.hidden(
+                x.view(len(counts), max(counts, default=1), x.shape[-1]), is_causal=is_causal, **options
+            )
             return [state.reshape(1, -1, x.shape[-1]) for state in states]
         places = None
         if self.config.rotary is not None:
@@ -280,7 +282,7 @@ class LongNetStack(Pretrained):
             )
         if positions is None:
             rotary.check((seq + 1) // 2, dtype_of_products(x))
-            origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+            origins = torch.tensor([count // 2 for count in counts], dtype=torch.int64, device=x.device)[:, None]
             same = len(set(counts)) == 1
             return torch.arange(seq, device=x.device)[None], origins[:1] if same else origins
         if positions.shape not in ((seq,), (batch, seq)):
