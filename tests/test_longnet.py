@@ -479,6 +479,27 @@ def test_damaged_files(folder, tmp_path):
         LongNetLM.from_pretrained(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+def test_weights_of_one_floating_dtype(model, folder, dtype):
+    (folder / "SHA256SUMS").unlink()
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for names in (["norm.weight"], list(weights)[1:]):
+        save_file(weights | {x: weights[x].to(dtype) for x in names}, path, {"architecture": "LongNetLM"})
+        with pytest.raises(ValueError, match=rf"model.safetensors: weights must share .* {dtype}.*model.to\(dtype"):
+            LongNetLM.from_pretrained(folder)
+    save_file({x: tensor.long() for x, tensor in weights.items()}, path, {"architecture": "LongNetLM"})
+    with pytest.raises(ValueError, match=r"weights must share one floating dtype; got torch.int64"):
+        LongNetLM.from_pretrained(folder)
+    save_file({x: tensor.half() for x, tensor in weights.items()}, path, {"architecture": "LongNetLM"})
+    assert LongNetLM.from_pretrained(folder).norm.weight.dtype == torch.float16
+    before = path.read_bytes()
+    model.norm.half()
+    with pytest.raises(ValueError, match=r"LongNetLM: weights must share .* torch.float16, torch.float32"):
+        model.save_pretrained(folder)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("pattern", [Dilated((8, 24), (1, 3)), None], ids=["dilated", "dense"])
 def test_ragged_targets_read_their_own_source(pattern, layers):

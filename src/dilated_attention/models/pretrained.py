@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dilated_attention.models.configuration import Configuration
 from dilated_attention.storage import (
@@ -34,7 +35,11 @@ class Pretrained(nn.Module):
     config: Any
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically."""
+        """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
+
+        ValueError, before anything is written, unless the weights share one floating dtype.
+        """
+        _require_one_dtype(self.state_dict(), type(self).__name__)
         weights, config = (Path(folder) / name for name in FILES)
         write_tensors(weights, self.state_dict(), {"architecture": type(self).__name__})
         write_text(config, self.config.to_json())
@@ -68,6 +73,7 @@ class Pretrained(nn.Module):
         except (ValueError, RuntimeError) as error:  # sizes whose product is no size
             raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from error
         require_same(model.state_dict(), weights, str(weights_path))
+        _require_one_dtype(weights, str(weights_path))
         model.load_state_dict(weights, assign=True)
         return model
 
@@ -76,3 +82,10 @@ class Pretrained(nn.Module):
         """A model without storage, on the meta device, for weights to be assigned to."""
         with torch.device("meta"):
             return cls(config, backend=backend)
+
+
+def _require_one_dtype(weights: Mapping[str, Tensor], where: str) -> None:
+    dtypes = {x.dtype for x in weights.values()}
+    if len(dtypes) != 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        got = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"{where}: weights must share one floating dtype; got {got}: save it after model.to(dtype)")
