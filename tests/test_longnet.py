@@ -329,6 +329,26 @@ def test_generate(model):
         model.generate(prompt[:, :0], 4)
     with pytest.raises(ValueError, match="temperature=-1"):
         model.generate(prompt, 4, temperature=-1.0)
+    for wrong in (torch.tensor([1, 2, 3]), torch.ones(1, 3)):
+        for call in (model, model.loss, model.prefill, lambda tokens: model.generate(tokens, 4)):
+            with pytest.raises(ValueError, match=r"inputs must be \(batch, seq\) token ids; got torch.\w+ of shape"):
+                call(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_tokens_of_any_integers(model, dtype):
+    tokens = torch.randint(50, (2, 20))
+    narrow = tokens.to(dtype)
+    assert torch.equal(model(narrow), model(tokens))
+    assert torch.equal(model.loss(narrow), model.loss(tokens))
+    found = model.generate(narrow, 4, temperature=0.0, lengths=[20, 7])
+    assert found.dtype == dtype
+    assert torch.equal(found.long(), model.generate(tokens, 4, temperature=0.0, lengths=[20, 7]))
+    if dtype == torch.uint8:
+        larger = LongNetLM(dataclasses.replace(SMALL, vocab_size=257))
+        assert larger(narrow).shape == (2, 20, 257)
+        with pytest.raises(ValueError, match=r"tokens of torch.uint8 cannot hold .* vocab_size=257: pass tokens.long"):
+            larger.generate(narrow, 4)
 
 
 @pytest.mark.parametrize(

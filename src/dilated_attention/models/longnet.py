@@ -17,7 +17,7 @@ from dilated_attention.mesh import mesh_size
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
-from dilated_attention.models.packing import checked_lengths, warn_of_layout, within
+from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack
 from dilated_attention.nn import CrossAttention, SelfAttention
@@ -185,7 +185,8 @@ class LongNetLM(LongNetStack):
         Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
         scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
         """
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        require_tokens(tokens)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
         if self.mesh is not None:
             if lengths is not None:
                 raise UnsupportedError("lengths with a mesh is not supported; give samples of one length")
@@ -221,6 +222,7 @@ class LongNetLM(LongNetStack):
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
             source, source_lengths: as in `forward`.
         """
+        require_tokens(tokens)
         batch, seq = tokens.shape
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):
@@ -286,6 +288,7 @@ class LongNetLM(LongNetStack):
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer >= 0")
         generation.check_sampling(temperature, top_k, top_p)
+        require_tokens(tokens)
         first, cache = self.prefill(
             tokens,
             lengths=lengths,
@@ -319,6 +322,12 @@ class LongNetLM(LongNetStack):
             generator: of the draws.
             source, source_lengths: as in `forward`.
         """
+        require_tokens(tokens)
+        vocab_size = self.config.vocab_size or 0
+        if torch.iinfo(tokens.dtype).max < vocab_size - 1:
+            raise ValueError(
+                f"tokens of {tokens.dtype} cannot hold every one of vocab_size={vocab_size}: pass tokens.long()"
+            )
         new = list(self.stream(tokens, max_new_tokens, **options))
         if not new:
             return tokens

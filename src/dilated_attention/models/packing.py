@@ -75,6 +75,12 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
             )
 
 
+def require_tokens(inputs: Tensor) -> None:
+    """ValueError unless they are `(batch, seq)` integers."""
+    if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
+        raise ValueError(f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}")
+
+
 def warn_of_layout(x: Tensor) -> None:
     """Warn where a batch-first model is given what looks like (seq, batch, ...)."""
     if x.shape[1] == 1 and x.shape[0] >= MANY:

@@ -16,7 +16,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import mesh_size
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
-from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, within
+from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, require_tokens, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel.sharding import sequence_range
@@ -121,11 +121,8 @@ class LongNetStack(Pretrained):
                     f"got {inputs.dtype} of shape {tuple(inputs.shape)}"
                 )
             return inputs
-        if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
-            raise ValueError(
-                f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}"
-            )
-        return self.embedding(inputs)
+        require_tokens(inputs)
+        return self.embedding(inputs.long())
 
     def hidden(
         self,
