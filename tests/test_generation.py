@@ -207,3 +207,18 @@ def test_many_samples():
     """A token of each of many samples is no transposed batch."""
     tokens = torch.zeros(300, 4, dtype=torch.int64)
     assert LongNetLM(SMALL).eval().generate(tokens, 2).shape == (300, 6)
+
+
+@pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS.keys())
+def test_prompts_read_in_inference_mode(config):
+    """And continued outside of it, or the other way round."""
+    model = model_of(config)
+    tokens = torch.randint(31, (2, 30))
+    expected = model(tokens)[:, 9:]
+    for reading, writing in ((True, False), (False, True)):
+        with torch.inference_mode(reading):
+            logits, cache = model.prefill(tokens[:, :10], max_len=30)
+        with torch.inference_mode(writing):
+            for position in range(10, 30):
+                close(logits, expected[:, position - 10])
+                logits = model.decode(tokens[:, position], cache)

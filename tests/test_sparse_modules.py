@@ -205,6 +205,21 @@ def test_token_by_token(kind, case, prompt):
     assert cache.length == x.shape[1]
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", NAIVE)
+def test_a_prompt_read_in_inference_mode(kind, gradients):
+    module, x = made(kind, CASES[3])
+    expected = module(x)
+    cache = SelectionCache()
+    with torch.inference_mode():
+        rows = [module(x[:, :7], cache=cache)]
+    with torch.set_grad_enabled(gradients):
+        rows += [module(x[:, at : at + 1], cache=cache) for at in range(7, x.shape[1])]
+    torch.testing.assert_close(torch.cat(rows, 1), expected, rtol=0, atol=1e-12)
+    if gradients:
+        rows[-1].sum().backward()
+
+
 @pytest.mark.parametrize("kind", NAIVE)
 @torch.no_grad()
 def test_nothing_looks_ahead(kind):

@@ -179,7 +179,8 @@ class KeyValueCache:
         self.source_mask: Tensor | None = None
 
         def make(shape: Sequence[int]) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # else only inference mode could add to them
+                return torch.zeros(shape, dtype=dtype, device=device)
 
         self.layers = [_Layer(self, make) for _ in range(config.num_layers)]
 

@@ -63,7 +63,8 @@ class Rows:
         if self.buffer is None or stop > self.buffer.shape[1]:
             old = x[:, :0] if self.buffer is None else self.last()
             stop = old.shape[1] + x.shape[1]
-            self.buffer = x.new_empty(x.shape[0], 2 * stop, *x.shape[2:])
+            with torch.inference_mode(False):  # else only inference mode could add to it
+                self.buffer = x.new_empty(x.shape[0], 2 * stop, *x.shape[2:])
             self.buffer[:, : old.shape[1]] = old
         self.buffer[:, stop - x.shape[1] : stop] = x
         self.held = stop
