@@ -581,11 +581,31 @@ def test_bad_configuration(options, message):
         model(torch.randint(3, 60, (2, 8)))
 
 
-def test_dilate_changes_nothing_when_it_refuses():
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (([4], [1, 2]), "one entry per branch"),
+        (([4], [2], {"backend": "bogus"}), r"backend must be one of \('auto', .*'bogus'"),
+        (([4], [2], {"offsets": [[0, 1, 0]]}), r"LlamaForCausalLM: offsets must have one entry per key-value head"),
+        (([4], [2], {"offsets": [[0, 1, 0, 1]]}), "offsets must have one entry per key-value head"),
+    ],
+    ids=str,
+)
+def test_dilate_changes_nothing_when_it_refuses(pattern, message):
     model = model_of("Llama")
-    with pytest.raises(ValueError, match="one entry per branch"):
-        dilate(model, [4], [1, 2])
+    segment_lengths, dilation_rates, *options = pattern
+    with pytest.raises(ValueError, match=message):
+        dilate(model, segment_lengths, dilation_rates, **dict(*options))
     assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, "dilated_attention")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_table_of_offsets(name):
+    heads = {"Llama": 2, "Qwen2": 1, "Qwen3": 2, "Mistral": 2, "Gemma": 1}.get(name, 4)
+    model = model_of(name).eval()
+    table = [[head % 2 for head in range(heads)]]
+    assert logits_of(dilate(model, [64], [2], offsets=table), name, None).isfinite().all()
 
 
 def test_compiled_in_one_graph(fresh_python):

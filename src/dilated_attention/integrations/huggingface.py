@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from dilated_attention.backends.table import BACKENDS
 from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
@@ -140,8 +141,9 @@ def dilate(
         backend: as in `dilated_attention`.
 
     Raises:
-        ValueError: before anything is changed, for an invalid pattern, and for a model that does not call transformers'
-            attention interface, caps its scores, or has windows.
+        ValueError: before anything is changed, for an invalid pattern or backend, for a pattern that does not fit the
+            model's key-value heads, and for a model that does not call transformers' attention interface, caps its
+            scores, or has windows.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -149,9 +151,12 @@ def dilate(
             "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
         )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {backend!r}")
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_plain_attention(part)
+        _require_heads(part, pattern)
     model.set_attn_implementation(NAME)
     for part in parts:
         part.config.dilated_attention = {
@@ -256,6 +261,16 @@ def _require_plain_attention(part: PreTrainedModel) -> None:
         windows = [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
     if windows:
         raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_NO_WINDOWS}")
+
+
+def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
+    """Where the configuration says how many key-value heads there are, the pattern must fit them."""
+    heads = getattr(part.config, "num_key_value_heads", None) or getattr(part.config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        try:
+            pattern.offset_table(heads)
+        except ValueError as error:
+            raise type(error)(f"{type(part).__name__}: {error}") from error
 
 
 def _position_table(module: nn.Module) -> nn.Embedding | None:
