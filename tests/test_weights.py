@@ -85,6 +85,20 @@ def test_weights_are_the_dense_ones(name, padded, is_causal, dtype):
         assert relative_error(actual, wanted) <= 10 * TOLERANCE[dtype]  # differences of products
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_hidden_key_may_hold_anything(name, number):
+    q, k = (torch.randn(2, N, h, 8, dtype=torch.float64, requires_grad=True) for h in (HEADS, KV_HEADS))
+    mask = torch.rand(2, N) < 0.3
+    other = k.detach().masked_fill(mask[:, :, None, None], number).requires_grad_()
+    found = []
+    for key in (k, other):
+        weights = attention_weights(q, key, PATTERNS[name], key_padding_mask=mask).to_dense()
+        found.append([weights, *torch.autograd.grad(weights.square().sum(), [q, key])])
+    for actual, expected in zip(*found, strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_weights_times_values_is_the_output():
     q, k, v = (torch.randn(2, N, h, 8, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS))
     layout = some((2, HEADS), 0.3)

@@ -52,6 +52,8 @@ def attention_weights(
         _, lse = attention(
             q, k, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, return_lse=True
         )
+        if key_padding_mask is not None:  # a gradient of 0 times NaN would be NaN
+            k = k.masked_fill(key_padding_mask[:, :, None, None], 0.0)
         if sinks is not None:
             checks.sinks(q, sinks)
             lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of no pair; two of -inf have no gradient
