@@ -241,6 +241,32 @@ def test_a_run_and_what_it_leaves(text, tmp_path):
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.parametrize("name", [*session.REPORT, "model"])
+def test_a_first_run_deletes_nothing_that_it_did_not_write(name, text, tmp_path):
+    out = tmp_path / "mine"
+    (out / "model").mkdir(parents=True)
+    path = out / "model" / "weights" if name == "model" else out / name
+    path.write_text("mine")
+    if name != "model":
+        (out / "model").rmdir()
+    with pytest.raises(ValueError, match=rf"holds {name}.*--overwrite, or another --out"):
+        started(text, out)
+    assert path.read_text() == "mine"
+    assert [file.name for file in out.iterdir()] == [name]
+    model = {name: getattr(CONFIG, name) for name in ("embed_dim", "num_layers", "num_heads", "pattern")}
+    session.start(text.paths, out, model, dataclasses.asdict(RECIPE), overwrite=True)
+    assert [file.name for file in out.iterdir()] == ["checkpoint"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
+    out = tmp_path / "run"
+    left = out / "checkpoint" / ".new-step-0"
+    left.mkdir(parents=True)
+    (left / "rank-0-of-1.safetensors").write_bytes(b"half")
+    session.remember(out, {"save_every": 100, "keep": 2, "held_out": 2, "sample": 0})
+    assert finish(started(text, out), out)[0] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_resumes(number, text, tmp_path, monkeypatch):
     straight = started(text, tmp_path / "straight")

@@ -176,7 +176,9 @@ def _add_train(commands: Any) -> None:
         help="continue the run in --out with its options and text; more --steps extend even a finished run, whose "
         "learning rate then follows the schedule of the larger number",
     )
-    begin.add_argument("--overwrite", action="store_true", help="start anew even if --out holds a checkpoint")
+    begin.add_argument(
+        "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
+    )
     _plain(parser, "device", str, "cpu", "a PyTorch device")
     _plain(parser, "backend", str, "auto", "of dilated attention")
     _kept(parser, "save-every", _positive, "steps between checkpoints")

@@ -61,9 +61,11 @@ def start(
     ranks: Ranks | None = None,
 ) -> Training:
     """A new run in `out`, which then holds its checkpoint of step 0, and nothing of an older run. ValueError, nothing
-    written, for bad input."""
+    written, for bad input, and where `out` holds a checkpoint or what a report would replace, unless `overwrite`."""
     if saved(out) and not overwrite:
         raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
+    if not overwrite and (held := [name for name in (*REPORT, "model") if (out / name).exists()]):
+        raise ValueError(f"{out} holds {', '.join(held)}, but no checkpoint: give --overwrite, or another --out")
     plan = Recipe(**recipe)
     config = LongNetConfig(**model)
     if "pattern" not in model:
