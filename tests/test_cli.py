@@ -19,6 +19,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.training import demo, recall, session
+from dilated_attention.training.text import read_text
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -116,6 +117,23 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert "step-4/rank-0-of-1.safetensors: damaged" in failure(capsys, "train", *out, "--resume")
     assert exit_code(["train", text, *out, *TINY, "--overwrite", "--dense"]) == 0
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
+
+
+def test_a_run_inside_its_text_is_no_text_of_its_own(capsys, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text.write_bytes(bytes(97 + i * i % 26 for i in range(5000)))  # no zero byte, which makes a file binary
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert exit_code(["train", ".", "--out", "link/runs/train", *TINY]) == 0
+    (tmp_path / "runs" / "train" / "log.txt").write_text("of the run")
+    assert exit_code(["train", "--out", "runs/train", "--resume", "--steps", "6"]) == 0
+    figures = tmp_path / "runs" / "train" / "figures.jsonl"
+    digests = {json.loads(line)["text_sha256"] for line in figures.read_text().splitlines()}
+    assert digests == {read_text([text]).digest}
+    assert ".: is the folder of the run" in failure(capsys, "train", ".", "--out", tmp_path, *TINY)
+    (tmp_path / "mine").mkdir()
+    text.rename(tmp_path / "mine" / "text.txt")
+    assert exit_code(["train", "mine", "--out", ".", *TINY]) == 0  # the text inside the run's folder
+    assert exit_code(["train", "--out", ".", "--resume", "--steps", "6"]) == 0
 
 
 def test_resume_remembers_and_extends(capsys, tmp_path, text):

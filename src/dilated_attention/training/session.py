@@ -70,7 +70,7 @@ def start(
     config = LongNetConfig(**model)
     if "pattern" not in model:
         config = dataclasses.replace(config, pattern=default_pattern(plan.context, config.kv_heads))
-    text, usable = read_text(paths), _usable(device, backend)
+    text, usable = read_text(paths, out), _usable(device, backend)
     _agree(ranks, config, plan, text, 0)
     training = Training(config, plan, text, device=usable, backend=backend, ranks=ranks)
     try:
@@ -132,7 +132,7 @@ def resume(
                     f"{stored.path}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; leave that "
                     f"option out to continue it, {'give more steps' if name == 'steps' else 'or give another --out'}"
                 )
-    text = read_text(paths or about.paths)
+    text = read_text(paths or about.paths, out)
     usable = _usable(device, backend)
     _agree(ranks, about.config, longer, text, len(about.losses))
     training = Training(about.config, about.recipe, text, device=usable, backend=backend, ranks=ranks)

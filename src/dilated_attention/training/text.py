@@ -85,17 +85,23 @@ class Split:
         return self.held_out[[(2 * i + 1) * len(self.held_out) // (2 * count) for i in range(count)]].long()
 
 
-def read_text(paths: Sequence[Path]) -> Text:
+def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
     """Read files, and folders recursively (hidden and binary files left out); none = the standard library's sources.
 
-    ValueError names a path that is missing, unreadable or empty.
+    ValueError names a path that is missing, unreadable or empty, or the run's own folder.
+
+    Args:
+        out: folder of the run, which may lie within a folder of text: what it holds is left out there.
     """
+    own = None if out is None else out.resolve()
     skipped = 0
     pieces: list[bytes] = []
     for path in paths or [standard_library()]:
         folder = path.is_dir()
         found = len(pieces)
-        for file in _files(path, python_only=not paths) if folder else [path]:
+        if folder and path.resolve() == own:
+            raise ValueError(f"{path}: is the folder of the run, whose files would be read as text; give another --out")
+        for file in _files(path, own, python_only=not paths) if folder else [path]:
             data = read_bytes(file)
             if folder and b"\0" in data[:8192]:
                 skipped += 1
@@ -117,13 +123,15 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _files(folder: Path, *, python_only: bool) -> Iterator[Path]:
-    """Sorted. Of the standard library: no installed packages, and no tests (they are more than all the rest)."""
+def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
+    """Sorted, none of the folder `own`. Of the standard library: no installed packages, and no tests (they are more
+    than all the rest)."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(
             name
             for name in folders
             if not name.startswith(".")
+            and Path(parent, name).resolve() != own
             and not (python_only and name in {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         )
         for name in sorted(names):
