@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dilated_attention.cli import main
 from dilated_attention_bench import compare, peers
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.exact import exact, keys_of, keys_reached
+from dilated_attention_bench.results import Row, read
 
 TINY = Case(method="dilated", seq_len=256, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=3, head_dim=8)
 CPU = torch.device("cpu")
@@ -104,6 +107,44 @@ def test_what_a_file_holds_is_not_measured_again(few, tmp_path, monkeypatch, cap
     assert main(words) == 0
     assert "head groups" in capsys.readouterr().out
     assert main([*words, "--only", "no such title"]) == 2
+
+
+def test_a_setting_is_measured_again_for_a_new_peer_and_after_an_interruption(few, checkout, tmp_path, monkeypatch):
+    setting = compare.Setting(TINY, backward=False, seconds=0.0)
+    monkeypatch.setattr(compare, "settings", lambda quick: [setting])
+    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments: iter(()))
+    words, calls, measured = ["compare", "--out", str(tmp_path / "out")], [], compare.measured
+
+    def counted(*arguments):
+        calls.append(arguments)
+        yield from itertools.islice(measured(*arguments), 5 if len(calls) == 1 else None)
+
+    monkeypatch.setattr(compare, "measured", counted)
+    assert [main(words) for _ in range(2)] == [0, 0]
+    assert len(calls) == 2  # the first ended among the variants
+    two = {"parameters": compare.parameters(setting, "ring of two processes", TINY), "value": 1.0, "unit": "ms"}
+    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments: iter([Row(compare.NAME, **two)]))
+    assert [main(words) for _ in range(2)] == [0, 0]
+    assert len(calls) == 3
+    peer = ["--peer", checkout("F.scaled_dot_product_attention(q, k, v)")]
+    assert [main([*words, *peer]) for _ in range(2)] == [0, 0]
+    assert len(calls) == 4
+    assert main(words) == 0
+    assert len(calls) == 4
+
+
+def test_the_settings_of_a_whole_file_are_held_and_none_without_any_of_its_rows():
+    path = Path(__file__).parents[1] / "results" / "cpu-2-threads-amd-epyc-zen-4" / "compare.jsonl"
+    rows, whole = read(path), compare.settings(False)
+    assert [setting.label for setting in whole if not compare.held(rows, setting, [])] == []
+    reported = next(setting for setting in whole if setting.base == compare.REPORTED and not setting.compiled)
+    its = [row for row in rows if not compare.held([x for x in rows if x is not row], reported, [])]
+    assert Counter(row["name"] for row in its) == {
+        compare.NAME: 19, compare.WORST: 1, f"forward: {compare.RING}": 1, f"forward+backward: {compare.RING}": 1,
+        "the plan: time over LongNet branches": 6, "the plan: time over head groups": 6,
+    }  # fmt: skip
+    peer = peers.Peer("fork: DilatedAttention", "head groups", lambda case: pytest.fail("called"))
+    assert not any(compare.held(rows, setting, [peer]) for setting in whole)
 
 
 FORK = """

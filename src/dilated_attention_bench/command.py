@@ -175,13 +175,11 @@ def _compare(options: argparse.Namespace) -> int:
     recorder = Recorder(
         _writable(options.out or Path("runs/results" if options.quick else "results")), "compare", device
     )
-    expected = len(compare.variants(compare.REPORTED)) + len(others)
     for setting in _along(chosen, lambda setting: setting.label):
-        known = compare.rows_at(recorder.rows, setting)
-        if len(known) < expected or options.again:
+        if options.again or not compare.held(recorder.rows, setting, others):
             for row in compare.measured(setting, device, others):
                 recorder.add(row)
-            if setting.plain and setting.base.seq_len <= 32768:
+            if setting.has_ring_of_two:
                 for row in compare.ring_of_two(setting):
                     recorder.add(row)
         console = Console()

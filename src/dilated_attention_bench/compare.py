@@ -31,7 +31,11 @@ PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
 """What the reports' plan asks of block-sparse attention at 4,096 tokens: time over the dilated baseline, by density."""
 PAIR = "ring of one process", "LongNet branches"
 """The first does what the second does, and some checks."""
+PLANNED = {f"{blocks} blocks, {density:.0%}": bar for blocks in ("local", "random") for density, bar in PLAN.items()}
+BASELINES = "LongNet branches", "head groups"
+TWO = "ring of two processes"
 NAME, WORST, RING = "compare", "largest error of a variant", "ring of one process: time over dilated_attention"
+PLAN_OVER = "the plan: time over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,15 @@ class Setting:
     def plain(self) -> bool:
         """The setting of most rows: its memory is measured, and its ring of two processes."""
         return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
+
+    @property
+    def has_ring_of_two(self) -> bool:
+        return self.plain and self.base.seq_len <= 32768
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether it is the one that the reports' plan is about."""
+        return self.base == REPORTED and not self.compiled
 
     @property
     def label(self) -> str:
@@ -176,13 +189,13 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
             times={phase: rounds.spread(name, phase) for phase in phases if (name, phase) in rounds.seconds},
             figures=figures[name],
         )
-    if setting.base == REPORTED and not setting.compiled:
-        for baseline in ("LongNet branches", "head groups"):
-            for name, bar in ((f"{kind} blocks, {d:.0%}", PLAN[d]) for kind in ("local", "random") for d in PLAN):
+    if setting.has_plan:
+        for baseline in BASELINES:
+            for name, bar in PLANNED.items():
                 shares = {x: figures[x]["share of score entries"] for x in (name, baseline)}
                 work = shares[name] / shares[baseline]
                 yield Row.of(
-                    f"the plan: time over {baseline}",
+                    f"{PLAN_OVER} {baseline}",
                     parameters(setting, name, cases[name]),
                     rounds.ratio(name, baseline),
                     bar=bar,
@@ -196,10 +209,28 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
     """The variants of one setting among the rows of a file."""
+    return [row for row in _of(setting, rows) if row["name"] == NAME]
+
+
+def held(rows: Sequence[Record], setting: Setting, others: Sequence[Peer]) -> bool:
+    """Whether the rows of a file are all that the setting is measured for: an interruption leaves some out."""
+    shown = [*variants(setting.base), *(peer.name for peer in others), *([TWO] if setting.has_ring_of_two else [])]
+    phases = ("forward", "forward+backward")[: 1 + setting.backward]
+    wanted = {(NAME, name) for name in shown} | {(name, None) for name in (WORST, *(f"{x}: {RING}" for x in phases))}
+    if setting.has_plan:
+        wanted |= {(f"{PLAN_OVER} {baseline}", name) for baseline in BASELINES for name in PLANNED}
+    return wanted <= {(row["name"], row["parameters"].get("variant")) for row in _of(setting, rows)}
+
+
+def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
+    """The rows of one setting among those of a file; what is of no variant has the branches as segment lengths."""
     shared = parameters(setting, "", setting.base)
     names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
-    wanted = {name: shared[name] for name in names} | {"branches": list(setting.base.segment_lengths)}
-    return [row for row in rows if row["name"] == NAME and wanted.items() <= row["parameters"].items()]
+    wanted = {name: shared[name] for name in names}
+    for row in rows:
+        its = row["parameters"]
+        if wanted.items() <= its.items() and its.get("branches", its.get("segment_lengths")) == shared["branches"]:
+            yield row
 
 
 def ring_of_two(setting: Setting) -> Iterator[Row]:
@@ -209,7 +240,7 @@ def ring_of_two(setting: Setting) -> Iterator[Row]:
     times = {phase: Spread.of(found[phase]) for phase in ("forward", "forward+backward")}
     yield Row.of(
         NAME,
-        parameters(setting, "ring of two processes", case),
+        parameters(setting, TWO, case),
         times["forward"].scaled(1e3),
         "ms",
         times=times,
