@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
-from dilated_attention_bench import compare, peers
+from dilated_attention_bench import compare, peers, rank_processes
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.exact import exact, keys_of, keys_reached
 from dilated_attention_bench.results import Row, read
@@ -145,6 +145,30 @@ def test_the_settings_of_a_whole_file_are_held_and_none_without_any_of_its_rows(
     }  # fmt: skip
     peer = peers.Peer("fork: DilatedAttention", "head groups", lambda case: pytest.fail("called"))
     assert not any(compare.held(rows, setting, [peer]) for setting in whole)
+
+
+def test_a_ring_of_two_that_is_not_measured_has_the_reason(monkeypatch, capsys):
+    setting = compare.Setting(TINY)
+
+    def failing(*arguments, **options):
+        raise RuntimeError("no interface on some-machine")
+
+    monkeypatch.setattr(rank_processes, "measure", failing)
+    rows = {device: [*compare.ring_of_two(setting, torch.device(device))] for device in ("cuda", "cpu")}
+    assert [row.parameters["variant"] for (row,) in rows.values()] == [compare.TWO] * 2
+    assert [row.refused for (row,) in rows.values()] == [
+        "its two processes run on the CPU alone, not on cuda",
+        "its two processes failed; standard error said why",
+    ]
+    assert "no interface on some-machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("platform", "named"), [("linux", {"GLOO_SOCKET_IFNAME": "lo"}), ("darwin", {})])
+def test_the_loopback_interface_is_named_where_it_has_that_name(platform, named, monkeypatch):
+    monkeypatch.setattr(rank_processes.sys, "platform", platform)
+    monkeypatch.setattr(rank_processes, "in_new_process", lambda *arguments, **options: options)
+    options = rank_processes.measure("ring", TINY, 2, rounds=1)
+    assert {name: value for name, value in options.items() if "GLOO" in name} == named
 
 
 FORK = """

@@ -180,7 +180,7 @@ def _compare(options: argparse.Namespace) -> int:
             for row in compare.measured(setting, device, others):
                 recorder.add(row)
             if setting.has_ring_of_two:
-                for row in compare.ring_of_two(setting):
+                for row in compare.ring_of_two(setting, device):
                     recorder.add(row)
         console = Console()
         console.width = max(console.width, 110)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -233,10 +234,19 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
             yield row
 
 
-def ring_of_two(setting: Setting) -> Iterator[Row]:
+def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
     """Two processes of one thread each, in rounds of their own: their time beside one process of two threads."""
     case = variants(setting.base)["LongNet branches"]
-    found = rank_processes.measure("ring", case, 2, rounds=3)
+    refused = None if device.type == "cpu" else f"its two processes run on the CPU alone, not on {device.type}"
+    if refused is None:
+        try:
+            found = rank_processes.measure("ring", case, 2, rounds=3)
+        except RuntimeError as error:  # it names the machine, which a row does not
+            print(f"{setting.label}: {error}", file=sys.stderr)
+            refused = "its two processes failed; standard error said why"
+    if refused is not None:
+        yield Row(NAME, parameters(setting, TWO, case), None, "ms", refused=refused)
+        return
     times = {phase: Spread.of(found[phase]) for phase in ("forward", "forward+backward")}
     yield Row.of(
         NAME,

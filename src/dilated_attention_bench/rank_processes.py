@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from dilated_attention.functional import dilated_attention
 from dilated_attention.parallel import shard_sequence
@@ -24,19 +25,20 @@ Samples = dict[str, list[float]]
 
 
 def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = ()) -> dict[str, Any]:
-    """Run `mode` of this module in `ranks` processes of one thread each.
+    """Run `mode` of this module in `ranks` processes of one thread each. RuntimeError where one of them fails.
 
     Args:
         limit: a command in front of theirs, that gives them a slower network.
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
     answer: dict[str, Any] = in_new_process(
         __name__,
         {"mode": mode, "case": case.parameters, "rounds": rounds},
         limit=limit,
         launcher=("torch.distributed.run", *place, "-m"),
         OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
+        **loopback,
     )
     return answer
 
@@ -184,6 +186,7 @@ def _ring(case: Case, rounds: int) -> dict[str, Any]:
 _MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring}
 
 
+@record  # torchrun then tells a rank's traceback
 def _main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
