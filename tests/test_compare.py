@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.cli import main
-from dilated_attention_bench import compare, peers, rank_processes
+from dilated_attention_bench import charts, compare, peers, rank_processes
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.exact import exact, keys_of, keys_reached
 from dilated_attention_bench.results import Row, read
@@ -188,7 +188,7 @@ def checkout(tmp_path):
 
     def make(body: str) -> str:
         package = tmp_path / "dilated_attention_pytorch"
-        package.mkdir()
+        package.mkdir(exist_ok=True)
         (package / "__init__.py").touch()
         (package / "dilated_attention.py").write_text(FORK.format(body=body))
         return f"fork={tmp_path}"
@@ -219,6 +219,65 @@ def test_a_peer_that_does_not_run_has_the_reason(few, checkout):
     rows = compare.measured(compare.Setting(TINY, backward=False, seconds=0.0), CPU, [peer])
     (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
     assert "AttributeError" in row.refused
+
+
+def test_two_folders_of_one_package_are_refused(checkout, tmp_path):
+    fork = checkout("q")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "dilated_attention_pytorch").rename(tmp_path / "other" / "dilated_attention_pytorch")
+    first = f"dilated-attention-pytorch={tmp_path / 'other'}"
+    peers.load(first)
+    checkout("k")
+    with pytest.raises(ValueError, match=r"imported from .*other.*one --peer of that package at a time"):
+        peers.load(fork)
+    peers.load(first)
+
+
+def test_classes_that_cannot_be_loaded_are_told(checkout, capsys):
+    peers.load(checkout("q"))
+    said = capsys.readouterr().err
+    assert said.startswith("--peer fork=")
+    assert "not loaded: ImprovedDilatedAttention: ModuleNotFoundError: No module named" in said
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "KeyError"])
+def test_a_peer_that_fails_on_import_is_refused(error, checkout, tmp_path):
+    argument = checkout("q")
+    (tmp_path / "dilated_attention_pytorch" / "__init__.py").write_text(f"raise {error}('CUDA is required')")
+    with pytest.raises(ValueError, match=rf"--peer fork=.*cannot be loaded from .*: .*{error}: .*CUDA is required"):
+        peers.load(argument)
+
+
+@pytest.mark.parametrize("body", ["q[:, 10**9]", "dict()['a key']", "q[:, ::2]"])
+def test_whatever_a_peer_raises_is_its_reason(body, few, checkout):
+    (peer,) = peers.load(checkout(body))
+    peer = replace(peer, stands_in="without flash-attn: its call is PyTorch's fused attention")
+    rows = compare.measured(compare.Setting(TINY, backward=False, seconds=0.0), CPU, [peer])
+    (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
+    assert "Error: " in row.refused
+    assert row.parameters["stands in"] == peer.stands_in  # as of a row that has figures, which takes its place
+
+
+def test_no_error_is_told_of_a_peer_with_another_pattern(few, checkout, monkeypatch):
+    (peer,) = peers.load(checkout("F.scaled_dot_product_attention(q, k, v)"))
+    of_blocks = replace(compare.variants(TINY)["head groups"], method="block-sparse", blocks="local", density=0.1)
+    variants = compare.variants(TINY) | {"local blocks, 10%": of_blocks}
+    monkeypatch.setattr(compare, "variants", lambda base: variants)
+    peer = replace(peer, method="block-sparse", same_pattern=False)
+    rows = list(compare.measured(compare.Setting(TINY, seconds=0.0), CPU, [peer]))
+    (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
+    assert row.value > 0
+    assert row.figures.keys() == {
+        "row sum, least",
+        "row sum, greatest",
+        "depends on other tokens",
+        "peak memory, bytes",
+    }
+    assert not row.parameters.keys() & {"density", "blocks"}
+    record = {"name": row.name, "value": row.value, "parameters": row.parameters, "figures": row.figures, "times": {},
+              "over": {"dense": {"median": 1.0}}}  # fmt: skip
+    reported = record["parameters"] | {"seq_len": 4096, "branches": [1024, 2048, 4096]}
+    assert charts._compare_shares([record | {"parameters": reported}]) is None
 
 
 def test_wrong_peers_are_refused(tmp_path):

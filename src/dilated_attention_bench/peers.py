@@ -34,6 +34,7 @@ class Peer:
         name: in the table. method: the variant of ours that is meant to compute the same.
         make: from a case to the call. stands_in: what was put in the place of a package that is not installed.
         offsets: where the peer's differ from ours, which then take them.
+        same_pattern: whether it sees the keys of that variant; else it has no error against them.
     """
 
     name: str
@@ -41,6 +42,11 @@ class Peer:
     make: Callable[[Case], Call]
     stands_in: str = ""
     offsets: str = "head"
+    same_pattern: bool = True
+
+
+Loaded = tuple[list[Peer], list[str]]
+"""The classes of a folder, and why others of it were not loaded."""
 
 
 def load(argument: str) -> list[Peer]:
@@ -53,9 +59,17 @@ def load(argument: str) -> list[Peer]:
         raise ValueError(f"--peer {argument}: {path or 'an empty path'} is not a folder")
     try:
         with _first_on_path(folder.resolve()):
-            return ADAPTERS[name]()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--peer {argument}: cannot be loaded from {path}: {error}") from error
+            found, reasons = ADAPTERS[name](folder.resolve())
+    except Exception as error:  # of other people's code
+        raise ValueError(f"--peer {argument}: cannot be loaded from {path}: {reason(error)}") from error
+    if reasons:
+        print(f"--peer {argument}: not loaded: {'; '.join(reasons)}", file=sys.stderr)
+    return found
+
+
+def reason(error: Exception) -> str:
+    """An error of other people's code, in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 @contextmanager
@@ -67,10 +81,19 @@ def _first_on_path(folder: Path):  # type: ignore[no-untyped-def]
         sys.path.remove(str(folder))
 
 
-def _dilated_attention_pytorch() -> list[Peer]:
+def _imported(name: str, folder: Path) -> Any:
+    """The module, of this folder: another one of its name may be imported already."""
+    module = importlib.import_module(name)
+    place = Path(module.__file__ or next(iter(module.__path__)))
+    if not place.is_relative_to(folder / name.partition(".")[0]):
+        raise ImportError(f"{name} is imported from {place} already; give one --peer of that package at a time")
+    return module
+
+
+def _dilated_attention_pytorch(folder: Path) -> Loaded:
     missing = _stand_in("xformers.ops", memory_efficient_attention=_xformers, LowerTriangularMask=_Causal)
-    kind = importlib.import_module("dilated_attention_pytorch.dilated_attention").DilatedAttention
-    return [Peer("dilated-attention-pytorch", "head groups", lambda case: _module(case, kind), missing)]
+    kind = _imported("dilated_attention_pytorch.dilated_attention", folder).DilatedAttention
+    return [Peer("dilated-attention-pytorch", "head groups", lambda case: _module(case, kind), missing)], []
 
 
 FORK = {
@@ -82,23 +105,24 @@ FORK = {
 """Classes of the reported fork, and what each is meant to compute."""
 
 
-def _fork() -> list[Peer]:
+def _fork(folder: Path) -> Loaded:
+    _imported("dilated_attention_pytorch", folder)
     found, reasons = [], []
     for path, method in FORK.items():
         module, _, name = path.partition(".")
         try:
-            kind = getattr(importlib.import_module(f"dilated_attention_pytorch.{module}"), name)
-        except (ImportError, AttributeError) as error:
-            reasons.append(f"{name}: {error}")
+            kind = getattr(_imported(f"dilated_attention_pytorch.{module}", folder), name)
+        except Exception as error:  # of other people's code
+            reasons.append(f"{name}: {reason(error)}")
             continue
         block_sparse = method == "block-sparse"
         make = (lambda case, kind=kind: _fork_sparse(case, kind)) if block_sparse else (
             lambda case, kind=kind: _module(case, kind)
         )  # fmt: skip
-        found.append(Peer(f"fork: {name}", method, make))  # type: ignore[arg-type]
+        found.append(Peer(f"fork: {name}", method, make, same_pattern=not block_sparse))  # type: ignore[arg-type]
     if not found:
         raise ImportError("; ".join(reasons))
-    return found
+    return found, reasons
 
 
 def _module(case: Case, kind: Any) -> Call:
@@ -114,9 +138,9 @@ def _fork_sparse(case: Case, kind: Any) -> Call:
     return lambda q, k, v: module(q, k, v, is_causal=case.is_causal)
 
 
-def _torchscale() -> list[Peer]:
-    kind = importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
-    base: Any = importlib.import_module("torchscale.component.multihead_attention")
+def _torchscale(folder: Path) -> Loaded:
+    kind = _imported("torchscale.component.dilated_attention", folder).DilatedAttention
+    base = _imported("torchscale.component.multihead_attention", folder)
     missing = ""
     if base.flash_attn_func is None:  # without a GPU
         base.flash_attn_func, missing = _flash, "without flash-attn: its call is PyTorch's fused attention"
@@ -138,10 +162,10 @@ def _torchscale() -> list[Peer]:
 
         return call
 
-    return [Peer("torchscale", "dilated", make, missing, "head_block")]
+    return [Peer("torchscale", "dilated", make, missing, "head_block")], []
 
 
-ADAPTERS: dict[str, Callable[[], list[Peer]]] = {
+ADAPTERS: dict[str, Callable[[Path], Loaded]] = {
     "torchscale": _torchscale,
     "dilated-attention-pytorch": _dilated_attention_pytorch,
     "fork": _fork,
@@ -188,6 +212,8 @@ def checks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Mapping[str, float]:
     """Least and greatest sum of a row's weights, read from values that are all 1; 1 where a row depends on other tokens
     than its own, 0 where it attends over heads or not at all."""
     sums = call(q, k, torch.ones_like(v))
+    if sums.shape != v.shape:
+        raise ValueError(f"it returns {tuple(sums.shape)} for values of {tuple(v.shape)}")
     kept = sums[sums != 0]
     half = q.shape[1] // 2
     other = v.clone()
