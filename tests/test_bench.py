@@ -19,7 +19,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.training.text import read_text
 from dilated_attention.weights import attention_weights
-from dilated_attention_bench import check, command, measure, profile, results, rivals
+from dilated_attention_bench import charts, check, command, measure, profile, results, rivals
 from dilated_attention_bench.cases import Case, contender
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Recorder, Row
@@ -468,6 +468,44 @@ def test_profile_command(tmp_path, capsys, monkeypatch):
     assert "seq_len must be positive; got 0" in capsys.readouterr().err
     assert exit_code("profile", "dilated", "--segments", "64") == 2
     assert "one entry per branch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--causal", "--forward", "--dtype=bfloat16"])
+def test_a_model_is_not_profiled_with_what_it_does_not_read(option, tmp_path, capsys):
+    assert exit_code("profile", "model", option, "--out", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"{option.partition('=')[0]} is not of 'model'" in said
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+TINY_PROFILE = ["--tokens", "256", "--heads", "2", "--head-dim", "16", "--segments", "64,128", "--rates", "1,2"]
+
+
+def test_a_profile_of_a_model_says_that_it_is_causal(tmp_path):
+    assert exit_code("profile", "model", *TINY_PROFILE, "--out", tmp_path) == 0
+    (path,) = tmp_path.rglob("profile-model.jsonl")
+    assert {row["parameters"]["is_causal"] for row in results.read(path)} == {True}
+
+
+def test_a_picture_of_a_profile_is_of_one_call(tmp_path, monkeypatch, capsys):
+    """The newest one, and without stages that it no longer has."""
+    drawn = []
+    monkeypatch.setattr(charts, "save_bars", lambda path, title, stages: drawn.append((title, stages)))
+    words = ["profile", "dilated", *TINY_PROFILE, "--out", tmp_path]
+    assert exit_code(*words) == exit_code(*words, "--tokens", 128) == 0
+    (path,) = tmp_path.rglob("profile-dilated.jsonl")
+    rows = results.read(path)
+    rows.append(rows[0] | {"name": "own time of a stage of old"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert exit_code(*words) == 0
+    found = [row for row in results.read(path) if row["name"].startswith("own time of ")]
+    assert "own time of a stage of old" not in {row["name"] for row in found}
+    assert {row["parameters"]["seq_len"] for row in found} == {128, 256}
+    assert exit_code("plot", tmp_path, "--out", tmp_path, "--documents") == 0
+    ((title, stages),) = drawn
+    assert "256 tokens" in title
+    newest = [(row["name"], row["value"]) for row in found if row["parameters"]["seq_len"] == 256]
+    assert [(f"own time of {stage.name}", stage.milliseconds) for stage in stages] == newest
 
 
 # --- check

@@ -14,9 +14,10 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.pictures import plot_counts
 from dilated_attention_bench.cases import Case
-from dilated_attention_bench.profile import Stage, save_bars
+from dilated_attention_bench.profile import OWN_TIME, Stage, save_bars
 from dilated_attention_bench.results import Record, read
 from dilated_attention_bench.simulate import World
+from dilated_attention_bench.tables import describe
 
 Points = dict[str, dict[float, float]]
 """(x, y) of each method."""
@@ -43,9 +44,12 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
     for path in files:
         folder = out / path.parent.name
         if path.stem.startswith("profile-"):
-            own = [(row["name"].partition("own time of ")[2], row["value"]) for row in read(path)]
+            rows = read(path)
+            case = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
+            own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == case]
             stages = tuple(Stage(name, value, 0) for name, value in own if name)
-            save_bars(folder / f"{path.stem}.png", path.stem.replace("-", ", ", 1), stages)
+            title = f"{path.stem.replace('-', ', ', 1)}: {describe(case)}"
+            save_bars(folder / f"{path.stem}.png", title, stages)
             yield folder / f"{path.stem}.png"
         yield from draw_file(path, folder)
 

@@ -21,7 +21,7 @@ from dilated_attention.mesh import TRANSPORTS
 from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
-from dilated_attention_bench.profile import Profile, once, profile, rows, save_bars, training_step
+from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
 from dilated_attention_bench.results import Record, Recorder, Row, failed, read
 from dilated_attention_bench.suites import (
     Step,
@@ -428,7 +428,10 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    device = require_device(options.device)
+    device, is_model = require_device(options.device), options.method == "model"
+    given = {"--causal": options.causal, "--forward": options.forward, "--dtype": options.dtype != "float32"}
+    if is_model and (unread := [name for name, is_given in given.items() if is_given]):
+        raise ValueError(f"{unread[0]} is not of 'model', a causal training step in float32: leave it out")
     case = Case(
         method=_METHODS[options.method],
         seq_len=options.tokens,
@@ -440,17 +443,19 @@ def _profile(options: argparse.Namespace) -> int:
         blocks=options.blocks,
         density=options.density,
         block_size=options.block_size,
-        is_causal=options.causal,
+        is_causal=options.causal or is_model,
         dtype=options.dtype,
     )
     if refused := refusal([(case, not options.forward)], device):
         raise ValueError(f"{_sizes(options, 'tokens', 'batch', 'heads', 'head_dim')}: {refused}")
-    backward = not options.forward or options.method == "model"
-    work = training_step(case, device) if options.method == "model" else case.contender(device, backward=backward)
+    backward = not options.forward
+    work = training_step(case, device) if is_model else case.contender(device, backward=backward)
     recorder = Recorder(_writable(options.out), f"profile-{options.method}", device)
     trace, picture = (recorder.path.with_suffix(suffix) for suffix in (".trace.json", ".png"))
     found, prepared = profile(lambda: list(work()), device, trace), once(case)
-    for row in rows(case, found, prepared, backward=backward):
+    new = list(rows(case, found, prepared, backward=backward))
+    recorder.forget_like(OWN_TIME, new[0].parameters)  # of stages that the call no longer has
+    for row in new:
         recorder.add(row)
     title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
     save_bars(picture, title, found.stages)

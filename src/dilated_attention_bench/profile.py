@@ -27,6 +27,7 @@ from dilated_attention_bench.measure import Spread, elapsed, synchronize
 from dilated_attention_bench.results import Row
 
 _MARK = "stage: "
+OWN_TIME = "own time of "
 KERNELS = "kernels in C++"
 STAGES: dict[tuple[ModuleType | type, str], str] = {
     (fused, "forward"): "fused forward",
@@ -232,7 +233,7 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
     """What to record of a profile."""
     parameters = {**case.parameters, "backward": backward}
     for stage in found.stages:
-        yield Row(f"own time of {stage.name}", parameters, stage.milliseconds, "ms")
+        yield Row(f"{OWN_TIME}{stage.name}", parameters, stage.milliseconds, "ms")
     for name, spread in prepared.items():
         yield Row.of(f"once a shape: {name}", parameters, spread.scaled(1e3), "ms")
     for name, value, unit in (

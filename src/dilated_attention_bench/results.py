@@ -124,6 +124,14 @@ class Recorder:
         """Leave out the rows of that name from the next time that a row is written."""
         self._rows = {key: row for key, row in self._rows.items() if row["name"] != name}
 
+    def forget_like(self, beginning: str, parameters: Mapping[str, Any]) -> None:
+        """As `forget`, of names that begin so, of one case."""
+        self._rows = {
+            key: row
+            for key, row in self._rows.items()
+            if not row["name"].startswith(beginning) or key != _key({"name": row["name"], "parameters": parameters})
+        }
+
 
 def failed(label: str) -> str:
     """The name of the row that says why a step stopped, until the step is run again."""
