@@ -23,7 +23,7 @@ from dilated_attention_bench import charts, check, command, measure, profile, re
 from dilated_attention_bench.cases import Case, contender
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Recorder, Row
-from dilated_attention_bench.suites import Step, block_sparse, compare, quality, strategies
+from dilated_attention_bench.suites import Step, block_sparse, compare, from_dense, quality, strategies
 from dilated_attention_bench.suites import cpu as cpu_suite
 
 CPU = torch.device("cpu")
@@ -268,6 +268,38 @@ def test_wrong_arguments(capsys):
     assert "invalid choice: 'warp'" in capsys.readouterr().err
     assert exit_code("bench", "foundation", "--device", "warp") == 2
     assert "device='warp'" in capsys.readouterr().err
+
+
+def test_a_step_that_had_too_little_memory_leaves_no_row_once_it_has_enough(tmp_path, monkeypatch):
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    assert exit_code("bench", "foundation", "--out", tmp_path) == 0
+    (path,) = tmp_path.rglob("foundation.jsonl")
+    assert "GiB" in results.read(path)[1]["refused"]
+    monkeypatch.setattr(Suite, "steps", lambda device, quick: [Step("two", lambda: iter([row(name="two, measured")]))])
+    assert exit_code("bench", "foundation", "--out", tmp_path) == 0
+    assert [found["name"] for found in results.read(path)] == ["figure", "last", "two, measured"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "foundation"], "check takes --baseline and --update alone; got foundation"),
+        (["check", "--quick"], "got --quick"),
+        (["check", "--device", "cpu"], "got --device"),
+        (["foundation", "--update"], "--baseline and --update are of check alone; got foundation"),
+    ],
+)
+def test_what_check_does_not_take_is_refused(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(check, "GUARDS", ())
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    assert exit_code("bench", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_without_transformers_has_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(from_dense.importlib.util, "find_spec", lambda name: None)
+    (row,) = from_dense._rows("a Llama of transformers", 2048, CPU)
+    assert row.refused == "not installed: transformers"
 
 
 # --- suites
@@ -604,6 +636,20 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
     assert exit_code("plot", tmp_path, "--out", tmp_path / "pictures", "--documents") == 0
     drawn = {path.stem for path in (tmp_path / "pictures").rglob("*.png")}
     assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}
+
+
+def test_plot_writes_documents_of_the_repository_s_results_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Recorder(tmp_path / "other", "suite", CPU).add(row(1.0))
+    assert exit_code("plot", "other", "--out", "out") == 0
+    (path,) = Path("other").rglob("*.jsonl")
+    page = Path("README.md")
+    page.write_text(f"<!-- results: {path.relative_to('other')} name=figure -->?<!-- end of results -->")
+    assert exit_code("plot", "other", "--out", "out") == 0
+    assert "?" in page.read_text()
+    Path("other").rename("results")
+    assert exit_code("plot", "--out", "out") == 0  # without docs
+    assert "1.00 x" in page.read_text()
 
 
 def test_quality_has_every_attention_floors_and_both_ratios(monkeypatch):

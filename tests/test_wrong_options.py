@@ -124,7 +124,7 @@ def right(name: str, option: str, given: Path, out: Path) -> tuple[dict[str, obj
         "suggest": ({}, {"--tokens": 4096, "--heads": 8, "--budget": 0.5}),
         "info": ({}, {}),
         "compare": ({}, {"--only": "2,048 tokens, bfloat16", "--out": out}),
-        "bench": ({"suite": "check" if option == "--baseline" else "foundation"}, {"--out": out}),
+        "bench": ({"suite": "check"}, {}) if option == "--baseline" else ({"suite": "foundation"}, {"--out": out}),
         "profile": ({"method": "block-sparse-dilated"}, {**SHAPE, **BRANCHES, "--block-size": 16, "--out": out}),
         "simulate": ({}, {**WORLD, "--out": out}),
     }[name]

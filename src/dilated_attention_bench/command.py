@@ -98,7 +98,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of gpu, without a GPU: compile a part's kernels (with --quick each tenth) and print what it will take",
     )
-    parser.add_argument("--baseline", type=Path, default=Path("results/baseline.json"), help="of check: the file")
+    parser.add_argument("--baseline", type=Path, help="of check: the file (default: results/baseline.json)")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
 
@@ -106,7 +106,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
-        return _check(options.baseline, options.update)
+        unread = ("quick", "only", "device", "out", "part", "dry_run")
+        others = [name for name in names if name != "check"]
+        others += [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]
+        if others:
+            raise ValueError(f"check takes --baseline and --update alone; got {' '.join(others)}: leave it out")
+        return _check(options.baseline or Path("results/baseline.json"), options.update)
+    if options.update or options.baseline:
+        raise ValueError(f"--baseline and --update are of check alone; got {' '.join(names)}")
     if (options.part or options.dry_run) and [*names] != ["gpu"]:
         raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
     if options.dry_run:
@@ -310,8 +317,8 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
     parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
-    documents = [Path("README.md"), Path("docs")]
-    parser.add_argument("--documents", type=Path, nargs="*", default=documents, help="Markdown files, or folders")
+    documents = "Markdown files, or folders (default, where RESULTS is results: README.md and docs, if they are there)"
+    parser.add_argument("--documents", type=Path, nargs="*", help=documents)
     pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
 
@@ -419,7 +426,11 @@ def _plot(options: argparse.Namespace) -> int:
         )
     written = list(charts.draw(results, out))
     written += charts.draw_patterns(out) if options.patterns else []
-    for place in options.documents:
+    documents = options.documents
+    if documents is None:
+        ours = [Path("README.md"), Path("docs")] if results == Path("results") else []
+        documents = [place for place in ours if place.exists()]
+    for place in documents:
         files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
         written += [file for file in files if write(file, results)]
     for path in written:
@@ -488,7 +499,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
         for step in under_way:
             recorder.forget(failed(step.label))
             if refused := refusal(step.needs, device):
-                found = iter([Row(step.label, step.needs[0][0].parameters, None, "", refused=refused)])
+                found = iter([Row(failed(step.label), step.needs[0][0].parameters, None, "", refused=refused)])
             else:
                 found = step.measure()
             for row in found:

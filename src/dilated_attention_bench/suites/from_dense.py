@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -104,6 +105,9 @@ def _rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:
         "seq_len": tokens, "heads": HEADS, "head_dim": WIDTH // HEADS, "segment_lengths": list(pattern.segment_lengths),
         "dilation_rates": list(pattern.dilation_rates),
     }  # fmt: skip
+    if "transformers" in name and importlib.util.find_spec("transformers") is None:
+        yield Row(f"{name}, one training step", parameters, None, "s", refused="not installed: transformers")
+        return
     found: dict[str, tuple[float, int | None]] = {}
     for way in ("dilated", "dense"):
         request = {"name": name, "tokens": tokens, "dilated": way == "dilated", "device": str(device)}
