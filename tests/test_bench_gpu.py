@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from dilated_attention.backends import triton
 from dilated_attention.cli import main
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
 from dilated_attention.verification import BARS, checks, relative_error
@@ -107,6 +106,22 @@ def test_what_is_timed_was_checked():
     for left_out in ("blocks of 64", "nested branches, head_dim 64, causal"):
         others = set().union(*(found for label, found in checked.items() if not label.endswith(left_out)))
         assert not clocked <= others, left_out
+
+
+def test_one_kernel_is_chosen():
+    """It is launched instead of both, with tiles of its own; other names, and what runs afterwards, keep the two."""
+    tiles = Shape(32, 32, 4, 1)
+    with specializations.recorded("sm_90") as launches:
+        for name in ("triton", on_gpu.ONE_KERNEL, "triton"):
+            with kernels.shaped("dqdkdv", TINY, CPU, tiles):
+                on_gpu.launching(TINY, name)()
+            both = name == "triton"
+            assert any(kernel.__name__ == "backward_dq" for kernel, _ in launches) == both
+            found = [arguments for kernel, arguments in launches if kernel.__name__ == "backward_dkdv"]
+            assert found
+            assert {arguments["DQ"] is None for arguments in found} == {both}
+            assert {(arguments["BN"], arguments["BM"]) == tiles[:2] for arguments in found} == {not both}
+            launches.clear()
 
 
 def test_every_bar_has_a_row(monkeypatch):
@@ -409,17 +424,6 @@ class TestInterpreted:
         check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1])
         (row,) = correctness.correctness(check, name, CPU)
         assert row.met, row
-
-    def test_one_kernel_is_chosen(self):
-        """Other names, and what runs afterwards, keep the two kernels."""
-        asked = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton, "backward", lambda *x, deterministic=True, **y: asked.append(deterministic))
-            for name in ("triton", on_gpu.ONE_KERNEL):
-                with on_gpu.chosen(name):
-                    triton.backward()
-                triton.backward()
-        assert asked == [True, True, False, True]
 
     def test_rows_from_elsewhere(self, monkeypatch):
         monkeypatch.setattr(correctness, "BARS", {torch.float32: BARS[torch.float32]})

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
-from dilated_attention.backends import triton
+from dilated_attention.backends.table import BACKENDS
 from dilated_attention_bench.cases import Case, Contender
 
 PAPER = Case(
@@ -33,13 +34,10 @@ def backend_of(name: str) -> str:
 @contextmanager
 def chosen(name: str) -> Iterator[None]:
     """Calls of the Triton backend run `ONE_KERNEL` if that is the name: no argument of theirs asks for it yet."""
-    plain = triton.backward
-    if name == ONE_KERNEL:
-        triton.backward = partial(plain, deterministic=False)
-    try:
+    plain = BACKENDS["triton"]
+    one = replace(plain, backward=partial(plain.backward, deterministic=False))
+    with patch.dict(BACKENDS, triton=one if name == ONE_KERNEL else plain):
         yield
-    finally:
-        triton.backward = plain
 
 
 def contender_of(name: str, case: Case, device: torch.device) -> Contender:
