@@ -303,7 +303,23 @@ def test_relative_error():
     assert relative_error(x.float(), x) == 0
     assert relative_error(torch.tensor([3.0, 4.5, -math.inf]), x) == pytest.approx(0.1)
     assert relative_error(torch.tensor([3.0, 4.0, 0.0]), x) == math.inf
+    assert relative_error(torch.tensor([3.0, 4.0, math.inf]), x) == math.inf
+    assert relative_error(torch.tensor([3.0, 4.0, math.nan]), x) == math.inf
+    assert relative_error(torch.tensor([3.0, math.nan, -math.inf]), x) == math.inf
     assert relative_error(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) == 0
+
+
+def test_few_wrong_rows_are_an_error():
+    """6 rows of 32,768 move the norm by a fiftieth; their own error is as large as they are."""
+    expected = torch.randn(1, 32768, 1, 64, dtype=torch.float64)
+    actual = expected.clone()
+    actual[:, 1000:1006] = torch.randn(1, 6, 1, 64, dtype=torch.float64)
+    assert (actual - expected).norm() / expected.norm() < BARS[torch.bfloat16]
+    assert relative_error(actual, expected) > 3 * BARS[torch.bfloat16]
+    lse = torch.randn(1, 32768, 4, dtype=torch.float64)
+    wrong = lse.clone()
+    wrong[:, 1000, 2] += 1
+    assert relative_error(wrong, lse) > 3 * BARS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -55,6 +55,23 @@ def test_what_is_wrong_is_found(forward, cell, why, monkeypatch, capsys):
     assert why in line
 
 
+def test_a_row_that_is_not_written_is_found(monkeypatch):
+    """Memory is handed out as NaN: it might hold the right numbers of an earlier call."""
+    native = BACKENDS["native"]
+
+    def leaves_a_row(*arguments, **options):
+        out, lse = native.forward(*arguments, **options)
+        written = out.new_empty(out.shape)
+        written[:, :-1] = out[:, :-1]
+        return written, lse
+
+    monkeypatch.setitem(BACKENDS, "native", replace(native, forward=leaves_a_row))
+    (verdict,) = verification.verdicts(ONE, ["native"], CPU)
+    assert str(verdict) == "WRONG inf"
+    assert verdict.why.startswith("out is")
+    assert "new_empty" not in vars(torch.Tensor), "memory is no longer filled"
+
+
 def test_a_refusal_is_no_fault():
     def refuses(*arguments, **options):
         raise BackendError("not this one")

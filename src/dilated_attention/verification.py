@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from dilated_attention.patterns import Dilated
 
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The relative error, in norm, that rounding may cause in out, lse, dq, dk and dv."""
+ROW = 15
+"""How many times as large the relative error of one row may be. Measured at 130 to 777 tokens: at most 5 times the bar,
+in dk of scores far below zero."""
 
 
 @dataclass(frozen=True)
@@ -94,19 +99,49 @@ class Check:
         Raises BackendError where the backend does not serve the call.
         """
         inputs = self.inputs(dtype, head_dim, device)
-        actual = self.run(*inputs, backend)
+        with poisoned_memory():
+            actual = self.run(*inputs, backend)
         q, k, v = (x.double() for x in inputs)
         expected = self.run(q, k, v, "reference")
         return {name: relative_error(actual[name], expected[name]) for name in expected}
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What PyTorch hands out uninitialised holds NaN: else a row that nobody writes may hold an earlier call's."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            x = make(*arguments, **options)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+
+        return run
+
+    with ExitStack() as patches:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            patches.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """In norm, over what is finite; infinite where the two are not finite in the same places."""
-    finite = expected.isfinite()
+    """In norm, over what is finite; infinite where the two are not finite in the same places and ways.
+
+    Or of one row, over `ROW`, where that is more: the error of few rows vanishes in the norm of all. A row is what a
+    token has in a head; its error counts relative to its norm, or to the rows' root mean square if that is larger.
+    """
+    finite, actual = expected.isfinite(), actual.double()
     if not torch.equal(finite, actual.isfinite()):
         return math.inf
-    difference = (actual.double() - expected)[finite].norm().item()
-    return difference and difference / max(expected[finite].norm().item(), torch.finfo(expected.dtype).tiny)
+    if not torch.equal(actual[~finite].nan_to_num(), expected[~finite].double().nan_to_num()):
+        return math.inf
+    difference, size = (torch.where(finite, x, 0) for x in (actual - expected, expected))
+    whole = difference.norm().item()
+    if not whole:
+        return 0.0
+    tiny = torch.finfo(expected.dtype).tiny
+    rows, sizes = (x.norm(dim=-1) if x.dim() == 4 else x.abs() for x in (difference, size))
+    row = (rows / sizes.maximum(sizes.square().mean().sqrt()).clamp(min=tiny)).max().item()
+    return max(whole / max(size.norm().item(), tiny), row / ROW)
 
 
 HEAD_DIMS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)

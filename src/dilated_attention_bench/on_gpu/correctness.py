@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dilated_attention.backends import native, triton
 from dilated_attention.plan import Plan, Rows, StridedGroup
-from dilated_attention.verification import BARS, Check, relative_error
+from dilated_attention.verification import BARS, Check, poisoned_memory, relative_error
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.on_gpu import PAPER, backend_of, chosen
 from dilated_attention_bench.results import Row
@@ -116,7 +116,9 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
     for dtype in BARS:
         inputs = [x.to(dtype) for x in normal]
-        actual, expected = results(triton, inputs), results(native, [x.double() for x in inputs])
+        with poisoned_memory():
+            actual = results(triton, inputs)
+        expected = results(native, [x.double() for x in inputs])
         errors = {name: relative_error(actual[name], expected[name]) for name in expected}
         parameters = {"seq_len": 48, "heads": 4, "kv_heads": 2, "head_dim": 64, "backend": "triton"}
         yield _largest_error("rows from elsewhere", parameters, errors, dtype)
@@ -170,6 +172,7 @@ def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
         yield Row(f"{name}: last rows of {elements}: largest difference", case.parameters, difference, "", bar=0.0)
 
 
+@poisoned_memory()
 def _trained(case: Case, *inputs: Tensor) -> tuple[Tensor, ...]:
     """out, dq, dk and dv of the case's call on q, k, v and dout."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
