@@ -24,7 +24,7 @@ from dilated_attention_bench import groups, measure, on_gpu, results, specializa
 from dilated_attention_bench.cases import contender
 from dilated_attention_bench.groups import Group, Job
 from dilated_attention_bench.measure import Rounds, Spread
-from dilated_attention_bench.on_gpu import correctness, kernels, speed
+from dilated_attention_bench.on_gpu import correctness, kernels, speed, watched
 from dilated_attention_bench.results import Recorder, Row
 from dilated_attention_bench.suites import Step, gpu
 from test_kernels import in_a_child_process
@@ -417,6 +417,24 @@ def test_calls_in_a_row():
     work = speed.in_a_row(lambda: contender(lambda: calls.append(1)), 3)
     assert list(work()) == ["forward"]
     assert len(calls) == 3
+
+
+def test_the_memory_checker_sees_each_tensor(monkeypatch, tmp_path):
+    """PyTorch cuts small tensors from large blocks, in which the checker takes all accesses for valid. An error ends
+    the calls, and is counted all the same."""
+    checker = tmp_path / "compute-sanitizer"
+    checker.write_text('#!/bin/sh\necho "ERROR SUMMARY: 3${PYTORCH_NO_CUDA_MEMORY_CACHING} errors"\nexit 1\n')
+    checker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (row,) = watched.memory_errors()
+    assert (row.value, row.met) == (31, False)
+    assert {check.name for check in checks(130) if check.views} <= set(watched.TINY)
+    checker.write_text("#!/bin/sh\necho no device\nexit 1\n")
+    with pytest.raises(RuntimeError, match="ended with 1: no device"):
+        list(watched.memory_errors())
+    checker.write_text('#!/bin/sh\necho "ERROR SUMMARY: 0 errors"\nexit 1\n')
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        list(watched.memory_errors())
 
 
 def test_last_rows_are_their_own():
