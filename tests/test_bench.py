@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -438,6 +439,18 @@ def test_rows_of_the_cpu_suite(monkeypatch):
 
 
 # --- profile
+
+
+def test_idle_is_between_kernels():
+    """The profiler also lists what `record_function` spans on the GPU, from the first kernel inside to the last."""
+
+    def event(start, end, annotation=False):
+        return SimpleNamespace(
+            time_range=SimpleNamespace(start=start, end=end), is_user_annotation=annotation,
+            device_type=torch.autograd.DeviceType.CUDA,
+        )  # fmt: skip
+
+    assert profile._idle([event(0, 9000, annotation=True), event(0, 1000), event(3000, 9000)]) == 2.0
 
 
 def test_a_profile_accounts_for_the_whole_call(tmp_path):

@@ -196,6 +196,7 @@ def _idle(events: list[Any]) -> float:
         (event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.is_user_annotation  # of `record_function`: from its first kernel to its last
     )
     idle = 0.0
     end = spans[0][0] if spans else 0.0
