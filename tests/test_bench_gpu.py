@@ -437,6 +437,24 @@ def test_the_memory_checker_sees_each_tensor(monkeypatch, tmp_path):
         list(watched.memory_errors())
 
 
+def test_million_tokens_of_one_kernel_has_no_ratio():
+    """Its group runs it alone, and a row without a value would replace the one that the group of triton measured."""
+    refused = {on_gpu.ONE_KERNEL: "why", "dense flash": "why"}
+    with (
+        patch.object(speed, "serving", lambda makers: ({}, refused)),
+        patch.object(measure, "interleave", lambda *x, **y: Rounds({(measure.MATMUL, "forward"): [1.0]}, 1)),
+    ):
+        found = {
+            name: [row.name for row in speed.speed(TINY, [name], CPU, 1.0)] for name in ("triton", on_gpu.ONE_KERNEL)
+        }
+    over = {
+        "forward: time per score entry over the best dense kernel's",
+        "backward: time per score entry over the best dense kernel's",
+    }
+    assert over <= set(found["triton"])
+    assert not over & set(found[on_gpu.ONE_KERNEL])
+
+
 def test_last_rows_are_their_own():
     """What `beyond 2^31 elements` compares, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)
