@@ -437,6 +437,15 @@ def test_the_memory_checker_sees_each_tensor(monkeypatch, tmp_path):
         list(watched.memory_errors())
 
 
+@pytest.mark.parametrize("name", watched.COUNTED)
+def test_what_is_counted_was_compiled(name):
+    """The calls under the profiler are those that were recorded: a forward alone needs no kernel of the backward."""
+    case = replace(watched.COUNTED[name], seq_len=4096, heads=8)
+    with specializations.recorded("sm_90"):
+        phases = list(watched.work_of(name, case, CPU)())
+    assert phases == ["forward", "forward+backward"][: 1 + name.startswith("backward")]
+
+
 def test_million_tokens_of_one_kernel_has_no_ratio():
     """Its group runs it alone, and a row without a value would replace the one that the group of triton measured."""
     refused = {on_gpu.ONE_KERNEL: "why", "dense flash": "why"}
@@ -453,6 +462,16 @@ def test_million_tokens_of_one_kernel_has_no_ratio():
     }
     assert over <= set(found["triton"])
     assert not over & set(found[on_gpu.ONE_KERNEL])
+
+
+def test_peaks_were_compiled():
+    """Their warm-up is a call of its own length."""
+    (group,) = (x for x in gpu.part_3(MACHINE) if x.label == "launches and memory")
+    for job in group.jobs:
+        if job.label.startswith("peak"):
+            found = {x.kernel.rpartition(".")[2] for x in specializations.needed(job.calls, "sm_90")}
+            assert ("backward_dq" in found) == ("True" in job.label)
+            assert "forward" in found
 
 
 def test_last_rows_are_their_own():

@@ -18,7 +18,8 @@ from shutil import which
 import torch
 
 from dilated_attention.verification import checks
-from dilated_attention_bench.on_gpu import PAPER, contender_of, launching, sparse
+from dilated_attention_bench.cases import Case, Contender
+from dilated_attention_bench.on_gpu import PAPER, launching, sparse
 from dilated_attention_bench.on_gpu.correctness import launches_of
 from dilated_attention_bench.results import Row
 
@@ -89,6 +90,11 @@ def counted_launches(name: str) -> Callable[[], object]:
     return launching(COUNTED[name], backward=name.startswith("backward"))
 
 
+def work_of(name: str, case: Case, device: torch.device) -> Contender:
+    """What launches the kernel: for one of the forward no backward."""
+    return case.contender(device, backward=name.startswith("backward"))
+
+
 def _main(name: str) -> None:
     device = torch.device("cuda")
     if name == "tiny":
@@ -96,7 +102,7 @@ def _main(name: str) -> None:
             if check.name in TINY:
                 check.run(*check.inputs(torch.bfloat16, 64, device), "triton")
     else:
-        work = contender_of("triton", COUNTED[name], device)
+        work = work_of(name, COUNTED[name], device)
         for _ in range(2):
             list(work())
     torch.cuda.synchronize()

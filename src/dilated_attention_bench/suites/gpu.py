@@ -24,7 +24,7 @@ import torch
 
 from dilated_attention.backends import flash, triton
 from dilated_attention.verification import Check, checks
-from dilated_attention_bench import groups, specializations
+from dilated_attention_bench import groups, measure, specializations
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.groups import Group, Job
 from dilated_attention_bench.on_gpu import (
@@ -182,7 +182,8 @@ def part_3(machine: Machine) -> list[Group]:
         Group("launches and memory", 60, [
             *(Job(f"launches, {case.seq_len:,} tokens, {case.method}", partial(speed.launched, case, device),
                   [launching(case)]) for case in (SMALL, PAPER, sparse(0.10))),
-            *(Job(f"peak memory, {backward=}", peak(narrow, device, backward=backward, bar=bar).measure)
+            *(Job(f"peak memory, {backward=}", peak(narrow, device, backward=backward, bar=bar).measure,
+                  [launching(case, backward=backward) for case in (measure.before_peak(narrow), narrow)])
               for backward, bar in ((False, 1.10), (True, None))),
         ]),
     ]  # fmt: skip
