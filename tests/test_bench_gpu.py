@@ -474,6 +474,21 @@ def test_peaks_were_compiled():
             assert "forward" in found
 
 
+def test_the_host_is_ahead_of_the_clock(monkeypatch):
+    """The GPU waits until the launch is queued, and no table is made between two events."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait"))
+    monkeypatch.setattr(measure, "synchronize", lambda device: done.append("end"))
+    kernels.alone("forward", contender(lambda: done.append("call")), torch.device("cuda"))
+    assert done == ["wait", "call", "end"]
+    done.clear()
+    monkeypatch.setattr(kernels, "ROUNDS", 1)
+    monkeypatch.setattr(kernels, "alone", lambda *x: done.append("alone") or 1.0)
+    monkeypatch.setattr(type(TINY), "contender", lambda *x, **y: contender(lambda: done.append("call")))
+    assert len(list(kernels.orders(TINY, CPU))) == 2
+    assert done == ["alone", "alone", "call", "alone", "call", "alone"]
+
+
 def test_last_rows_are_their_own():
     """What `beyond 2^31 elements` compares, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)

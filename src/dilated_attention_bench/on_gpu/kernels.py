@@ -39,6 +39,8 @@ OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (
             for stages in (3, 4, 5)]  # fmt: skip
 """The same of a forward over lists of blocks, whose loads take a stage more to run as far ahead."""
 ROUNDS = 12
+WAIT = 2_000_000
+"""Cycles, about a millisecond, in which the host queues a launch: on an idle GPU the events would time the host."""
 FUNCTIONS = {"forward": "forward", "dq": "backward_dq", "dkdv": "backward_dkdv", "dqdkdv": "backward_dkdv"}
 
 
@@ -84,14 +86,21 @@ def clocked(kernel: Kernel) -> Iterator[list[tuple[Any, Any]]]:
 
 def alone(kernel: Kernel, work: Contender, device: torch.device) -> float:
     """Milliseconds of a kernel's launches in one call, without what runs between them."""
+    if device.type == "cuda":
+        torch.cuda._sleep(WAIT)
     with clocked(kernel) as events:
         list(work())
     measure.synchronize(device)
     return sum(begin.elapsed_time(end) for begin, end in events)
 
 
-def ways(kernel: Kernel, ways_: Mapping[str, Callable[[], Any]], case: Case, device: torch.device) -> Iterator[Row]:
-    """The time of a kernel alone under each context, and over that under the first, in rounds of another order each."""
+def ways(
+    kernel: Kernel, ways_: Mapping[str, Callable[[], Any]], case: Case, device: torch.device, *, warm: bool = False
+) -> Iterator[Row]:
+    """The time of a kernel alone under each context, and over that under the first, in rounds of another order each.
+
+    `warm`: whether each context takes a call before the one that is timed, since it makes the tables anew.
+    """
     name = ONE_KERNEL if kernel == "dqdkdv" else "triton"
     work = case.contender(device) if kernel == "forward" else contender_of(name, case, device)
     milliseconds: dict[str, list[float]] = {}
@@ -106,6 +115,8 @@ def ways(kernel: Kernel, ways_: Mapping[str, Callable[[], Any]], case: Case, dev
     for _ in range(ROUNDS):
         for way in order.sample([*milliseconds], len(milliseconds)):
             with ways_[way]():
+                if warm:
+                    list(work())
                 milliseconds[way].append(alone(kernel, work, device))
     first, *_ = ways_
     for way, found in milliseconds.items():
@@ -155,7 +166,8 @@ def orders(case: Case, device: torch.device) -> Iterator[Row]:
             yield
         plan_cache.clear()
 
-    yield from ways("forward", {"by head and segment": nullcontext, "heaviest first": heaviest_first}, case, device)
+    contexts: dict[str, Callable[[], Any]] = {"by head and segment": nullcontext, "heaviest first": heaviest_first}
+    yield from ways("forward", contexts, case, device, warm=True)
 
 
 def gluon(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
