@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils import serialization
 
 from dilated_attention.models import (
     GigaPathSlideEncoder,
@@ -338,11 +339,11 @@ def test_a_file_is_what_its_first_bytes_say(end, tmp_path):
         assert torch.equal(read_checkpoint(path)["a"], torch.ones(3))
 
 
-def test_a_file_is_read_whatever_torch_loads_by_default(tmp_path, monkeypatch):
+def test_a_file_is_read_whatever_torch_loads_by_default(tmp_path):
     for zipped in (True, False):
         torch.save({"a": torch.ones(3)}, tmp_path / "weights", _use_new_zipfile_serialization=zipped)
-        monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
-        assert torch.equal(read_checkpoint(tmp_path / "weights")["a"], torch.ones(3))
+        with serialization.config.patch("load.mmap", True):
+            assert torch.equal(read_checkpoint(tmp_path / "weights")["a"], torch.ones(3))
 
 
 def test_a_loaded_model_owns_its_weights():
