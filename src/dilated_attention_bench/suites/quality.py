@@ -70,8 +70,8 @@ class Size:
     held_out: int
 
 
-# The near segments begin at different places (docs/quality.md), and show as many keys as one of 2,432. The pieces of
-# equal steps are half as many as at 8,192 bytes, each four times as long.
+# The near segments begin at different places, and grow with the length (docs/quality.md). The pieces of equal steps are
+# half as many as at 8,192 bytes, each four times as long.
 WHOLE = Size(
     lengths=(2048, 8192, 32768, 131072, 262144),
     questions=16,
@@ -86,8 +86,8 @@ WHOLE = Size(
         ),
         Text(
             context=32768,
-            pattern=Dilated((1024, 1408, 32768), (1, 1, 4)),
-            window=2304,
+            pattern=Dilated((2048, 2816, 32768), (1, 1, 4)),
+            window=3584,
             steps=200,
             seconds=240.0,
         ),
