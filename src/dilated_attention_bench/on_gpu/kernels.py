@@ -39,8 +39,6 @@ OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (
             for stages in (3, 4, 5)]  # fmt: skip
 """The same of a forward over lists of blocks, whose loads take a stage more to run as far ahead."""
 ROUNDS = 12
-WAIT = 2_000_000
-"""Cycles, about a millisecond, in which the host queues a launch: on an idle GPU the events would time the host."""
 FUNCTIONS = {"forward": "forward", "dq": "backward_dq", "dkdv": "backward_dkdv", "dqdkdv": "backward_dkdv"}
 
 
@@ -84,10 +82,15 @@ def clocked(kernel: Kernel) -> Iterator[list[tuple[Any, Any]]]:
         yield events
 
 
+def occupy(device: torch.device) -> None:
+    """Give a GPU most of a millisecond's work while the host queues a launch: events on an idle one time the host."""
+    if device.type == "cuda":
+        torch.empty(1 << 31, dtype=torch.uint8, device=device).zero_()
+
+
 def alone(kernel: Kernel, work: Contender, device: torch.device) -> float:
     """Milliseconds of a kernel's launches in one call, without what runs between them."""
-    if device.type == "cuda":
-        torch.cuda._sleep(WAIT)
+    occupy(device)
     with clocked(kernel) as events:
         list(work())
     measure.synchronize(device)
