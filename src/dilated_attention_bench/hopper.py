@@ -8,8 +8,9 @@ at issuing products, as FlashAttention-3 has it: a softmax runs under the same w
 both products of the other.
 
 It reads the tables of kernels/strided.py. A span of stride r is a box of a tensor that is viewed as (tokens / r rows of
-r tokens), so there is one descriptor per stride. Legend: H heads; N tokens; D head_dim; BN keys a tile; ST tiles in
-flight; STRIDES of the tiles and spans; s, p, m, z, acc as in kernels/online.py.
+r tokens), so there is one descriptor per stride: Q1 to Q5, K1 to K5 and V1 to V5, each an argument of its own, since
+Triton, up to 3.7 at least, launches no kernel with descriptors in a tuple. Legend: H heads; N tokens; D head_dim; BN
+keys a tile; ST tiles in flight; STRIDES of the tiles and spans; s, p, m, z, acc as in kernels/online.py.
 """
 
 from __future__ import annotations
@@ -139,18 +140,22 @@ def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FUL
 
 
 @gluon.jit
-def forward(QS, KS, VS, OUT, LSE, TILES, B, H, HK, N, scale, G: gl.constexpr, SPANS: gl.constexpr,
-            STRIDES: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+def forward(Q1, Q2, Q3, Q4, Q5, K1, K2, K3, K4, K5, V1, V2, V3, V4, V5, OUT, LSE, TILES, B, H, HK, N, scale,
+            G: gl.constexpr, SPANS: gl.constexpr, STRIDES: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+            ST: gl.constexpr):  # fmt: skip
     """out (B, N, H, D) and lse (B, N, H), contiguous, of q (B, N, H, D) and k, v (B, N, HK, D), H = G · HK."""
+    QS = (Q1, Q2, Q3, Q4, Q5)
+    KS = (K1, K2, K3, K4, K5)
+    VS = (V1, V2, V3, V4, V5)
     program = gl.program_id(0)
     T = TILES + (program // G // B) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
     b = (program // G) % B
     kv_head = gl.load(T)
     head = kv_head * G + program % G
-    dtype: gl.constexpr = QS[0].dtype
-    Q = gl.allocate_shared_memory(dtype, [2, ROWS, D], QS[0].layout)
-    K = gl.allocate_shared_memory(dtype, [ST, BN, D], KS[0].layout)
-    V = gl.allocate_shared_memory(dtype, [ST, BN, D], VS[0].layout)
+    dtype: gl.constexpr = Q1.dtype
+    Q = gl.allocate_shared_memory(dtype, [2, ROWS, D], Q1.layout)
+    K = gl.allocate_shared_memory(dtype, [ST, BN, D], K1.layout)
+    V = gl.allocate_shared_memory(dtype, [ST, BN, D], V1.layout)
     Q_FULL = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     K_FULL = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     K_FREE = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -182,6 +187,8 @@ def forward(QS, KS, VS, OUT, LSE, TILES, B, H, HK, N, scale, G: gl.constexpr, SP
 TILES_IN_FLIGHT = {64: (128, 3), 128: (128, 2)}
 """By head_dim: keys a tile, tiles in flight."""
 
+MOST_STRIDES = 5
+
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch:
     """A launch for contiguous q (B, N, H, D) and k, v (B, N, HK, D); UnsupportedError where it would be wrong."""
@@ -198,6 +205,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch
         raise UnsupportedError("the candidate needs one launch of full tiles that covers all rows, without phantoms")
     if any(tokens % stride for stride in strides):
         raise UnsupportedError(f"the candidate needs strides that divide {tokens}; got {strides}")
+    if len(strides) > MOST_STRIDES:
+        raise UnsupportedError(f"the candidate needs at most {MOST_STRIDES} strides; got {strides}")
     return Launch(q, k, v, found[0], tuple(strides), keys, stages, scale)
 
 
@@ -223,11 +232,13 @@ class Launch:
         }  # fmt: skip
 
     def views(self) -> list[tuple[Tensor, int]]:
-        """Per descriptor: the tensor as (tokens / stride rows of stride tokens), and the rows of a box; of q, k, v."""
+        """Per descriptor: the tensor as (tokens / stride rows of stride tokens), and the rows of a box; of q, k, v. In
+        the place of strides that there are not, the last one again."""
+        strides = (*self.strides, *[self.strides[-1]] * (MOST_STRIDES - len(self.strides)))
         return [
             (x.view(x.shape[0] * x.shape[1] // stride, -1), rows)
             for x, rows in ((self.q, ROWS.value), (self.k, self.keys), (self.v, self.keys))
-            for stride in self.strides
+            for stride in strides
         ]
 
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -242,10 +253,8 @@ class Launch:
             box = [rows, q.shape[3]]
             layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
             boxes.append(TensorDescriptor.from_tensor(view, box, layout))
-        number = len(self.strides)
         forward[(self.grid,)](
-            tuple(boxes[:number]), tuple(boxes[number : 2 * number]), tuple(boxes[2 * number :]), out, lse,
-            self.table.lines, q.shape[0], q.shape[2], k.shape[2], q.shape[1], self.scale * LOG2E.value,
-            **self.constants(), num_warps=4, **FUSED,
+            *boxes, out, lse, self.table.lines, q.shape[0], q.shape[2], k.shape[2], q.shape[1],
+            self.scale * LOG2E.value, **self.constants(), num_warps=4, **FUSED,
         )  # fmt: skip
         return out, lse
