@@ -54,6 +54,27 @@ def test_help(command, capsys):
     assert f"usage: dilated-attention {command}".strip() in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        *(((name, "--help"), "usage:") for name in ("compare", "bench", "plot", "profile")),
+        (("bench", "gpu", "--dry-run"), "Triton is not installed: pip install triton"),
+    ],
+    ids=str,
+)
+def test_commands_that_measure_need_no_triton(command, said, fresh_python):
+    """Neither the extra `cli` nor PyTorch for the CPU brings it."""
+    source = f"""
+        import contextlib, sys
+        sys.modules["triton"] = None
+        from dilated_attention.cli import main
+        sys.stderr = sys.stdout
+        with contextlib.suppress(SystemExit):
+            main({list(command)})
+    """
+    assert said in fresh_python(source)
+
+
 def test_info(capsys):
     assert exit_code(["info"]) == 0
     printed = capsys.readouterr().out

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TypeVar
@@ -116,6 +117,8 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(f"--baseline and --update are of check alone; got {' '.join(names)}")
     if (options.part or options.dry_run) and [*names] != ["gpu"]:
         raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
+    if options.dry_run and find_spec("triton") is None:
+        raise ValueError("--dry-run compiles Triton's kernels, and Triton is not installed: pip install triton")
     if options.dry_run:
         return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
