@@ -506,7 +506,10 @@ def test_planted_code_never_runs(form, copied, tmp_path, capsys):
         cases += [(file, resume, 2) for file in sorted(step.glob("[!._]*"))]
         cases += [(file, generate, 2) for file in (model / name for name in ("config.json", "model.safetensors", SUMS))]
         cases += [(tmp_path / "base.json", ["bench", "check", "--baseline", tmp_path / "base.json"], 2)]
-        cases += [(tmp_path / "results" / "cpu" / "blocks.jsonl", ["plot", tmp_path / "results"], 2)]
+        rows, page = tmp_path / "results" / "cpu" / "blocks.jsonl", tmp_path / "page.md"
+        page.write_text('<!-- results: cpu/blocks.jsonl name="any" -->\n<!-- end of results -->\n')
+        cases += [(rows, ["plot", rows.parents[1], "--documents", page], 2)]
+        cases += [(rows.with_name("attention.jsonl"), ["plot", rows.parents[1]], 2)]
         cases += [(tmp_path / "text", ["train", tmp_path / "text", "--out", tmp_path / "out"], 2)]  # short, but read
     weights = tmp_path / "weights"
     branches = ["--segments", "16", "--rates", "1"]
