@@ -117,9 +117,9 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(f"--baseline and --update are of check alone; got {' '.join(names)}")
     if (options.part or options.dry_run) and [*names] != ["gpu"]:
         raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
-    if options.dry_run and find_spec("triton") is None:
-        raise ValueError("--dry-run compiles Triton's kernels, and Triton is not installed: pip install triton")
     if options.dry_run:
+        if find_spec("triton") is None:
+            raise ValueError("--dry-run compiles Triton's kernels, and Triton is not installed: pip install triton")
         return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
         raise ValueError(f"the gpu suite needs a GPU: {why}")

@@ -105,6 +105,11 @@ class Choice:
         return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 
+def check_name(name: str) -> None:
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {name!r}")
+
+
 def choose(name: str, facts: Facts) -> Choice:
     """The backend for a call: the named one, or for "auto" the first that serves it and is not on request only.
 
@@ -116,8 +121,7 @@ def choose(name: str, facts: Facts) -> Choice:
                 return backend.chosen(backend.merits, facts)
         refusals = "; ".join(f"{name}: {why}" for name, why in _refusals(facts).items())
         raise BackendError(f"no backend can serve this call: {refusals}")
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {name!r}")
+    check_name(name)
     if facts.over_mesh and not BACKENDS[name].over_mesh:
         raise UnsupportedError(f"backend={name!r} sees one device; with a mesh use backend='auto'")
     if why := BACKENDS[name].why_not(facts):

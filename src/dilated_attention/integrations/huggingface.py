@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from dilated_attention.backends.table import BACKENDS
+from dilated_attention.backends.table import check_name
 from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
@@ -151,8 +151,7 @@ def dilate(
             "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
         )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}; got {backend!r}")
+    check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_plain_attention(part)

@@ -27,7 +27,8 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """The `number` most important blocks of each query, of equal ones the first; -1 where it sees fewer.
+    """The `number` most important blocks of each query, of equal ones the first, none after its own; -1 where it sees
+    fewer.
 
     own: the block that a query lies in. The last `local` blocks up to it, and with `first` the first block, come before
     all others.
