@@ -221,6 +221,25 @@ def test_a_peer_that_does_not_run_has_the_reason(few, checkout):
     assert "AttributeError" in row.refused
 
 
+def test_the_forks_blocks_follow_the_density(checkout, tmp_path):
+    argument = checkout("q")
+    (tmp_path / "dilated_attention_pytorch" / "block_sparse_ring_dilated_attention.py").write_text("""
+from types import SimpleNamespace as SparsePatternConfig
+from torch import nn
+class BlockSparseRingDilatedAttention(nn.Module):
+    def __init__(self, segment_lengths, dilation_rates, sparse_config):
+        super().__init__()
+        self.config = sparse_config
+    def forward(self, q, k, v, is_causal=False):
+        return self.config
+""")
+    (peer,) = (peer for peer in peers.load(argument) if peer.method == "block-sparse")
+    case = compare.variants(TINY)["local blocks, 25%"]
+    config = peer.make(case)(*(torch.zeros(1),) * 3)
+    # its windows are of 512 tokens whatever the ratio; these are the blocks of its tables
+    assert vars(config) == {"pattern_type": "dilated_sparse", "sparsity_ratio": 0.25, "block_size": case.block_size}
+
+
 def test_two_folders_of_one_package_are_refused(checkout, tmp_path):
     fork = checkout("q")
     (tmp_path / "other").mkdir()
@@ -246,6 +265,14 @@ def test_a_peer_that_fails_on_import_is_refused(error, checkout, tmp_path):
     (tmp_path / "dilated_attention_pytorch" / "__init__.py").write_text(f"raise {error}('CUDA is required')")
     with pytest.raises(ValueError, match=rf"--peer fork=.*cannot be loaded from .*: .*{error}: .*CUDA is required"):
         peers.load(argument)
+
+
+def test_a_peer_whose_second_backward_fails_is_timed_forward(few, checkout):
+    kept = 'self.__dict__.update(kept=q * q + self.__dict__.get("kept", 0))'
+    (peer,) = peers.load(checkout(f"({kept}, q * self.kept + k + v)[1]"))
+    rows = compare.measured(compare.Setting(TINY, seconds=0.0), CPU, [peer])
+    (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
+    assert row.times.keys() == {"forward"}
 
 
 @pytest.mark.parametrize("body", ["q[:, 10**9]", "dict()['a key']", "q[:, ::2]"])

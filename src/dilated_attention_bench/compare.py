@@ -304,7 +304,8 @@ def _contender(
 def _differentiable(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]) -> bool:
     leaves = [x.clone().requires_grad_() for x in inputs]
     try:
-        torch.autograd.grad(call(*leaves).sum(), leaves)
+        for _ in range(2):  # the first may leave a part of its graph to the second
+            torch.autograd.grad(call(*leaves).sum(), leaves)
     except Exception:  # of other people's code
         return False
     return True

@@ -131,9 +131,9 @@ def _module(case: Case, kind: Any) -> Call:
 
 
 def _fork_sparse(case: Case, kind: Any) -> Call:
-    """Its pattern generator asked for the density; what it gives is another one, so no error is told."""
+    """The pattern of its tables, asked for the density; what it gives is another one, so no error is told."""
     config = importlib.import_module(kind.__module__).SparsePatternConfig
-    sparse = config(pattern_type="local_window", sparsity_ratio=case.density, block_size=case.block_size)
+    sparse = config(pattern_type="dilated_sparse", sparsity_ratio=case.density, block_size=case.block_size)
     module = kind(list(case.segment_lengths), list(case.dilation_rates), sparse_config=sparse).eval()
     return lambda q, k, v: module(q, k, v, is_causal=case.is_causal)
 
