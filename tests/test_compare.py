@@ -207,6 +207,9 @@ def test_a_peer_that_attends_over_heads_is_told_apart(few, checkout):
     assert row.figures["row sum, least"] == pytest.approx(3)
     assert row.figures["error"] > 0.1
     assert "forward+backward" in row.times
+    over = {row.name: row for row in rows if row.name.endswith("time over fork: DilatedAttention")}
+    assert [name.partition(":")[0] for name in over] == ["forward", "forward+backward"]
+    assert {(row.parameters["variant"], row.bar) for row in over.values()} == {("head groups", 1.0)}
     (worst,) = (row for row in rows if row.name == compare.WORST)
     assert worst.met  # it is of our own variants
     record = {"value": row.value, "parameters": row.parameters, "figures": row.figures, "times": {}}
@@ -270,9 +273,10 @@ def test_a_peer_that_fails_on_import_is_refused(error, checkout, tmp_path):
 def test_a_peer_whose_second_backward_fails_is_timed_forward(few, checkout):
     kept = 'self.__dict__.update(kept=q * q + self.__dict__.get("kept", 0))'
     (peer,) = peers.load(checkout(f"({kept}, q * self.kept + k + v)[1]"))
-    rows = compare.measured(compare.Setting(TINY, seconds=0.0), CPU, [peer])
+    rows = list(compare.measured(compare.Setting(TINY, seconds=0.0), CPU, [peer]))
     (row,) = (row for row in rows if row.parameters.get("variant") == "fork: DilatedAttention")
     assert row.times.keys() == {"forward"}
+    assert "forward+backward: time over fork: DilatedAttention" not in {row.name for row in rows}
 
 
 @pytest.mark.parametrize("body", ["q[:, 10**9]", "dict()['a key']", "q[:, ::2]"])
