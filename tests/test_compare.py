@@ -143,7 +143,7 @@ def test_the_settings_of_a_whole_file_are_held_and_none_without_any_of_its_rows(
         compare.NAME: 19, compare.WORST: 1, f"forward: {compare.RING}": 1, f"forward+backward: {compare.RING}": 1,
         "the plan: time over LongNet branches": 6, "the plan: time over head groups": 6,
     }  # fmt: skip
-    peer = peers.Peer("fork: DilatedAttention", "head groups", lambda case: pytest.fail("called"))
+    peer = peers.Peer("fork: of no row", "head groups", lambda case: pytest.fail("called"))
     assert not any(compare.held(rows, setting, [peer]) for setting in whole)
 
 
@@ -206,6 +206,7 @@ def test_a_peer_that_attends_over_heads_is_told_apart(few, checkout):
     assert row.figures["depends on other tokens"] == 0
     assert row.figures["row sum, least"] == pytest.approx(3)
     assert row.figures["error"] > 0.1
+    assert not row.figures.keys() & {"keys reached", "share of score entries"}  # of ours, not of what it computes
     assert "forward+backward" in row.times
     over = {row.name: row for row in rows if row.name.endswith("time over fork: DilatedAttention")}
     assert [name.partition(":")[0] for name in over] == ["forward", "forward+backward"]

@@ -170,11 +170,10 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
             found = out[:, rows].double().cpu()
             q, k, v = (x.cpu() for x in inputs)
             expected = exact(case, q, k, v, rows)
-            figures[name] |= {
-                "share of score entries": case.attention_flops / replace(case, method="dense").flops,
-                "keys reached": keys_reached(case, rows),
-                "error": float((found - expected).norm() / expected.norm()),
-            }
+            figures[name]["error"] = float((found - expected).norm() / expected.norm())
+        if name not in foreign:  # a peer's pattern is not known
+            figures[name]["share of score entries"] = case.attention_flops / replace(case, method="dense").flops
+            figures[name]["keys reached"] = keys_reached(case, rows)
         if peak is not None and setting.plain:
             figures[name]["peak memory, bytes"] = float(peak)
         backward[name] = setting.backward
