@@ -34,6 +34,15 @@ class Stats {
   const Call &call;
 };
 
+// body(rows, add): the rows of a gradient, of float32 where launches add to it.
+template <class Element, class Body>
+void with_rows(void *gradient, bool add, int64_t b, int64_t head, int64_t tokens, int64_t heads, int64_t D, Body body) {
+  if (add)
+    body(head_of<Float32>(gradient, b, head, tokens, heads, D), true);
+  else
+    body(head_of<Element>(gradient, b, head, tokens, heads, D), false);
+}
+
 // dq of the tiles, those of Forward.
 template <class Element, class Arithmetic>
 class BackwardDq {
@@ -52,20 +61,20 @@ class BackwardDq {
   void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
-    const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
-    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++)
-      compute(tile_of(call, line), b, work % call.G, memory);
+    for_each_tile(call, work, call.G, [&](const Task &task, const Task &next) { compute(task, next, memory); });
   }
 
  private:
   const Call &call;
+  const Inputs<Element> inputs{call};
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
 
-  void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
+  void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
-    const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
+    const Tile &tile = *task.tile;
+    const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
@@ -75,19 +84,27 @@ class BackwardDq {
     float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
     int32_t *word = parts.take<int32_t>(CHUNK);
 
-    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
-    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
-    shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
-    shape.gather_lanes(head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn), token, tile.rows, dout);
-    read_stats(call, b, n, token, tile.rows, round_up(tile.rows, LANES), lse, delta);
+    const auto K = inputs.k(b, h), V = inputs.v(b, h);
+    shape.gather_lanes(inputs.q(b, n), token, tile.rows, q);
+    shape.gather_lanes(inputs.dout(b, n), token, tile.rows, dout);
+    read_stats(inputs.stats(b, n), token, tile.rows, round_up(tile.rows, LANES), lse, delta);
     const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) store(dq + i, zeros());
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, tile.rows, first, second);
 
-    Chunk chunk;
-    for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
+    const auto with_gradient = [&](auto body) {
+      with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, body);
+    };
+    Stream<Side::queries> stream(call, tile, b, n);
+    Chunk chunk, following;
+    for (bool more = stream.next(following); more;) {
+      chunk = following;
+      more = stream.next(following);
+      Ahead ahead = more ? ahead_of<Side::queries>(inputs, kept, memory, following, b, h)
+                         : ahead_of<Side::queries>(inputs, kept, memory, next, following);
+      if (!more) with_gradient([&](auto rows, bool) { ahead.add(rows, call.D, token, tile.rows); });
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Parts rows(slot.rows);
       Word *k_values = rows.take(shape.values), *k = rows.take(CHUNK * shape.stride);
@@ -100,15 +117,13 @@ class BackwardDq {
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
+        ahead.ask(group, held.groups());
         attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
                   dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
       }
     }
     for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scale);
-    if (call.add_dq)
-      shape.write_sums(dq, lse, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), token, tile.rows, true);
-    else
-      shape.write_sums(dq, lse, head_of<Element>(call.dq, b, n, call.N, heads, call.D), token, tile.rows, false);
+    with_gradient([&](auto rows, bool add) { shape.write_sums(dq, lse, rows, token, tile.rows, add); });
   }
 };
 
@@ -132,8 +147,7 @@ class BackwardDkdv {
   void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
-    const int64_t job = work / call.B, b = work % call.B;
-    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++) compute(tile_of(call, line), b, memory);
+    for_each_tile(call, work, 1, [&](const Task &task, const Task &next) { compute(task, next, memory); });
   }
 
  private:
@@ -141,13 +155,15 @@ class BackwardDkdv {
   static constexpr int WORDS = LANES / Arithmetic::PER_WORD, JOINED = Arithmetic::JOINED,
                        ROW = Arithmetic::HALVES * JOINED * WORDS;
   const Call &call;
+  const Inputs<Element> inputs{call};
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
 
-  void compute(const Tile &tile, int64_t b, float *memory) const {
+  void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
-    const int64_t h = tile.head, heads = call.H * call.G;
+    const Tile &tile = *task.tile;
+    const int64_t b = task.b, h = tile.head, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own);
     int held_rows = 0;
@@ -163,8 +179,7 @@ class BackwardDkdv {
     float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES), *rows = parts.take(CHUNK * ROW);
     int32_t *first = parts.take<int32_t>(CHUNK), *second = parts.take<int32_t>(CHUNK);
 
-    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
-    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
+    const auto K = inputs.k(b, h), V = inputs.v(b, h);
     shape.gather_lanes(K, token, held.count, k);
     shape.gather_lanes(V, token, held.count, v);
     if (call.dq)
@@ -182,11 +197,25 @@ class BackwardDkdv {
                       float(call.keep_scale)};
     if (words.any) read_key_words(call, h, token, held.count, word);
 
-    Chunk chunk;
+    const auto with_gradient = [&](void *to, auto body) {
+      with_rows<Element>(to, call.add_dkdv, b, h, call.M, call.H, call.D, body);
+    };
+    Chunk chunk, following;
     for (int64_t n = h * call.G; n < (h + 1) * call.G; n++) {
-      const auto Q = head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn);
-      const auto dO = head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn);
-      for (Stream<Side::keys> stream(call, tile, b, n); stream.next(chunk);) {
+      const auto Q = inputs.q(b, n), dO = inputs.dout(b, n);
+      const Task after = n + 1 < (h + 1) * call.G ? Task{&tile, b, n + 1 - h * call.G} : next;
+      Stream<Side::keys> stream(call, tile, b, n);
+      for (bool more = stream.next(following); more;) {
+        chunk = following;
+        more = stream.next(following);
+        Ahead ahead = more ? ahead_of<Side::keys>(inputs, kept, memory, following, b, n)
+                           : ahead_of<Side::keys>(inputs, kept, memory, after, following);
+        if (call.dq)
+          ahead.add(head_of<Float32>(call.dq, b, n, call.N, heads, call.D), call.D, chunk.token, chunk.count);
+        if (!more) {
+          const auto add = [&](auto rows, bool) { ahead.add(rows, call.D, token, held.count); };
+          with_gradient(call.dk, add), with_gradient(call.dv, add);
+        }
         Kept::Slot &slot = kept.find(memory, chunk, b, n);
         Parts rows_of(slot.rows);
         Word *q_values = rows_of.take(shape.values), *dout_values = rows_of.take(shape.values);
@@ -195,7 +224,7 @@ class BackwardDkdv {
         if (!slot.known) {
           slot.finite = shape.gather_both(Q, chunk.token, chunk.count, q, q_values);
           shape.template gather_both<Role::plain>(dO, chunk.token, chunk.count, dout, dout_values);
-          read_stats(call, b, n, chunk.token, chunk.count, round_up(chunk.count, Arithmetic::ROWS), lse, delta);
+          read_stats(inputs.stats(b, n), chunk.token, chunk.count, round_up(chunk.count, Arithmetic::ROWS), lse, delta);
         }
         const Queries queries{shape.scores_of(slot.finite, q, q_values),
                               shape.scores_of(true, dout, dout_values),
@@ -211,6 +240,7 @@ class BackwardDkdv {
           Window seen{CHUNK, 0, false};
           for (int i = 0; i < joined; i++) {
             const int group = first_group + i, at = group * LANES;
+            ahead.ask(group, held.groups());
             const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
                             dv + at * shape.columns};
             const Window w = attend_dkdv(shape, keys, queries, held, group, chunk, float(call.scale * double(LOG2E)),
@@ -224,10 +254,13 @@ class BackwardDkdv {
         if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
       }
     }
-    for (int i = 0; i < held.count; i++) factor[i] = float(call.scale);
-    write(dk, factor, call.dk, b, h, held);
-    for (int i = 0; i < held.count; i++) factor[i] = 1;
-    write(dv, factor, call.dv, b, h, held);
+    const auto write = [&](const float *sums, float times, void *gradient) {
+      for (int i = 0; i < held.count; i++) factor[i] = times;
+      with_gradient(gradient,
+                    [&](auto rows, bool add) { shape.write_sums(sums, factor, rows, token, held.count, add); });
+    };
+    write(dk, float(call.scale), call.dk);
+    write(dv, 1, call.dv);
   }
 
   void add_dq(const float *dq, Rows<Float32> to, const Chunk &chunk) const {
@@ -237,13 +270,6 @@ class BackwardDkdv {
         const Lanes x = load(dq + j * shape.columns + d);
         store(row, multiply_add(x, all(float(call.scale)), load(row, call.D - d)), call.D - d);
       }
-  }
-
-  void write(const float *sums, const float *factor, void *to, int64_t b, int64_t h, const Held &held) const {
-    if (call.add_dkdv)
-      shape.write_sums(sums, factor, head_of<Float32>(to, b, h, call.M, call.H, call.D), held.token, held.count, true);
-    else
-      shape.write_sums(sums, factor, head_of<Element>(to, b, h, call.M, call.H, call.D), held.token, held.count, false);
   }
 };
 

@@ -103,7 +103,11 @@ template <class Element, Kernel KERNEL>
 class Few {
  public:
   explicit Few(const Call &call)
-      : call(call), G(call.G), heads(call.H * G), D(call.D), columns(round_up(D, WIDTH)),
+      : call(call),
+        G(call.G),
+        heads(call.H * G),
+        D(call.D),
+        columns(round_up(D, WIDTH)),
         c(float(call.scale * double(LOG2E))) {}
 
   int64_t count() const { return call.job_count * call.B; }
@@ -140,13 +144,9 @@ class Few {
   };
 
   const Call &call;
+  const Inputs<Element> inputs{call};
   const int64_t G, heads, D, columns;
   const float c;  // scale, in units of log 2
-
-  auto queries(int64_t b, int64_t n) const { return head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn); }
-  auto keys(int64_t b, int64_t h) const { return head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn); }
-  auto values(int64_t b, int64_t h) const { return head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn); }
-  auto douts(int64_t b, int64_t n) const { return head_of<Element>(call.dout, b, call.dsb, n, call.dsh, call.dsn); }
 
   void clear(float *row) const {
     for (int64_t d = 0; d < columns; d += WIDTH) store(row + d, zeros());
@@ -216,13 +216,12 @@ class Few {
     const auto rise = [=](int64_t i, float to) {  // the maximum of a row
       const float decay = m[i] == -INF ? 0 : std::exp2(m[i] - to);
       m[i] = to, z[i] *= decay;
-      for (int64_t d = i * columns; d < (i + 1) * columns; d += WIDTH)
-        store(acc + d, load(acc + d) * all(decay));
+      for (int64_t d = i * columns; d < (i + 1) * columns; d += WIDTH) store(acc + d, load(acc + d) * all(decay));
     };
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
       const int64_t n = row.head * G + i % G;
-      read_row(queries(b, n)[row.token], D, q + i * columns);
+      read_row(inputs.q(b, n)[row.token], D, q + i * columns);
       m[i] = -INF, z[i] = 0;
       if (row.tile->first) {
         clear(acc + i * columns);
@@ -237,7 +236,7 @@ class Few {
 
     stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
       const int64_t h = held.rows[x].head, i = x * G + n - h * G;
-      dots(q + i * columns, keys(b, h), token, count, D, s);
+      dots(q + i * columns, inputs.k(b, h), token, count, D, s);
       Lanes top = all(-INF), sum = zeros();
       for (int j = 0; j < count; j += WIDTH) {
         const Lanes y = choose(first_lanes(count - j), load(s + j) * all(c), all(-INF));
@@ -253,15 +252,14 @@ class Few {
         store(s + j, drawn.template drop<Side::keys>(j, p));
       }
       z[i] += sum_of(sum);
-      add_rows(s, values(b, h), token, count, D, acc + i * columns);
+      add_rows(s, inputs.v(b, h), token, count, D, acc + i * columns);
     });
 
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
       const int64_t n = row.head * G + i % G;
       float *sums = acc + i * columns;  // what is infinite is NaN, as in Forward
-      for (int64_t d = 0; d < columns; d += WIDTH)
-        store(sums + d, infinite_or_nan_to_nan(load(sums + d)));
+      for (int64_t d = 0; d < columns; d += WIDTH) store(sums + d, infinite_or_nan_to_nan(load(sums + d)));
       call.lse[(b * call.N + row.token) * heads + n] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
       const float factor = z[i] == 0 ? 0 : 1 / z[i];
       write_row(sums, factor, head_of<Element>(call.out, b, n, call.N, heads, D)[row.token], D, false);
@@ -275,24 +273,24 @@ class Few {
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
       const int64_t n = row.head * G + i % G;
-      read_row(queries(b, n)[row.token], D, q + i * columns);
-      read_row(douts(b, n)[row.token], D, dout + i * columns);
+      read_row(inputs.q(b, n)[row.token], D, q + i * columns);
+      read_row(inputs.dout(b, n)[row.token], D, dout + i * columns);
       clear(dq + i * columns);
-      const float *stats = call.stats + 2 * ((b * call.N + row.token) * heads + n);
+      const float *stats = inputs.stats(b, n)[row.token];
       lse[i] = stats[0], delta[i] = stats[1];
     }
 
     stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
       const int64_t h = held.rows[x].head, i = x * G + n - h * G;
-      dots(q + i * columns, keys(b, h), token, count, D, s);
-      dots(dout + i * columns, values(b, h), token, count, D, dp);
+      dots(q + i * columns, inputs.k(b, h), token, count, D, s);
+      dots(dout + i * columns, inputs.v(b, h), token, count, D, dp);
       const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
       for (int j = 0; j < count; j += WIDTH) {
         const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), all(lse[i])));
         const Lanes dropped = drawn.template drop<Side::keys>(j, load(dp + j));
         store(s + j, p * (dropped - all(delta[i])));
       }
-      add_rows(s, keys(b, h), token, count, D, dq + i * columns);
+      add_rows(s, inputs.k(b, h), token, count, D, dq + i * columns);
     });
 
     for (int64_t i = 0; i < rows; i++) {
@@ -309,16 +307,16 @@ class Few {
     float *s = parts.take(CHUNK), *dp = parts.take(CHUNK), *lse = parts.take(CHUNK), *delta = parts.take(CHUNK);
     for (int64_t x = 0; x < rows; x++) {
       const Row &row = held.rows[x];
-      read_row(keys(b, row.head)[row.token], D, k + x * columns);
-      read_row(values(b, row.head)[row.token], D, v + x * columns);
+      read_row(inputs.k(b, row.head)[row.token], D, k + x * columns);
+      read_row(inputs.v(b, row.head)[row.token], D, v + x * columns);
       clear(dk + x * columns), clear(dv + x * columns);
     }
 
     stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
-      const auto Q = queries(b, n), dO = douts(b, n);
+      const auto Q = inputs.q(b, n), dO = inputs.dout(b, n);
       dots(k + x * columns, Q, token, count, D, s);
       dots(v + x * columns, dO, token, count, D, dp);
-      read_stats(call, b, n, token, count, round_up(count, WIDTH), lse, delta);
+      read_stats(inputs.stats(b, n), token, count, round_up(count, WIDTH), lse, delta);
       const Drawn drawn(call, b, held.rows[x].head, n, token, count, &held.rows[x].token, 1);
       for (int j = 0; j < count; j += WIDTH) {
         const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), load(lse + j)));

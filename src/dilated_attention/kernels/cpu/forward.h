@@ -24,20 +24,20 @@ class Forward {
   void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
-    const int64_t job = work / call.G / call.B, b = work / call.G % call.B;
-    for (int64_t line = call.jobs[job]; line < call.jobs[job + 1]; line++)
-      compute(tile_of(call, line), b, work % call.G, memory);
+    for_each_tile(call, work, call.G, [&](const Task &task, const Task &next) { compute(task, next, memory); });
   }
 
  private:
   const Call &call;
+  const Inputs<Element> inputs{call};
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
 
-  void compute(const Tile &tile, int64_t b, int64_t g, float *memory) const {
+  void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
-    const int64_t h = tile.head, n = h * call.G + g, heads = call.H * call.G;
+    const Tile &tile = *task.tile;
+    const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
@@ -47,17 +47,22 @@ class Forward {
     float *s = parts.take(CHUNK * LANES);
     int32_t *x = parts.take<int32_t>(CHUNK);
 
-    const auto K = head_of<Element>(call.k, b, call.ksb, h, call.ksh, call.ksn);
-    const auto V = head_of<Element>(call.v, b, call.vsb, h, call.vsh, call.vsn);
-    shape.gather_lanes(head_of<Element>(call.q, b, call.qsb, n, call.qsh, call.qsn), token, tile.rows, q);
+    const auto K = inputs.k(b, h), V = inputs.v(b, h);
+    shape.gather_lanes(inputs.q(b, n), token, tile.rows, q);
     const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
     const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
     prepare(tile, out, lse, token, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
 
-    Chunk chunk;
-    for (Stream<Side::queries> stream(call, tile, b, n); stream.next(chunk);) {
+    Stream<Side::queries> stream(call, tile, b, n);
+    Chunk chunk, following;
+    for (bool more = stream.next(following); more;) {
+      chunk = following;
+      more = stream.next(following);
+      Ahead ahead = more ? ahead_of<Side::queries>(inputs, kept, memory, following, b, h)
+                         : ahead_of<Side::queries>(inputs, kept, memory, next, following);
+      if (!more) ahead.add(out, call.D, token, tile.rows);
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Word *k = slot.rows, *v = slot.rows + CHUNK * shape.stride;
       if (!slot.known) {
@@ -67,6 +72,7 @@ class Forward {
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
+        ahead.ask(group, held.groups());
         attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
                float(call.scale * double(LOG2E)), words, s);
         if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);

@@ -114,11 +114,28 @@ class Parts {
   float *at;
 };
 
+// The rows of q, dout and stats of a query head, of k and v of a key-value head.
 template <class Element>
-Rows<const Element> head_of(const void *x, int64_t b, int64_t sb, int64_t h, int64_t sh, int64_t sn) {
-  return {static_cast<const Element *>(x) + b * sb + h * sh, sn};
-}
+struct Inputs {
+  const Call &call;
+  Rows<const Element> q(int64_t b, int64_t n) const { return rows(call.q, b * call.qsb + n * call.qsh, call.qsn); }
+  Rows<const Element> k(int64_t b, int64_t h) const { return rows(call.k, b * call.ksb + h * call.ksh, call.ksn); }
+  Rows<const Element> v(int64_t b, int64_t h) const { return rows(call.v, b * call.vsb + h * call.vsh, call.vsn); }
+  Rows<const Element> dout(int64_t b, int64_t n) const {
+    return rows(call.dout, b * call.dsb + n * call.dsh, call.dsn);
+  }
+  Rows<const float> stats(int64_t b, int64_t n) const {
+    const int64_t heads = call.H * call.G;
+    return {call.stats + 2 * (b * call.N * heads + n), 2 * heads};
+  }
 
+ private:
+  static Rows<const Element> rows(const void *x, int64_t first, int64_t step) {
+    return {static_cast<const Element *>(x) + first, step};
+  }
+};
+
+// The rows of a contiguous tensor.
 template <class Element>
 Rows<Element> head_of(void *x, int64_t b, int64_t h, int64_t tokens, int64_t heads, int64_t D) {
   return {static_cast<Element *>(x) + (b * tokens * heads + h) * D, heads * D};
@@ -149,10 +166,14 @@ class Kept {
     for (int64_t i = 0; i < slots; i++) slot(memory, i) = {-1, -1, {}, false, false, memory + slots * SLOT + i * size};
   }
 
+  bool has(float *memory, const Chunk &chunk, int64_t b, int64_t head) const {
+    const Slot &slot = slot_of(memory, chunk);
+    return chunk.place >= 0 && slot.b == b && slot.head == head && slot.origin == chunk.origin;
+  }
+
   Slot &find(float *memory, const Chunk &chunk, int64_t b, int64_t head) const {
-    const int64_t last = slots - 1, place = chunk.place < 0 ? last : chunk.place;
-    Slot &found = slot(memory, goes_round ? place % slots : least(place, last));
-    found.known = chunk.place >= 0 && found.b == b && found.head == head && found.origin == chunk.origin;
+    Slot &found = slot_of(memory, chunk);
+    found.known = has(memory, chunk, b, head);
     found.b = b, found.head = head, found.origin = chunk.origin;
     return found;
   }
@@ -164,7 +185,103 @@ class Kept {
   const int64_t size, slots;
 
   static Slot &slot(float *memory, int64_t i) { return *reinterpret_cast<Slot *>(memory + i * SLOT); }
+  Slot &slot_of(float *memory, const Chunk &chunk) const {
+    const int64_t last = slots - 1, place = chunk.place < 0 ? last : chunk.place;
+    return slot(memory, goes_round ? place % slots : least(place, last));
+  }
 };
+
+// A tile that is computed for one of the query heads of its key-value head, in one sample.
+struct Task {
+  const Tile *tile;
+  int64_t b, g;
+};
+
+// body(task, next) for the tiles of a job. `next` is what the thread will probably compute then: a tile of the same job,
+// or of the one that is as many on as there are threads. Its tile is null where there is none.
+template <class Body>
+void for_each_tile(const Call &call, int64_t work, int64_t query_heads, Body body) {
+  const auto task = [&](int64_t work, int64_t line) {
+    return Task{&tile_of(call, line), work / query_heads % call.B, work % query_heads};
+  };
+  const auto first_line = [&](int64_t work) { return call.jobs[work / query_heads / call.B]; };
+  const int64_t later = work + call.threads, end = first_line(work + query_heads * call.B);
+  for (int64_t line = first_line(work); line < end; line++)
+    body(task(work, line), line + 1 < end                                  ? task(work, line + 1)
+                           : later < call.job_count * call.B * query_heads ? task(later, first_line(later))
+                                                                           : Task{});
+}
+
+// Rows that a thread will read or write soon, asked of memory while it computes: else it waits for most of them.
+class Ahead {
+ public:
+  template <class Element>
+  void add(Rows<Element> x, int64_t D, const int64_t *tokens, int64_t count) {
+    sets[size++] = {reinterpret_cast<const char *>(x.base),
+                    x.step * int64_t(sizeof(Element)),
+                    D * int64_t(sizeof(Element)),
+                    tokens,
+                    0,
+                    0,
+                    count};
+  }
+  template <class Element>
+  void add(Rows<Element> x, int64_t D, const Tile &tile) {
+    add(x, D, nullptr, tile.rows);
+    sets[size - 1].start = tile.start, sets[size - 1].stride = tile.stride;
+  }
+
+  // Asks for one of so many parts of them. Inlined: GCC leaves out calls of a function that does nothing but this.
+  [[gnu::always_inline]] void ask(int part, int parts) const {
+    for (int s = 0; s < size; s++) {
+      const Set &set = sets[s];
+      for (int64_t i = set.count * part / parts; i < set.count * (part + 1) / parts; i++) {
+        const char *row = set.base + (set.tokens ? set.tokens[i] : set.start + i * set.stride) * set.step;
+        for (int64_t at = 0; at < set.bytes; at += LINE) __builtin_prefetch(row + at, 0, SECOND_CACHE);
+      }
+    }
+  }
+
+ private:
+  static constexpr int LINE = 64, SECOND_CACHE = 2;
+  struct Set {
+    const char *base;
+    int64_t step, bytes;
+    const int64_t *tokens;  // or null: start + i * stride
+    int64_t start, stride, count;
+  } sets[8];
+  int size = 0;
+};
+
+// The rows that a chunk streams, of a query head or, where tiles hold queries, of a key-value head.
+template <Side HELD, class Element>
+Ahead ahead_of(const Inputs<Element> &inputs, const Kept &kept, float *memory, const Chunk &chunk, int64_t b,
+               int64_t head) {
+  Ahead ahead;
+  if (kept.has(memory, chunk, b, head)) return ahead;
+  const auto add = [&](auto rows, int64_t D) { ahead.add(rows, D, chunk.token, chunk.count); };
+  const int64_t D = inputs.call.D;
+  if constexpr (HELD == Side::queries)
+    add(inputs.k(b, head), D), add(inputs.v(b, head), D);
+  else
+    add(inputs.q(b, head), D), add(inputs.dout(b, head), D), add(inputs.stats(b, head), 2);
+  return ahead;
+}
+
+// The rows that the tile of a task holds, and those of its first chunk.
+template <Side HELD, class Element>
+Ahead ahead_of(const Inputs<Element> &inputs, const Kept &kept, float *memory, const Task &task, Chunk &first) {
+  if (!task.tile) return {};
+  const Call &call = inputs.call;
+  const int64_t b = task.b, h = task.tile->head, n = h * call.G + task.g;
+  const bool queries = HELD == Side::queries;
+  Ahead ahead;
+  if (Stream<HELD>(call, *task.tile, b, n).next(first))
+    ahead = ahead_of<HELD>(inputs, kept, memory, first, b, queries ? h : n);
+  ahead.add(queries ? inputs.q(b, n) : inputs.k(b, h), call.D, *task.tile);
+  if (call.dout) ahead.add(queries ? inputs.dout(b, n) : inputs.v(b, h), call.D, *task.tile);
+  return ahead;
+}
 
 // The words of dropout of some tokens: two of a query, one of a key.
 inline void read_query_words(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, int32_t *first,
@@ -181,14 +298,10 @@ inline void read_key_words(const Call &call, int64_t h, const int64_t *token, in
 }
 
 // lse and delta of so many tokens; zeros behind them, `padded` of both together.
-inline void read_stats(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, int64_t padded,
-                       float *lse, float *delta) {
-  const int64_t heads = call.H * call.G;
+inline void read_stats(Rows<const float> stats, const int64_t *token, int count, int64_t padded, float *lse,
+                       float *delta) {
   for (int i = count; i < padded; i++) lse[i] = delta[i] = 0;
-  for (int i = 0; i < count; i++) {
-    const float *stats = call.stats + 2 * ((b * call.N + token[i]) * heads + n);
-    lse[i] = stats[0], delta[i] = stats[1];
-  }
+  for (int i = 0; i < count; i++) lse[i] = stats[token[i]][0], delta[i] = stats[token[i]][1];
 }
 
 }  // namespace

@@ -1,29 +1,23 @@
-// A vector of numbers at a time: what instruction sets do, under the names that
-// the kernels use.
+// A vector of numbers at a time: what instruction sets do, under the names that the kernels use.
 //
-// vectors_avx512.h and vectors_avx2.h define, for WIDTH numbers in one of
-// REGISTERS registers,
-//   Lanes, Integers, Halves, Mask            float32, int32, 16 bits and a
-//   truth value in each lane all(x), load(x), store(x, y)             one
-//   number in every lane; lanes from and to aligned memory load(x, n), store(x,
-//   y, n)               the first n elements of any type, zeros behind them a +
-//   b, a * b, multiply_add(a, b, c), ... lane by lane; multiply_add is a * b +
-//   c in one rounding choose(mask, a, b), only(mask, a)        a where the mask
-//   is set, else b or 0 transpose(rows), sums_of(vectors)        WIDTH x WIDTH
-//   words; the sum of each vector
+// vectors_avx512.h and vectors_avx2.h define, for WIDTH numbers in one of REGISTERS registers,
+//   Lanes, Integers, Halves, Mask: float32, int32, 16 bits and a truth value in each lane;
+//   all(x), load(x), store(x, y): one number in every lane; lanes from and to aligned memory;
+//   load(x, n), store(x, y, n): the first n elements of any type, zeros behind them;
+//   a + b, a * b, multiply_add(a, b, c), ...: lane by lane; multiply_add is a * b + c in one rounding;
+//   choose(mask, a, b), only(mask, a): a where the mask is set, else b or 0;
+//   transpose(rows), sums_of(vectors): WIDTH x WIDTH words; the sum of each vector.
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 #include <limits>
 
-// Every file that is compiled for an instruction set has its own copy of these
-// functions: a copy that two files shared could be the one for the set that the
-// machine lacks.
+// Every file that is compiled for an instruction set has its own copy of these functions: a copy that two files shared
+// could be the one for the set that the machine lacks.
 namespace {
 
-using Word = float;  // 32 bits that are broadcast or multiplied as one: a
-                     // float32, or two bfloat16
+using Word = float;  // 32 bits that are broadcast or multiplied as one: a float32, or two bfloat16
 constexpr float INF = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
@@ -50,10 +44,9 @@ namespace {
 
 inline Lanes zeros() { return all(0.f); }
 
-// 2^x, exact at integers, else within 2e-7 of itself
-// (tests/test_cpu_kernels.py); 0 at -infinity, NaN at NaN. AVX2 has 0 below
-// 2^-126 and infinity from 2^127.5 on. On Zen 5 vreduce, which would give the
-// fraction at once, takes three times as long as vrndscale.
+// 2^x, exact at integers, else within 2e-7 of itself (tests/test_cpu_kernels.py); 0 at -infinity, NaN at NaN. AVX2 has 0
+// below 2^-126 and infinity from 2^127.5 on. On Zen 5 vreduce, which would give the fraction at once, takes three times
+// as long as vrndscale.
 inline Lanes power_of_2(Lanes exponent) {
   const Lanes x = bounded_exponent(exponent);
   const Lanes whole = nearest_integer(x), f = x - whole;

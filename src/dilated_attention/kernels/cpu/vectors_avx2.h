@@ -60,8 +60,7 @@ inline Lanes only(Mask where, Lanes a) { return floats(where & integers(a)); }
 
 inline Lanes nearest_integer(Lanes x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// Those whose power is 0, a number or infinity in the exponent's eight bits; a
-// NaN stays one.
+// Those whose power is 0, a number or infinity in the exponent's eight bits; a NaN stays one.
 inline Lanes bounded_exponent(Lanes x) { return _mm256_min_ps(all(128.f), _mm256_max_ps(all(-127.f), x)); }
 inline Lanes times_power_of_2(Lanes x, Lanes whole) {
   return x * floats(shift_left(add(_mm256_cvtps_epi32(whole), all(127)), 23));
