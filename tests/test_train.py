@@ -127,6 +127,12 @@ def test_wrong_recipe(name, unchecked):
             Recipe(**{name: value})
 
 
+def test_a_seed_that_no_generator_takes(unchecked):
+    with pytest.raises(ValueError, match=r"seed=18446744073709551616: must be below 2\^64"):
+        Recipe(seed=1 << 64)
+    assert torch.Generator().manual_seed(Recipe(seed=(1 << 64) - 1).seed)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumes_to_the_same_losses_bit_for_bit(text, tmp_path, dtype):
     recipe = dataclasses.replace(RECIPE, dtype=dtype)

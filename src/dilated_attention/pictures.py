@@ -73,16 +73,22 @@ def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out
 
 
 def save_recall_and_context(
-    path: Path, accuracy: Mapping[str, Mapping[int, float]], bits: Mapping[int, float], table_bits: float
+    path: Path,
+    accuracy: Mapping[str, Mapping[int, float]],
+    questions: int,
+    bits: Mapping[int, float],
+    table_bits: float,
 ) -> None:
-    """accuracy: by line and distance in tokens. bits: per byte, by bytes of context; table_bits: of a table, a line."""
+    """accuracy: by line and distance in tokens, of so many questions each. bits: per byte, by bytes of context;
+    table_bits: of a table, a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     recall, context = figure.subplots(1, 2)
     for (name, points), line in zip(accuracy.items(), LINES, strict=False):
         recall.plot(list(points), list(points.values()), line, color="black", label=name)
-    recall.set(xlabel="distance of the fact from the question, tokens", ylabel="right answers", ylim=(-0.03, 1.03))
+    recall.set(xlabel="distance of the fact from the question, tokens", ylim=(-0.03, 1.03))
+    recall.set_ylabel(f"right answers, of {questions} questions each")
     context.plot(list(bits), list(bits.values()), "-o", color="black", fillstyle="none", label="byte model")
     context.axhline(table_bits, color="black", linestyle=":", label="table of trigrams' next bytes")
     context.set(xlabel="bytes of context that it may use", ylabel="bits per held-out byte")

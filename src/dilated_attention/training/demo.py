@@ -92,7 +92,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     row |= {"seconds": time.perf_counter() - begin, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     write_text(out / "figures.jsonl", json.dumps(row) + "\n")
     lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}
-    save_recall_and_context(out / "demo.png", lines, found.bits, found.table_bits)
+    save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
     console.print(_table(found))
     console.print("\n".join(sentences(found)), highlight=False)
     console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", highlight=False)

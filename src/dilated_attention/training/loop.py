@@ -51,6 +51,8 @@ class Recipe:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name}={value!r}: must be an integer >= {least}")
+        if self.seed >= 1 << 64:
+            raise ValueError(f"seed={self.seed}: must be below 2^64, as PyTorch's generators take it")
         for name in ("learning_rate", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
