@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import runpy
 import subprocess
@@ -9,6 +11,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -57,10 +61,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 
+def pytest_collection_finish() -> None:
+    """Python's collector need not look again and again at thousands of tests and the modules that they import."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """The test starts from torch's seed 0, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> None:
+    """Triton's interpreter searches all of its language at every call of a function. What it looks for stays the same:
+    here it is searched once."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    found: dict[Any, list[str]] = {}
+
+    def getmembers(language: Any) -> list[tuple[str, Any]]:
+        if language not in found:
+            found[language] = [name for name, member in inspect.getmembers(language) if is_builtin(member)]
+        return [(name, getattr(language, name)) for name in found[language]]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
 
 
 @pytest.fixture
