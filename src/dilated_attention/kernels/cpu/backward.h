@@ -34,15 +34,6 @@ class Stats {
   const Call &call;
 };
 
-// body(rows, add): the rows of a gradient, of float32 where launches add to it.
-template <class Element, class Body>
-void with_rows(void *gradient, bool add, int64_t b, int64_t head, int64_t tokens, int64_t heads, int64_t D, Body body) {
-  if (add)
-    body(head_of<Float32>(gradient, b, head, tokens, heads, D), true);
-  else
-    body(head_of<Element>(gradient, b, head, tokens, heads, D), false);
-}
-
 // dq of the tiles, those of Forward.
 template <class Element, class Arithmetic>
 class BackwardDq {
@@ -97,14 +88,8 @@ class BackwardDq {
     const auto with_gradient = [&](auto body) {
       with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, body);
     };
-    Stream<Side::queries> stream(call, tile, b, n);
-    Chunk chunk, following;
-    for (bool more = stream.next(following); more;) {
-      chunk = following;
-      more = stream.next(following);
-      Ahead ahead = more ? ahead_of<Side::queries>(inputs, kept, memory, following, b, h)
-                         : ahead_of<Side::queries>(inputs, kept, memory, next, following);
-      if (!more) with_gradient([&](auto rows, bool) { ahead.add(rows, call.D, token, tile.rows); });
+    for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
+      if (last) with_gradient([&](auto rows, bool) { ahead.add(rows, call.D, token, tile.rows); });
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Parts rows(slot.rows);
       Word *k_values = rows.take(shape.values), *k = rows.take(CHUNK * shape.stride);
@@ -121,7 +106,7 @@ class BackwardDq {
         attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
                   dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
       }
-    }
+    });
     for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scale);
     with_gradient([&](auto rows, bool add) { shape.write_sums(dq, lse, rows, token, tile.rows, add); });
   }
@@ -200,19 +185,14 @@ class BackwardDkdv {
     const auto with_gradient = [&](void *to, auto body) {
       with_rows<Element>(to, call.add_dkdv, b, h, call.M, call.H, call.D, body);
     };
-    Chunk chunk, following;
     for (int64_t n = h * call.G; n < (h + 1) * call.G; n++) {
       const auto Q = inputs.q(b, n), dO = inputs.dout(b, n);
-      const Task after = n + 1 < (h + 1) * call.G ? Task{&tile, b, n + 1 - h * call.G} : next;
-      Stream<Side::keys> stream(call, tile, b, n);
-      for (bool more = stream.next(following); more;) {
-        chunk = following;
-        more = stream.next(following);
-        Ahead ahead = more ? ahead_of<Side::keys>(inputs, kept, memory, following, b, n)
-                           : ahead_of<Side::keys>(inputs, kept, memory, after, following);
+      const int64_t g = n - h * call.G;
+      const Task now{&tile, b, g}, then = g + 1 < call.G ? Task{&tile, b, g + 1} : next;
+      for_each_chunk<Side::keys>(inputs, kept, memory, now, then, [&](const Chunk &chunk, Ahead &ahead, bool last) {
         if (call.dq)
           ahead.add(head_of<Float32>(call.dq, b, n, call.N, heads, call.D), call.D, chunk.token, chunk.count);
-        if (!more) {
+        if (last) {
           const auto add = [&](auto rows, bool) { ahead.add(rows, call.D, token, held.count); };
           with_gradient(call.dk, add), with_gradient(call.dv, add);
         }
@@ -252,7 +232,7 @@ class BackwardDkdv {
                           joined * WORDS, dq + seen.from * shape.columns, seen.to - seen.from, shape.columns);
         }
         if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
-      }
+      });
     }
     const auto write = [&](const float *sums, float times, void *gradient) {
       for (int i = 0; i < held.count; i++) factor[i] = times;

@@ -154,10 +154,8 @@ class Few {
 
   void write_gradient(const float *row, float factor, void *to, bool add, int64_t b, int64_t head, int64_t tokens,
                       int64_t all_heads, int64_t token) const {
-    if (add)
-      write_row(row, factor, head_of<Float32>(to, b, head, tokens, all_heads, D)[token], D, true);
-    else
-      write_row(row, factor, head_of<Element>(to, b, head, tokens, all_heads, D)[token], D, false);
+    with_rows<Element>(to, add, b, head, tokens, all_heads, D,
+                       [&](auto rows, bool add) { write_row(row, factor, rows[token], D, add); });
   }
 
   // The rows of a job's tiles, less keys that are hidden from everybody.

@@ -55,14 +55,8 @@ class Forward {
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
 
-    Stream<Side::queries> stream(call, tile, b, n);
-    Chunk chunk, following;
-    for (bool more = stream.next(following); more;) {
-      chunk = following;
-      more = stream.next(following);
-      Ahead ahead = more ? ahead_of<Side::queries>(inputs, kept, memory, following, b, h)
-                         : ahead_of<Side::queries>(inputs, kept, memory, next, following);
-      if (!more) ahead.add(out, call.D, token, tile.rows);
+    for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
+      if (last) ahead.add(out, call.D, token, tile.rows);
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Word *k = slot.rows, *v = slot.rows + CHUNK * shape.stride;
       if (!slot.known) {
@@ -77,7 +71,7 @@ class Forward {
                float(call.scale * double(LOG2E)), words, s);
         if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
       }
-    }
+    });
 
     // finish: out = acc / z, lse = m + log z; rows that saw nothing get 0 and -infinity, a NaN stays one.
     for (int i = 0; i < tile.rows; i++) {

@@ -141,6 +141,15 @@ Rows<Element> head_of(void *x, int64_t b, int64_t h, int64_t tokens, int64_t hea
   return {static_cast<Element *>(x) + (b * tokens * heads + h) * D, heads * D};
 }
 
+// body(rows, add): the rows of a gradient, of float32 where launches add to it.
+template <class Element, class Body>
+void with_rows(void *gradient, bool add, int64_t b, int64_t head, int64_t tokens, int64_t heads, int64_t D, Body body) {
+  if (add)
+    body(head_of<Float32>(gradient, b, head, tokens, heads, D), true);
+  else
+    body(head_of<Element>(gradient, b, head, tokens, heads, D), false);
+}
+
 // As many as the spans of a tile have at most, of that many tokens.
 inline int64_t chunks(const Call &call, int64_t tokens) { return call.spans * ((tokens + CHUNK - 1) / CHUNK); }
 
@@ -281,6 +290,23 @@ Ahead ahead_of(const Inputs<Element> &inputs, const Kept &kept, float *memory, c
   ahead.add(queries ? inputs.q(b, n) : inputs.k(b, h), call.D, *task.tile);
   if (call.dout) ahead.add(queries ? inputs.dout(b, n) : inputs.v(b, h), call.D, *task.tile);
   return ahead;
+}
+
+// body(chunk, ahead, last) for the chunks that the tile of a task streams, in order: ahead are the rows of the chunk after
+// it, or of the task that comes next.
+template <Side HELD, class Element, class Body>
+void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memory, const Task &task, const Task &next,
+                    Body body) {
+  const int64_t h = task.tile->head, n = h * inputs.call.G + task.g;
+  Stream<HELD> stream(inputs.call, *task.tile, task.b, n);
+  Chunk chunk, following;
+  for (bool more = stream.next(following); more;) {
+    chunk = following;
+    more = stream.next(following);
+    Ahead ahead = more ? ahead_of<HELD>(inputs, kept, memory, following, task.b, HELD == Side::queries ? h : n)
+                       : ahead_of<HELD>(inputs, kept, memory, next, following);
+    body(chunk, ahead, !more);
+  }
 }
 
 // The words of dropout of some tokens: two of a query, one of a key.
