@@ -58,6 +58,7 @@ BAD = {
     "segment '4'": ({"segment_lengths": ["4", 8]}, ["segment_lengths", "'4'", "positive integers"]),
     "a string of segments": ({"segment_lengths": "48"}, ["segment_lengths", "positive integers"]),
     "one segment": ({"segment_lengths": 4}, ["segment_lengths", "4", "positive integers"]),
+    "segment 2**63": ({"segment_lengths": [4, 2**63]}, ["segment_lengths", "2**63", str(2**63)]),
     "no segments": ({"segment_lengths": None}, ["segment_lengths", "None", "positive integers"]),
     "rate 0": ({"dilation_rates": [1, 0]}, ["dilation_rates", "0", "[1, 0]", "positive integers"]),
     "rate -1": ({"dilation_rates": [1, -1]}, ["dilation_rates", "-1", "positive integers"]),

@@ -427,6 +427,24 @@ def test_the_error_of_the_exponential():
     ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
 
 
+@both
+@sets_and_types(ALL)
+def test_scores_that_single_precision_holds_in_steps_of_hundreds(instruction_set, dtype, is_causal, monkeypatch):
+    """Each query finds its own key: rows of 1 and -1 have products of 64 with themselves, of 60 at most with others."""
+    force(instruction_set, monkeypatch)
+    q, v = torch.randn(1, 300, 1, 64).sign().to(dtype), torch.randn(1, 300, 1, 64).to(dtype)
+    others = q[0, :, 0].float() @ q[0, :, 0].float().T - 64 * torch.eye(300)
+    assert others.max() <= 60
+    plan, scale = dilated(300, 1, (300,), (1,))[0], 1e8
+    for sign in (1, -1):  # where all scores are far below 0, those of the query's opposite are the highest
+        out, lse = cpu.forward(q, sign * q, sign * v, plan, is_causal=is_causal, scale=scale)
+        if sign == 1:
+            torch.testing.assert_close(out, v, rtol=2**-16 * (instruction_set == HALVES), atol=0)
+            torch.testing.assert_close(lse, torch.full_like(lse, 64 * scale))
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+
+
 @pytest.mark.parametrize("instruction_set", [*IN_FLOAT32, *(x for x, _ in IN_BFLOAT16)])
 def test_lse_of_bfloat16(instruction_set, monkeypatch):
     """Sums of probabilities are not rounded."""
@@ -497,6 +515,24 @@ def test_nothing():
     assert not any(x.any() for x in cpu.backward(q, None, q, k, v, out, lse, empty, is_causal=False, scale=1.0))
     plan = dilated(8, 2, (8,), (1,))[0]
     assert cpu.forward(*(x[:0] for x in (q, k, v)), plan, is_causal=False, scale=1.0)[0].shape == (0, 8, 2, 16)
+    headless = q[:, :, :0].clone(), None, q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0]
+    leave_nan_in_the_memory_of_threads()
+    assert not any(x.any() for x in cpu.backward(*headless, plan, is_causal=False, scale=1.0))
+
+
+def test_lines_look_at_all_parts_once():
+    """Of which a ragged batch has several a sample."""
+
+    class Parts(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    parts = Parts([(np.ones((1, tiles.TILE_FIELDS + tiles.SPAN_FIELDS), np.int64), (0,))] * 9)
+    tiles._lines(parts, "queries", 64)
+    assert parts.passes <= 2
 
 
 def test_rows_beyond_two_to_the_31_elements():

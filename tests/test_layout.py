@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from dilated_attention import attention
 from dilated_attention.kernels.cpu import lists as compiled
-from dilated_attention.layout import BlockLayout
+from dilated_attention.layout import BlockLayout, builders
+from dilated_attention.layout.spans import BlockGrid
 
 matplotlib.use("Agg")
 
@@ -159,6 +160,18 @@ def test_density_is_reached(seq_len, density, is_causal):
     ]
     for layout in built:  # the nearest of steps that are at most four blocks a row wide
         assert layout.density == pytest.approx(density, abs=2.01 / layout.key_blocks)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_global_positions_are_looked_at_block_by_block(is_causal):
+    """However many there are, and wherever in a block."""
+    (keys, _), _ = builders.global_(BlockGrid(4096, 64, 32, is_causal), range(1000), None)
+    assert keys.shape == (1, 32)
+    for tokens in (999, 1000, 1025):
+        number, positions = (
+            BlockLayout.global_(4096, x, (64, 32), is_causal=is_causal) for x in (tokens, range(tokens))
+        )
+        assert number == positions
 
 
 def test_a_million_tokens_are_lists_of_active_blocks():

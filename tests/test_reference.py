@@ -216,6 +216,10 @@ def test_rows_that_see_nothing():
     for gradient in gradients:
         assert (gradient[0, ::2] == 0).all()
         assert (gradient[0, 1::2] != 0).any()
+    dout = torch.ones_like(out)
+    dout[0, ::2] = torch.nan
+    for gradient in torch.autograd.grad(out, (q, k, v), dout, retain_graph=True):
+        assert gradient.isfinite().all()
     for second in torch.autograd.grad(sum(g.square().sum() for g in gradients), (q, k, v)):
         assert second.isfinite().all()
 

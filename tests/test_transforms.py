@@ -340,6 +340,15 @@ def test_compiled_and_exported(fresh_python):
             for a, b in zip(*((x, *torch.autograd.grad(x.sin().sum(), inputs)) for x in (found, expected))):
                 assert torch.equal(a, b)
 
+        # Derivatives inside, in several graphs.
+        def loss(q, k, v):
+            return dilated_attention(q, k, v, [16, 60], [1, 3]).square().sum()
+        inputs = [torch.randn(1, 60, 4, 8) for _ in range(3)]
+        expected = torch.func.grad(loss)(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a graph ends
+            assert torch.equal(torch.compile(torch.func.grad(loss), backend="aot_eager")(*inputs), expected)
+
         # The switch for precision as it stands when the graph runs.
         def plain(q):
             return dilated_attention(q, q, q, [128], [1])

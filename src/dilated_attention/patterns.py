@@ -36,6 +36,8 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
         whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # quick one first
         if not whole or value < 1:
             raise ValueError(f"{name} must hold positive integers; got {value!r} in {list(values)!r}")
+        if value >= 2**63:
+            raise ValueError(f"{name} must be below 2**63, more than any sequence; got {value!r}")
     return tuple([int(value) for value in values])
 
 

@@ -219,7 +219,7 @@ def backward(
 
     add_dkdv = state is not None or len(keys) > 1
     add_dq = state is not None or one or len(queries) > 1
-    covered = plan.covered and plan.square and key_bias is None
+    covered = plan.covered and plan.square and key_bias is None and q.numel() > 0
     dq, dk, dv = state or (
         _gradient(q, add_dq, plan.covered),
         _gradient(k, add_dkdv, covered),

@@ -164,6 +164,7 @@ def attend(
     out = torch.einsum("bhgnm,bmhd->bnhgd", weight, finite_value)
     nan_seen = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~value.isfinite()).double()) > 0
     out = torch.where(nan_seen, torch.nan, out)
+    out = torch.where(empty.squeeze(-1).permute(0, 3, 1, 2)[..., None], 0.0, out)  # no NaN of a cotangent passes
 
     lse = lse.squeeze(-1).permute(0, 3, 1, 2).flatten(2)
     return out.flatten(2, 3).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))

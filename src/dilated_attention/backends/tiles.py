@@ -340,7 +340,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Cells cut into tiles and given to heads. Tiles of one cell and head are neighbours, since they share their loops'
     rows; in a causal cell the heaviest come first."""
-    blocks = []
+    blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
         copies = tiles * len(heads)
@@ -348,7 +348,7 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
         head, tile = np.divmod(np.arange(len(cell)) - np.repeat(np.cumsum(copies) - copies, copies), tiles[cell])
         if side == "queries":
             tile = tiles[cell] - 1 - tile
-        block = np.zeros((len(cell), max(cells.shape[1] for cells, _ in parts)), np.int64)
+        block = np.zeros((len(cell), columns), np.int64)
         block[:, : cells.shape[1]] = cells[cell]
         block[:, HEAD] = np.asarray(heads)[head]
         _advance(block, tile, own, side)

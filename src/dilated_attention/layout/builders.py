@@ -74,7 +74,9 @@ def _global_at(grid: BlockGrid, position: Tensor, tokens: Any) -> Spans:
     after = torch.searchsorted(position, last, right=True)
     holds = torch.searchsorted(position, first) < after
     end = position[(after - 1).clamp_(min=0)] if grid.is_causal else grid.seq_len - 1
-    return [(position[None], position[None]), (torch.zeros_like(first), torch.where(holds, end, -1))]
+    block = position // grid.k_block
+    once = position[torch.searchsorted(block, block.unique())]  # the first of each key block
+    return [(once[None], once[None]), (torch.zeros_like(first), torch.where(holds, end, -1))]
 
 
 def strided(grid: BlockGrid, stride: int) -> Spans:

@@ -11,6 +11,7 @@ namespace {
 
 constexpr float SLACK =
     8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
+constexpr float LARGE = 1 << 16;  // from here on scores times the scale are rounded, as m is; below, p loses nothing
 
 enum class Side { queries, keys };  // which rows the tiles hold
 
@@ -148,6 +149,11 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) top[u] = larger(top[u], load(s + (j + u) * LANES + x));
     top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
+    Lanes factor = c;
+    if (any(greater(top[0], all(LARGE))) || any(greater(all(-LARGE), top[0]) & greater(top[0], all(-INF)))) {
+      for (int j = w.from; j < w.to; j++) store(s + j * LANES + x, load(s + j * LANES + x) * c);
+      factor = all(1.f);
+    }
     Lanes m = load(run.m + x), z = load(run.z + x);
     if (any(greater(top[0], m + all(SLACK)))) {
       const Lanes higher = larger(m, top[0]);
@@ -166,7 +172,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
       Lanes p[4];
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) {
-        p[u] = Arithmetic::exp2(multiply_subtract(load(s + (j + u) * LANES + x), c, shift));
+        p[u] = Arithmetic::exp2(multiply_subtract(load(s + (j + u) * LANES + x), factor, shift));
         sums[u % 2] = sums[u % 2] + p[u];
         if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
       }
