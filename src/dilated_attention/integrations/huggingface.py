@@ -115,12 +115,25 @@ class _Pattern:
         config.__dict__.pop("attn_implementation", None)
 
 
+_their_implementation = PreTrainedModel.get_correct_attn_implementation
+
+
+def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+    """As transformers' own, which takes any implementation for any model: one that would not call ours is refused."""
+    found = _their_implementation(self, *args, **kwargs)
+    if found == NAME:
+        _require_plain_attention(self)
+    return found
+
+
 def register() -> None:
-    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function, and let
-    configurations that hold a pattern ask for it. Importing this module does so."""
+    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function, let configurations
+    that hold a pattern ask for it, and refuse the models that would stay dense. Importing this module does so."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, visibility)
     setattr(PreTrainedConfig, NAME, _Pattern())
+    if PreTrainedModel.get_correct_attn_implementation is _their_implementation:
+        PreTrainedModel.get_correct_attn_implementation = _correct_implementation  # type: ignore[method-assign]
 
 
 def dilate(
