@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import dilate, extend_positions, register
+from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register
 from dilated_attention_bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
@@ -510,6 +511,18 @@ def test_a_pattern_in_the_configuration_of_a_model_that_would_stay_dense(name):
         transformers.AutoModel.from_config(config)
     with torch.device("meta"):
         transformers.AutoModel.from_config(dense)
+
+
+def test_a_model_that_computes_with_its_mask():
+    doge = transformers.DogeModel(transformers.DogeConfig(**WIDTH, **MLP, num_key_value_heads=2))
+    with pytest.raises(UnsupportedError, match="computes with its mask over pairs"):
+        dilate(doge, **WHOLE)(torch.randint(3, 60, (2, 8)))
+    seen, scores = Visibility(True, 0, 8), torch.zeros(8, 8)
+    for use in (lambda: seen[:, None], lambda: scores + seen, lambda: 1 - seen, lambda: seen.size(-1), lambda: ~seen):
+        with pytest.raises(UnsupportedError, match="choose a model that hands it to its attention alone"):
+            use()
+    assert not hasattr(seen, "to")
+    assert copy.deepcopy(seen) == pickle.loads(pickle.dumps(seen)) == copy.copy(seen) == seen
 
 
 GROUPED = {**WIDTH, **MLP, "num_key_value_heads": 2}

@@ -61,6 +61,16 @@ _REMEDIES = {
 }
 
 
+class _NoTensorError(UnsupportedError, AttributeError):
+    """Of a `Visibility` in place of a mask: an AttributeError too, so that `hasattr` answers no."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
+            "hands it to its attention alone"
+        )
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which keys the queries of one forward see, before the pattern: what the mask function tells the attention.
@@ -79,6 +89,16 @@ class Visibility:
     lengths: Tensor | None = None
     order: Tensor | None = None
     samples: tuple[tuple[slice | Tensor, slice | Tensor], ...] | None = None
+
+    def _refuse(self, other: object = None) -> Any:
+        raise _NoTensorError
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoTensorError
 
 
 class _Pattern:
