@@ -397,6 +397,41 @@ def test_a_pickle_that_is_not_plain_tensors_is_never_run(tmp_path, capsys):
             read_checkpoint(path)
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_tensors_that_are_not_held_whole(in_file, tmp_path):
+    """A file of a few kilobytes must not ask for terabytes."""
+    path, size = tmp_path / "weights.pth", 1 << 20
+    for x in (
+        torch.zeros(1).expand(size, size),
+        torch.zeros(20).as_strided((3, 16), (1, 1)),
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        torch.empty(size, size, device="meta"),
+    ):
+        held = {"q_proj.weight": x}
+        if in_file:
+            torch.save(held, path)
+        with pytest.raises(ValueError, match=r"(stored: q_proj\.weight; save|never run .*; save)"):
+            read_checkpoint(path if in_file else held)
+    table = torch.randn(4, 6)
+    views = {"a": table, "tied": table, "b": table.T, "c": table[1:3, ::2], "d": torch.zeros(0, 6), "e": table[0, 0]}
+    torch.save(views, path)
+    for name, x in read_checkpoint(path if in_file else views).items():
+        assert torch.equal(x, views[name])
+
+
+def test_what_is_missing_takes_no_memory():
+    """The shape of one matrix tells that of all others."""
+    options = {"segment_lengths": [8], "dilation_rates": [1]}
+    held = {"q_proj.weight": torch.zeros(1 << 24, 1)}
+    shapes = r"missing: k_proj\.weight, .*of another shape: q_proj\.weight \(16777216, 1\)"
+    with pytest.raises(ValueError, match=shapes):
+        load_torchscale(held, num_heads=8, **options)
+    held = {"q_proj.weight": torch.zeros(16, 16), "xpos.scale": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"missing: k_proj\.weight, .*of another shape: xpos\.scale \(3,\)"):
+        load_torchscale(held, **options)
+
+
 def test_damaged_files(tmp_path):
     golden = Golden(GIGAPATH)
     options = {**golden.options, "slide_ngrids": 16}

@@ -50,7 +50,7 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
     Raises:
         ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors; nothing begins
-            with the prefix.
+            with the prefix. A tensor must be held whole: a few stored values may not stand for more.
     """
     where, held = "state_dict", source
     if isinstance(source, (str, Path)):
@@ -64,6 +64,12 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     wrong = [f"{name} ({type(x).__name__})" for name, x in held.items() if not isinstance(x, Tensor)]
     if wrong:
         raise ValueError(f"{where}: not plain tensors: {_some(wrong)}; save the model's state_dict alone")
+    unheld = [str(name) for name, x in held.items() if not _is_held(x)]
+    if unheld:
+        raise ValueError(
+            f"{where}: sparse, nested, on no device, or expanded beyond what is stored: {_some(unheld)}; save the "
+            "model's state_dict alone, its tensors contiguous"
+        )
     strange = [f"{name} ({x.dtype})" for name, x in held.items() if not x.is_floating_point() and x.dim()]
     if strange:
         raise ValueError(f"{where}: weights must be floating-point; got {_some(strange)}")
@@ -108,6 +114,12 @@ def _read_file(path: Path) -> Any:
         ) from error
 
 
+def _is_held(x: Tensor) -> bool:
+    """Whether every element is stored: a small file may ask for any memory with one number that stands for all."""
+    plain = x.layout == torch.strided and not x.is_nested and not x.is_meta
+    return plain and x.untyped_storage().nbytes() >= x.numel() * x.element_size()
+
+
 def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
@@ -138,7 +150,7 @@ class _Taken:
             alone = self.owned and storage not in self.storages
             self.storages.add(storage)
             return found if alone else found.clone()
-        return torch.empty(shape)
+        return torch.empty(shape, device="meta")  # until `finish`
 
     def finish(self, what: str, surplus: str) -> None:
         """ValueError that lists all that is wrong."""
@@ -419,19 +431,24 @@ def _attention(taken: _Taken, prefix: str, config: LongNetConfig) -> dict[str, T
         half = config.head_dim // 2
         scale = taken.take(f"{prefix}xpos.scale", half)
         expected = (torch.arange(half) / half + 0.4) / 1.4
-        if f"{prefix}xpos.scale" in taken and not torch.allclose(scale.float(), expected, rtol=1e-2):
+        if not scale.is_meta and not torch.allclose(scale.float(), expected, rtol=1e-2):
             raise ValueError(f"{prefix}xpos.scale is not (2i / head_dim + 0.4) / 1.4; got {scale.tolist()}")
         for x in (parts, biases):
             x["q"], x["k"] = (_halves(x[name], config.head_dim) for name in ("q", "k"))
     found = {
-        "input.weight": torch.cat([parts[name] for name in ("q", "k", "v")]),
-        "input.bias": torch.cat([biases[name] for name in ("q", "k", "v")]),
+        "input.weight": _cat([parts[name] for name in ("q", "k", "v")]),
+        "input.bias": _cat([biases[name] for name in ("q", "k", "v")]),
         "output.weight": parts["out"],
         "output.bias": biases["out"],
     }
     if config.sub_ln:
         found |= {f"norm.{part}": taken.take(f"{prefix}inner_attn_ln.{part}", dim) for part in ("weight", "bias")}
     return found
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """One below the other; without storage where one of them is missing."""
+    return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
 
 
 def _halves(x: Tensor, head_dim: int) -> Tensor:
@@ -470,7 +487,7 @@ def _stack(
             linear(f"{ours}.cross_attention.output", f"{theirs}.encoder_attn.out_proj", dim, dim)
             for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
                 pair = [taken.take(f"{theirs}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
-                found[f"{ours}.cross_attention.source.{part}"] = torch.cat(pair)
+                found[f"{ours}.cross_attention.source.{part}"] = _cat(pair)
     if config.final_norm:
         norm("norm", f"{prefix}layer_norm", dim)
     if config.vocab_size is not None:
