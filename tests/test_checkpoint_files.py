@@ -397,6 +397,23 @@ def test_an_index_of_a_wrong_form_is_one_line(form, copied, capsys):
     assert re.search(message, error), error
 
 
+@pytest.mark.parametrize("name", ["embed_dim", "mlp_dim"])
+def test_a_model_of_a_hostile_size_is_not_made_to_generate(name, copied, capsys):
+    """Neither where the index gives its tensors other shapes, nor where it gives them this one."""
+    step = copied / "checkpoint" / "step-1"
+    fields = json.loads((step / "index.json").read_text())
+    fields["config"][name] = 1 << 24
+    (step / "index.json").write_text(json.dumps(fields))
+    signed(step)
+    assert "has shape" in refusal(capsys, "generate", copied, "--bytes", 1)
+    model = LongNetLM.empty(LongNetConfig.from_json(json.dumps(fields["config"])))
+    for key, x in model.state_dict().items():
+        fields["tensors"][f"model.{key}"] = {"shape": x.shape, "shards": [["rank-0-of-1.safetensors", 0, len(x)]]}
+    (step / "index.json").write_text(json.dumps(fields))
+    signed(step)
+    assert re.search("allocate memory|by index.json", refusal(capsys, "generate", copied, "--bytes", 1))
+
+
 def test_tensors_of_a_wrong_form_are_one_line(copied, capsys):
     step = copied / "checkpoint" / "step-1"
     shard = step / "rank-0-of-1.safetensors"

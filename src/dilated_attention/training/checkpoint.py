@@ -112,19 +112,23 @@ class Checkpoint:
     about: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]
 
+    def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
+        """ValueError unless these are the names that begin with `prefix`, and the shapes, of the checkpoint."""
+        there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
+        require_names(shapes, there, str(self.path))
+        for name, shape in shapes.items():
+            if self.tensors[name][0] != shape:
+                raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
+
     def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
         """Fill the pieces' tensors: all those of the checkpoint whose names begin with `prefix`.
 
         ValueError where the names, a shape or a dtype are not those of the checkpoint.
         """
-        there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
-        require_names(pieces, there, str(self.path))
+        self.require({name: piece.shape for name, piece in pieces.items()}, prefix)
         wanted: dict[str, list[tuple[str, int, int]]] = {}
         for name, piece in pieces.items():
-            shape, shards = self.tensors[name]
-            if shape != piece.shape:
-                raise ValueError(f"{self.path}: {name} has shape {shape}, expected {piece.shape}")
-            for file, first, rows in shards:
+            for file, first, rows in self.tensors[name][1]:
                 if first < piece.first_row + piece.rows and piece.first_row < first + rows:
                     wanted.setdefault(file, []).append((name, first, rows))
         for file, shards_of_file in wanted.items():

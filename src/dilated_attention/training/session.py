@@ -97,7 +97,13 @@ def saved(out: Path) -> bool:
 def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
     """The model of the run's newest whole checkpoint."""
     stored, about = read_checkpoint(_checkpoint(out))
-    model = LongNetLM(about.config, backend=backend)
+    try:
+        model = LongNetLM.empty(about.config, backend=backend)
+        shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stored.require(shapes, prefix="model.")  # before there is memory for them
+        model.to_empty(device="cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{stored.path / checkpoint.INDEX}: {str(error).splitlines()[0]}") from error
     weights = {f"model.{name}": checkpoint.Piece.whole(tensor) for name, tensor in model.state_dict().items()}
     stored.read(weights, prefix="model.")
     return model
