@@ -133,6 +133,7 @@ def test_convert_command(tmp_path, capsys):
         ([*words, "--heads", 8], "num_heads=8"),
         ([*words, "--architecture", "encoder"], "surplus: output_projection.weight"),
         ([*words, "--kind", "bert"], "invalid choice"),
+        ([*words, "--kind", "gigapath", "--architecture", "encoder"], "--architecture encoder is of --kind torchscale"),
     ):
         code, _, error = run(capsys, *changed)
         assert code == 2

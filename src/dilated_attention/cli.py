@@ -442,6 +442,11 @@ def _convert(options: argparse.Namespace) -> int:
     }
     if options.kind == "torchscale" and (options.segments is None or options.rates is None):
         raise ValueError("--segments and --rates: the weights do not tell; give both")
+    if options.kind != "torchscale" and options.architecture is not None:
+        raise ValueError(
+            f"--architecture {options.architecture} is of --kind torchscale; --kind {options.kind} has only one: leave "
+            "--architecture out"
+        )
     with Console(stderr=True).status("converting and comparing"):
         model, found = convert(
             options.checkpoint,
