@@ -170,6 +170,17 @@ def test_positions_that_cannot_be_extended():
         UnsupportedError, match=r"ViTForImageClassification has neither .*interpolate_pos_encoding=True"
     ):
         extend_positions(model_of("ViT"), 64)
+    for name, message in (
+        ("Nystromformer", "Embeddings counts positions from 2: "),
+        ("Yoso", "Embeddings counts positions from 2: "),
+        ("RoFormer", "sinusoids, RoFormerSinusoidalPositionalEmbedding, which do not repeat"),
+    ):
+        config = getattr(transformers, f"{name}Config")(**WIDTH, **MLP, max_position_embeddings=16)
+        model = getattr(transformers, f"{name}Model")(config)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UnsupportedError, match=message):
+            extend_positions(model, 64)
+        assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     model = model_of("Bert", max_position_embeddings=16)
     for length, message in ((16, "above the 16 tokens"), (8.0, "an integer; got 8.0"), (True, "got True")):
         with pytest.raises(ValueError, match=message):

@@ -213,8 +213,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     transformers would compute from the greatest length is written down. Either way, fine-tune the model at the new
     length.
 
-    Raises ValueError, before anything is changed, for a model that has neither, for one whose rotation is scaled by the
-    length of a text (`"dynamic"`), and for a length that is not larger.
+    Raises ValueError, before anything is changed, for a model that has neither, for one whose positions are sinusoids
+    or do not count from 0, for one whose rotation is scaled by the length of a text (`"dynamic"`), and for a length
+    that is not larger.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
@@ -226,6 +227,18 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
         for name in ("position_embeddings", "wpe", "embed_positions")
         if isinstance(table := getattr(owner, name, None), nn.Embedding)
     ]
+    for owner, table in found:
+        name, places = type(owner).__name__, getattr(owner, "position_ids", None)
+        if "Sinusoidal" in type(table).__name__:
+            raise UnsupportedError(
+                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; make the model with a "
+                "larger config.max_position_embeddings"
+            )
+        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
+            raise UnsupportedError(
+                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
+                "its table are positions; choose a model that counts from 0"
+            )
     rotary = any("Rotary" in type(module).__name__ for module in model.modules())
     config = model.config.get_text_config()
     if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
