@@ -90,9 +90,15 @@ class Custom(nn.MultiheadAttention):
     pass
 
 
-def hooked() -> nn.MultiheadAttention:
+HOOKS = (
+    *("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_pre_hook"),
+    *("state_dict_post_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook"),
+)
+
+
+def hooked(kind: str) -> nn.MultiheadAttention:
     module = nn.MultiheadAttention(16, 4)
-    module.register_forward_hook(lambda *_: None)
+    getattr(module, f"register_{kind}")(lambda *_: None)
     return module
 
 
@@ -102,7 +108,7 @@ def hooked() -> nn.MultiheadAttention:
         (lambda: nn.MultiheadAttention(16, 4, add_bias_kv=True), {}, "1: add_bias_kv=True: the added key"),
         (lambda: nn.MultiheadAttention(16, 4, add_zero_attn=True), {}, "1: add_zero_attn=True: the added key"),
         (lambda: Custom(16, 4), {}, "1: Custom may compute more"),
-        (hooked, {}, "1: it has hooks"),
+        *[(lambda kind=kind: hooked(kind), {}, "1: it has hooks") for kind in HOOKS],
         (lambda: nn.MultiheadAttention(16, 2), {"offsets": [[0, 0, 0, 0]]}, "1: offsets must have one entry"),
     ],
 )

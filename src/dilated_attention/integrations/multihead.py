@@ -71,6 +71,12 @@ def convert_attention(
     return names
 
 
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
 def _dilated(
     theirs: nn.MultiheadAttention,
     segment_lengths: Sequence[int],
@@ -81,7 +87,7 @@ def _dilated(
 ) -> MultiheadDilatedAttention:
     if type(theirs) is not nn.MultiheadAttention:
         raise UnsupportedError(f"{type(theirs).__name__} may compute more than nn.MultiheadAttention; leave it out")
-    if theirs._forward_hooks or theirs._forward_pre_hooks or theirs._backward_hooks:
+    if any(getattr(theirs, name) for name in _HOOKS):
         raise UnsupportedError("it has hooks, which would be lost; remove them first")
     ours = MultiheadDilatedAttention(
         theirs.embed_dim,
