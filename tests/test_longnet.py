@@ -415,6 +415,7 @@ def test_an_encoder_decoder_is_saved_and_loaded(tmp_path):
 
 def test_saved_and_loaded(model, folder):
     loaded = LongNetLM.from_pretrained(folder)
+    assert not any(module.training for module in loaded.modules())
     assert loaded.config == SMALL
     tokens = torch.randint(50, (1, 40))
     assert torch.equal(loaded(tokens), model(tokens))

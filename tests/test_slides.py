@@ -197,7 +197,7 @@ def test_saved_and_loaded(kind, tmp_path):
     config = SMALL if kind is GigaPathSlideEncoder else LongViTConfig(image_size=64, num_classes=3, encoder=ENCODER)
     model = kind(config).eval()
     model.save_pretrained(tmp_path)
-    loaded = kind.from_pretrained(tmp_path).eval()
+    loaded = kind.from_pretrained(tmp_path)
     assert loaded.config == config
     inputs = slides() if kind is GigaPathSlideEncoder else (torch.randn(2, 3, 64, 64),)
     assert torch.equal(loaded(*inputs), model(*inputs))

@@ -92,7 +92,7 @@ def convert(
             )
         model = load(source, compat=compat, **options)
         model.save_pretrained(out)
-        again = type(model).from_pretrained(out).eval()
+        again = type(model).from_pretrained(out)
         found.append(_compare("read back and as written", inputs(again.float()), inputs(model.float())))
     return model, found
 

@@ -47,7 +47,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[Some], folder: str | Path, *, backend: str = "auto") -> Some:
-        """A model saved by `save_pretrained`, on the CPU, in the saved dtype.
+        """A model saved by `save_pretrained`, on the CPU, in the saved dtype, in evaluation mode.
 
         ValueError names what is wrong with a missing, damaged or foreign file; a model is loaded whole or not at all.
         Without SHA256SUMS in the folder, digests are not checked.
@@ -75,7 +75,7 @@ class Pretrained(nn.Module):
         require_same(model.state_dict(), weights, str(weights_path))
         _require_one_dtype(weights, str(weights_path))
         model.load_state_dict(weights, assign=True)
-        return model
+        return model.eval()
 
     @classmethod
     def empty(cls: type[Some], config: Any, *, backend: str = "auto") -> Some:

@@ -95,7 +95,7 @@ def saved(out: Path) -> bool:
 
 
 def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
-    """The model of the run's newest whole checkpoint."""
+    """The model of the run's newest whole checkpoint, in evaluation mode."""
     stored, about = read_checkpoint(_checkpoint(out))
     try:
         model = LongNetLM.empty(about.config, backend=backend)
@@ -106,7 +106,7 @@ def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
         raise ValueError(f"{stored.path / checkpoint.INDEX}: {str(error).splitlines()[0]}") from error
     weights = {f"model.{name}": checkpoint.Piece.whole(tensor) for name, tensor in model.state_dict().items()}
     stored.read(weights, prefix="model.")
-    return model
+    return model.eval()
 
 
 def save(training: Training, out: Path, *, keep: int = OPTIONS["keep"]) -> Path:

@@ -27,7 +27,7 @@ def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM
         raise ValueError(
             f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"
         )
-    return model.to(device).eval()
+    return model.to(device)
 
 
 def write(
