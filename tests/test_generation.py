@@ -139,7 +139,8 @@ def test_sampling():
 
     torch.testing.assert_close(shares(), logits[0].softmax(-1), rtol=0, atol=0.03)
     torch.testing.assert_close(shares(temperature=2.0), (logits[0] / 2).softmax(-1), rtol=0, atol=0.03)
-    assert shares(temperature=0)[1] == 1
+    for temperature in (0, 1e-40, 5e-324):
+        assert shares(temperature=temperature)[1] == 1
     two = torch.tensor([0, 1.0, 0, 0.3679]) / 1.3679
     torch.testing.assert_close(shares(top_k=2), two, rtol=0, atol=0.03)
     # 0.644, 0.237, 0.087, 0.032: two reach 0.7, the first alone 0.6

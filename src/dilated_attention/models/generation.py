@@ -284,7 +284,8 @@ def sample(
     logits = logits.float()
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    # The likeliest is at 0, which no temperature makes infinite.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     probabilities = logits.softmax(-1)
