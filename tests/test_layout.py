@@ -322,8 +322,10 @@ def test_block_masks_made_by_flex_attention():
     diagonals = torch.stack([torch.eye(4) > 0, torch.eye(4).roll(1, 0).tril() > 0])
     assert BlockLayout.from_block_mask(banded) == BlockLayout.from_mask(diagonals, block_size=64)
     window = create_block_mask(lambda b, h, q, k: (q - k).abs() < 9, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match="mask_mod hides pairs"):
-        BlockLayout.from_block_mask(window)
+    prefix = create_block_mask(lambda b, h, q, k: (k <= q) | (k < 128), None, None, 256, 256, device="cpu")
+    for mask in (window, prefix):
+        with pytest.raises(ValueError, match="mask_mod hides pairs"):
+            BlockLayout.from_block_mask(mask)
     one = torch.ones(1, 1, 2, dtype=torch.int32)
     oblong = BlockMask.from_kv_blocks(one, one[..., None] * 0, BLOCK_SIZE=64, seq_lengths=(128, 64))
     with pytest.raises(ValueError, match="as many queries as keys, got 128 x 64"):

@@ -230,14 +230,16 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
         raise ValueError(f"m must have as many queries as keys, got {queries} x {keys}")
     grid = BlockGrid.of(keys, (int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])), False)
     partial = _keys(m.kv_num_blocks, m.kv_indices, grid)
-    blocks = partial
+    full = partial[:0]
     if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
-        blocks = torch.cat([partial, _keys(m.full_kv_num_blocks, m.full_kv_indices, grid)]).sort().values
+        full = _keys(m.full_kv_num_blocks, m.full_kv_indices, grid)
+    blocks = torch.cat([partial, full]).sort().values
     lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
     is_whole, is_lower = _shown_inside(m, grid, partial, lead[1])
-    if not (is_whole or is_lower):
-        raise ValueError("m.mask_mod hides pairs inside a block beyond the causal triangle; a layout has blocks only")
     grid = BlockGrid(keys, grid.q_block, grid.k_block, is_causal=not is_whole)
+    passes_diagonal = bool(grid.cut(full // grid.columns, full % grid.columns).any())
+    if not (is_whole or is_lower) or passes_diagonal:
+        raise ValueError("m.mask_mod hides pairs inside a block beyond the causal triangle; a layout has blocks only")
     lists = lists_of_keys(grid, blocks, lead)
     check_causal(grid, *lists)
     return grid, lists
