@@ -177,3 +177,29 @@ def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
             assert kind == "result", (transport, rank, kind, answer)
             assert answer is not None, (transport, rank, "finished as if nothing had happened")
             assert answer[1] < TIMEOUT + 2, (transport, rank, answer)
+
+
+def train_alone(transport: str):
+    """One rank evaluates twice; the others train: their backward meets its second forward of the same plan."""
+    shape, rank = (1, 64 // SIZE, 4, 4), dist.get_rank()
+    options = {"mesh": dist.group.WORLD, "transport": transport}
+    try:
+        for _ in range(2):
+            q, k, v = (torch.randn(shape, requires_grad=rank != CULPRIT) for _ in range(3))
+            out = dilated_attention(q, k, v, (32, 128), (1, 2), **options)
+            if out.requires_grad:
+                out.sum().backward()
+    except ContextParallelError as error:
+        return str(error)
+
+
+def test_a_forward_does_not_take_the_rows_of_a_backward() -> None:
+    worlds = {t: processes.World(SIZE, train_alone, t, timeout=TIMEOUT) for t in (*TRANSPORTS, "all_gather", "ulysses")}
+    for transport, world in worlds.items():
+        outcomes = world.outcomes(6 * TIMEOUT + 20)
+        for rank, (kind, answer) in enumerate(outcomes):
+            if kind == "died":  # where a message is longer than its buffer, gloo itself ends the process
+                assert answer == -signal.SIGABRT
+                continue
+            assert kind == "result", (transport, rank, kind, answer)
+            assert answer is not None, (transport, rank, "finished as if nothing had happened")

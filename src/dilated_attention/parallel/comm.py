@@ -2,9 +2,9 @@
 
 `torch.distributed` moves the bytes. What is added is what its users lack when something is wrong. Gloo hands over
 whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
-message ends in a *seal*, the fingerprint of its plan and the number of the transfer, which the receiver compares before
-it uses a row. And before the first transfer of a plan the ranks compare fingerprints, so that a differing call is named
-instead of exchanged.
+message ends in a *seal*, the fingerprint of its plan and phase and the number of the transfer, which the receiver
+compares before it uses a row. And before the first transfer of a plan the ranks compare fingerprints, so that a
+differing call is named instead of exchanged.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Link:
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
-        seal = self._next_collective()
+        seal = self._next_collective(what)
         self._write_seals(send, sent, seal)
         buffer = self._blank(received, send)
         with self.guard(what):
@@ -221,7 +221,7 @@ class Link:
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
         """Start handing one message of rows, of the same size on every rank, to every rank."""
-        seal = self._next_collective()
+        seal = self._next_collective(what)
         self._write_seals(send, sent, seal)
         received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         buffer = self._blank(received, send)
@@ -233,14 +233,15 @@ class Link:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
         self.require_alive()
         buffer = self._blank(received, send, buffer)
+        phase = self._phase(what)
         seal, operations = (0, 0), []
         for peer in sent.peers:
             self._messages_to[peer] += 1
-            self._write_seals(send, sent, (self.fingerprint, 2 * self._messages_to[peer] + 1))
+            self._write_seals(send, sent, (phase, 2 * self._messages_to[peer] + 1))
             operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=peer))
         for peer in received.peers:
             self._messages_from[peer] += 1
-            seal = self.fingerprint, 2 * self._messages_from[peer] + 1
+            seal = phase, 2 * self._messages_from[peer] + 1
             operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
         with self.guard(what):
             works = self.post(operations) if operations else []
@@ -272,7 +273,7 @@ class Link:
             found = [tuple(seal) for seal, good in zip(seals.tolist(), right.tolist(), strict=True) if not good]
             reason = (
                 f"the rows received from rank {', '.join(map(str, wrong))} are not those of this call "
-                f"(shorter than expected, or of another plan: seal {found[0]}, expected {transfer.seal})"
+                f"(shorter than expected, or of another plan or phase: seal {found[0]}, expected {transfer.seal})"
             )
             raise self._fail(transfer.what, reason)
 
@@ -345,10 +346,14 @@ class Link:
             padded[:_SEAL_BYTES] = torch.tensor(seal, device=buffer.device).view(torch.uint8)
             row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
 
-    def _next_collective(self) -> tuple[int, int]:
+    def _next_collective(self, what: str) -> tuple[int, int]:
         self.require_alive()
         self._collectives += 1
-        return self.fingerprint, 2 * self._collectives
+        return self._phase(what), 2 * self._collectives
+
+    def _phase(self, what: str) -> int:
+        """Of the plan and the phase in which rows move: a backward has other rows than a forward of the same plan."""
+        return self.fingerprint ^ _fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
         """A receive buffer whose seals are void: fresh memory may hold those of an older call."""
