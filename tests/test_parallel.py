@@ -479,6 +479,12 @@ def refuse():
         "mask": lambda: attend(key_padding_mask=torch.zeros(1, 5, dtype=torch.bool)),
         "samples": lambda: attend(cu_seqlens=torch.tensor([0, 7, 5, 131])),
         "outsider": lambda: attend(mesh=odd_rank(outsider, "context")),
+        "shards of two dtypes": lambda: unshard_sequence(
+            torch.zeros(1, 4).to(odd_rank(torch.int64, torch.float32)), good
+        ),
+        "shards of two batches": lambda: unshard_sequence(torch.zeros(odd_rank(2, 1), 4), good),
+        "shards along two dims": lambda: unshard_sequence(torch.zeros(1, 4, 4), good, dim=odd_rank(2, -2)),
+        "shards along no dim": lambda: unshard_sequence(torch.zeros(1, 4), good, dim=odd_rank(2, 1)),
     }
     answers = {}
     for name, attempt in attempts.items():
@@ -512,6 +518,10 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "mask": "key_padding_mask must have shape",
         "samples": "cu_seqlens must ascend",
         "outsider": "mesh",
+        "shards of two dtypes": r"torch.float32 of shape \(1, seq\) on rank 0, torch.int64 of shape .* on rank 1",
+        "shards of two batches": r"shape \(1, seq\) on rank 0, torch.float32 of shape \(2, seq\) on rank 1",
+        "shards along two dims": r"shape \(1, seq, 4\) on rank 0, torch.float32 of shape \(1, 4, seq\) on rank 1",
+        "shards along no dim": "dim=2 is none of the 2 dimensions of x on rank 1",
     }
     for answer in answers:
         assert answer.keys() == expected.keys()

@@ -177,14 +177,14 @@ class Link:
         """
         self.require_alive()
         self.calls += 1
-        self.fingerprint = _fingerprint(description)
+        self.fingerprint = fingerprint(description)
         if self.fingerprint in self._agreed:
             if problem is not None:
                 self._report_refusal(problem)
                 raise ValueError(problem)
             return
         text = description if problem is None else f"refused={problem}"
-        self.fingerprint = _fingerprint(text)
+        self.fingerprint = fingerprint(text)
         words = torch.tensor([self.fingerprint, -self.fingerprint, self._number], device=device)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
@@ -353,7 +353,7 @@ class Link:
 
     def _phase(self, what: str) -> int:
         """Of the plan and the phase in which rows move: a backward has other rows than a forward of the same plan."""
-        return self.fingerprint ^ _fingerprint(what)
+        return self.fingerprint ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
         """A receive buffer whose seals are void: fresh memory may hold those of an older call."""
@@ -380,7 +380,7 @@ class Link:
         return Transfer(self, works, buffer, received, seal, what)
 
 
-def _fingerprint(text: str) -> int:
+def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
