@@ -339,6 +339,28 @@ def test_later_tokens_never_change_what_earlier_queries_see(seed, shape, name, d
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block_size", [16, (32, 16), (16, 48)], ids=str)
+def test_scores_that_overflow(name, block_size, is_causal):
+    """In later tokens: rows before them keep their lists; and every list holds the diagonal and nothing beyond."""
+    route = routers(block_size, is_causal)[name]
+    q, k = make(270, 4, 2, batch=1)
+    diagonal = BlockLayout.local(270, 1, block_size, is_causal=is_causal)
+    for dtype, sizes in {torch.float16: (1e3, 3e4), torch.float32: (1e30, math.inf, math.nan)}.items():
+        before = route(q.to(dtype), k.to(dtype)).dense_mask()[..., :160, :]
+        for size in sizes:
+            changed = [torch.cat([x[:, :160], size * x[:, 160:].sign()], 1).to(dtype) for x in (q, k)]
+            alone = [torch.cat([x[:, :160], size * x[:, 160:161].sign(), x[:, 161:]], 1).to(dtype) for x in (q, k)]
+            for tensors in (changed, alone):
+                layout = route(*tensors)
+                lists = layout.indptr, layout.indices
+                assert BlockLayout.from_indices(*lists, 270, block_size, is_causal=is_causal) == layout
+                assert layout & diagonal == diagonal | (layout & diagonal)
+                if is_causal:
+                    assert torch.equal(layout.dense_mask()[..., :160, :], before)
+
+
 def test_the_guarantee_would_catch_a_look_ahead():
     q, k = make(256, 1, 1, batch=1)
     ahead = routing.topk_blocks(q, k, 0.3, block_size=16).causal()

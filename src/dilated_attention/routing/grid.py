@@ -128,6 +128,7 @@ def candidates(
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
+    share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))
 
 

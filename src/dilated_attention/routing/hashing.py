@@ -98,7 +98,8 @@ def lsh_blocks(
     mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
     middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
     peak = within[..., :1]
-    count_k = _histogram(code, (within - peak).exp_(), buckets)
+    # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
+    count_k = _histogram(code, (within - peak).exp_().nan_to_num_(nan=0.0), buckets)
     relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
     relative += (peak - middle).permute(0, 2, 3, 1)
     if is_causal:

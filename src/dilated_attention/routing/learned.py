@@ -69,7 +69,8 @@ class LearnedRouter(nn.Module):
     def forward(self, q: Queries, k: Keys) -> BlockLayout:
         grid = self._grid(q, k)
         budget = grid.budget(self.density)
-        score = self._scores(q, k, grid).masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
+        score = self._scores(q, k, grid).nan_to_num(nan=0.0)  # finite: only the masks below are infinite
+        score = score.masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
         return grid.layout(largest(score, budget, int(budget.max())), budget)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
