@@ -149,6 +149,16 @@ def test_decoding_by_pages():
     assert listed_attention(newest, k, v, torch.tensor([[[5, -1]]]), size).isfinite().all()
 
 
+def test_pages_of_a_prompt_read_under_inference_mode():
+    _, k, _ = make(23, 4, 2)
+    bounds, expected = routing.PageBounds(page_size=4), routing.PageBounds(page_size=4)
+    with torch.inference_mode():
+        bounds.append(k[:, :22])
+    bounds.append(k[:, 22:])
+    expected.append(k)
+    assert torch.equal(bounds.bounds[:, :, :6], expected.bounds[:, :, :6])
+
+
 def test_the_indexer_by_its_definition(monkeypatch):
     q, k, _ = make(13, 4, 2)
     x = torch.randn(2, 13, 6, dtype=torch.float64, requires_grad=True)

@@ -73,7 +73,8 @@ class PageBounds:
         held = self.seq_len % self.page_size
         pages = -(-(self.seq_len + k.shape[1]) // self.page_size)
         if self.bounds is None or pages > self.bounds.shape[2]:
-            grown = k.new_empty(k.shape[0], k.shape[2], 2 * pages, 2 * k.shape[3])
+            with torch.inference_mode(False):  # else only inference mode could add to it
+                grown = k.new_empty(k.shape[0], k.shape[2], 2 * pages, 2 * k.shape[3])
             if self.bounds is not None:
                 grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
             self.bounds = grown
