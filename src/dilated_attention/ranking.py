@@ -17,7 +17,7 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return values[..., :number], indices[..., :number]
     # one integer each: above, the bits of the float in an order that rises with it; below, the places, falling
     last = x.shape[-1] - 1
-    bits = x.detach().float().view(torch.int32)
+    bits = (x.detach().float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
     order = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long().bitwise_left_shift_(32)
     order |= torch.arange(last, -1, -1, device=x.device)
     indices = last - (order.topk(number, dim=-1).values & 0xFFFFFFFF)
