@@ -471,6 +471,9 @@ def refuse():
         "scale": lambda: attend(scale=odd_rank(0.5, 0.25)),
         "sign of scale": lambda: attend(scale=odd_rank(-0.5, 0.5)),
         "batch": lambda: attend(odd_rank([x.repeat(2, 1, 1, 1) for x in own], own)),
+        "lengths": lambda: attend(
+            odd_rank([torch.cat([x, x]) for x in own], own), lengths=torch.tensor(odd_rank([131, 131], [131]))
+        ),
         "transport name": lambda: attend(transport="carrier"),
         "transport refused": lambda: attend(transport="doubling"),
         "heads": lambda: attend([x[:, :, :1] for x in own], offsets=((0,),), transport="ulysses"),
@@ -510,6 +513,7 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "scale": "rank 1 has scale=0.5",
         "sign of scale": "rank 1 has scale=-0.5, elsewhere scale=0.5",
         "batch": "rank 1 has batch=2",
+        "lengths": r"rank 1 has lengths=\(131, 131\), elsewhere lengths=\(131,\)",
         "transport name": "transport must be one of",
         "transport refused": "transport='doubling' does not serve this call: doubling needs a power of two of ranks",
         "heads": "1 query and 1 key-value heads do not divide by 3 ranks",

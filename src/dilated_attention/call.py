@@ -54,6 +54,7 @@ class Shards:
     Attributes:
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
+        lengths: of all samples of the padded batch that the call is one sample of.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -62,6 +63,7 @@ class Shards:
     samples: tuple[int, ...] | None = None
     transport: str = "auto"
     layer: str = ""
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

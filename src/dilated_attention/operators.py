@@ -86,7 +86,7 @@ def _pack(call: Call) -> tuple[Any, ...]:
     words = [call.backend.name]
     if shards is not None:
         words += (shards.group_name, shards.transport, shards.layer)
-        for edges in (shards.bounds, shards.samples or ()):
+        for edges in (shards.bounds, shards.samples or (), shards.lengths):
             numbers += (len(edges), *edges)
     for x in call.layouts:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
@@ -113,7 +113,9 @@ def _unpack(
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
         for i, (seq_len, q_block, k_block, is_causal) in enumerate(read.sizes)
     ]
-    shards = None if len(words) == 1 else Shards(words[1], read.bounds, read.samples, words[2], words[3])
+    shards = None
+    if len(words) > 1:
+        shards = Shards(words[1], read.bounds, read.samples, words[2], words[3], read.lengths)
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards,
@@ -126,6 +128,7 @@ class _Numbers(NamedTuple):
     first_head: int
     bounds: tuple[int, ...]
     samples: tuple[int, ...] | None
+    lengths: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
 
 
@@ -140,10 +143,10 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
     branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None)
-    bounds, samples = (take(next(rest)), take(next(rest)) or None) if over_mesh else ((), None)
+    bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
     left = tuple(rest)
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
-    return _Numbers(branches, bool(is_causal), first_head, bounds, samples, sizes)
+    return _Numbers(branches, bool(is_causal), first_head, bounds, samples or None, lengths, sizes)
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")

@@ -86,7 +86,7 @@ class _Rank:
                 f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
             )
         scores = self.call.scale, self.call.key_padding_mask is not None, self.call.dropout_p
-        key = ("description", sharding, len(shards.bounds), self.shape, scores, self.transport)
+        key = ("description", sharding, len(shards.bounds), shards.lengths, self.shape, scores, self.transport)
         description = plan_cache.get(key, self._describe)
         link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
         link.agree(description.text, problem, q.device)
@@ -104,6 +104,7 @@ class _Rank:
             "dilation_rates": list(sharding.dilation_rates),
             "offsets": sharding.offsets,
             "cu_seqlens": sharding.samples,
+            "lengths": self.shards.lengths,
             "is_causal": sharding.is_causal,
             "compat": sharding.compat,
             "layouts": [(layout.seq_len, layout.block_size, _digest(layout)) for layout in sharding.layouts],
@@ -381,15 +382,15 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     """
     assert call.shards is not None
     assert call.lengths is not None
-    group, bounds = _group(call), call.shards.bounds
+    group, bounds, lengths = _group(call), call.shards.bounds, tuple(call.lengths.tolist())
     edges = balanced_bounds(bounds[0], dist.get_world_size(group)) if len(bounds) == 1 else bounds
     start = edges[dist.get_rank(group)]
-    for i, length in enumerate(call.lengths.tolist()):
+    for i, length in enumerate(lengths):
         layouts = call.layouts
         if len(layouts) == 1 and length:
             whole = layouts[0].select(batch=range(i, i + 1)) if layouts[0].batch_size > 1 else layouts[0]
             layouts = tuple([whole.prefix(count) for count in sorted(call.row_counts(length))])
-        shards = replace(call.shards, bounds=tuple([min(edge, length) for edge in edges]))
+        shards = replace(call.shards, bounds=tuple([min(edge, length) for edge in edges]), lengths=lengths)
         own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
         mask = None if mask is None else mask[i : i + 1, :own]
         yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=shards)
