@@ -543,6 +543,24 @@ def alone():
     return (out - right_out).abs().max().item(), (lse - right_lse).abs().max().item(), link.traffic
 
 
+def none():
+    """A batch of none, forward and backward: the shapes of what comes back."""
+    mesh, found = dist.group.WORLD, []
+    layout = BlockLayout.local(16, 5, 4)
+    for pattern in (Dilated((8, 32), (1, 2)), layout, Dilated((16,), (1,)) * (lambda n: BlockLayout.local(n, 5, 4))):
+        for options in ({}, {"lengths": torch.zeros(0, dtype=torch.long)}, {"transport": "exchange"}):
+            q, k, v = (torch.zeros(0, 8, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+            out, lse = attention(q, k, v, pattern, mesh=mesh, return_lse=True, **options)
+            out.sum().backward()
+            found.append((out.shape, lse.shape, k.grad.shape))
+    return found
+
+
+def test_a_batch_of_none() -> None:
+    for found in processes.run(2, none):
+        assert found == [((0, 8, 4, 4), (0, 4, 8), (0, 8, 2, 4))] * 9
+
+
 def test_a_mesh_of_one_rank_communicates_nothing() -> None:
     out, lse, moved = processes.run(1, alone)[0]
     assert max(out, lse) < 1e-12

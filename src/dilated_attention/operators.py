@@ -10,6 +10,7 @@ needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ def _differentiated(*tensors: Tensor) -> bool:
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """A padded batch over a mesh: one call a sample, each sharded by the edges of the batch cut at its own length."""
+    if not len(q):
+        return attend(q, k, v, replace(call, lengths=None))
     results = []
     for i, (own, sample) in enumerate(over_mesh.samples(call, q.shape[1])):
         out, lse = attend(q[i : i + 1, :own], k[i : i + 1, :own], v[i : i + 1, :own], sample)

@@ -261,6 +261,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """out; lse, `(batch, shard, heads)`; and what the backward needs of other ranks' rows: two flat tensors."""
     rank = _Rank(call, q, k)
     link = rank.open(q)
+    if not len(q):
+        wide = parts.statistic(q.dtype)
+        return [torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0), k.new_empty(0, dtype=wide)]
     if rank.transport == "ulysses":
         heads = Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
@@ -318,6 +321,8 @@ def backward(
     out, lse, saved, saved_lse = results
     rank = _Rank(call, q, k)
     link = rank.open(q)
+    if not len(q):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if rank.transport == "ulysses":
         heads = Ulysses(link, rank.sharding, q.shape[2])
         dlse = torch.zeros_like(lse) if dlse is None else dlse
