@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import Dilated, attention, dilated_attention
+from dilated_attention import BlockLayout, Dilated, attention, dilated_attention
 from dilated_attention.decoding import cached_attention, first_token_attention
 
 PATTERNS = {
@@ -108,17 +108,33 @@ def test_lower_precision_keeps_its_dtype(dtype):
     torch.testing.assert_close(last, whole[:, -3:], rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
 
-def test_refusals():
+@pytest.mark.parametrize("attend", [cached_attention, first_token_attention])
+def test_refusals(attend):
     q, k, v = tensors(8, 2, 2)
-    pattern = Dilated((4,), (1,))
+    q = q[:, :1]
+    pattern, layout = Dilated((4,), (1,)), BlockLayout.local(8, 2, 4)
     for arguments, word in (
-        ((q, k[:, :4], v[:, :4]), "no more queries than keys"),
-        ((q[:1], k, v), "agree in batch"),
-        ((q, k, v[:, :4]), r"v \(2, 4, 2, 8\)"),
-        ((q.float(), k, v), "one floating dtype"),
+        ((q[:1], k, v, pattern), "agree in batch"),
+        ((q, k, v[:, :4], pattern), r"v \(2, 4, 2, 8\)"),
+        ((q, k[:, :, :0], v[:, :, :0], pattern), r"divide; got q .*, k \(2, 8, 0, 8\)"),
+        ((q.float(), k, v, pattern), "one floating dtype"),
+        ((q.long(), k.long(), v.long(), pattern), "one floating dtype; got torch.int64"),
+        ((q, k, v, layout), "pattern must be a Dilated; got BlockLayout: give attention"),
+        ((q, k, v, pattern * (lambda n: BlockLayout.local(n, 2, 4))), "pattern must be a Dilated; got Product"),
     ):
         with pytest.raises(ValueError, match=word):
-            cached_attention(*arguments, pattern)
+            attend(*arguments)
+    with pytest.raises(ValueError, match=r"scale must be a finite number.*got nan"):
+        attend(q, k, v, pattern, scale=float("nan"))
+
+
+def test_how_many_queries():
+    q, k, v = tensors(8, 2, 2)
+    pattern = Dilated((4,), (1,))
+    with pytest.raises(ValueError, match="no more queries than keys"):
+        cached_attention(q, k[:, :4], v[:, :4], pattern)
+    with pytest.raises(ValueError, match=r"q must have one token, the first; got 8: give q\[:, :1\]"):
+        first_token_attention(q, k, v, pattern)
 
 
 @pytest.mark.parametrize("attend", [cached_attention, first_token_attention])

@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.backends import native
 from dilated_attention.call import as_one_width, split_scale
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.merge import with_sinks
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, plan_suffix
@@ -34,19 +35,7 @@ def cached_attention(
     Returns:
         out, as q with the head_dim of v; 0 where a query sees no key.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"q must be (batch, new, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); got {shapes}"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] > k.shape[1] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q and k must agree in batch and head_dim, with no more queries than keys, and heads that the key-value "
-            f"heads divide; got {shapes}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    checks.sinks(q, sinks)
+    _check(q, k, v, pattern, scale, sinks)
     table = pattern.offset_table(k.shape[2])
     seq_len = k.shape[1]
     plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
@@ -82,7 +71,9 @@ def first_token_attention(
     Returns:
         out, as q with the head_dim of v; 0 for heads that see no key from token 0.
     """
-    checks.sinks(q, sinks)
+    _check(q, k, v, pattern, scale, sinks)
+    if q.shape[1] != 1:
+        raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
     seq_len, kv_heads = k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
@@ -99,6 +90,30 @@ def first_token_attention(
         if sinks is not None:
             out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
     return out.to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, scale: float | None, sinks: Tensor | None) -> None:
+    if not isinstance(pattern, Dilated):
+        raise UnsupportedError(
+            f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence, or "
+            "listed_attention the key blocks of its newest token"
+        )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"q must be (batch, new, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); got {shapes}"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    agree = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] <= k.shape[1]
+    if not agree or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q and k must agree in batch and head_dim, with no more queries than keys, and heads that the key-value "
+            f"heads divide; got {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    checks.options(True, scale, 0.0)
+    checks.sinks(q, sinks)
 
 
 def newest_attention(
