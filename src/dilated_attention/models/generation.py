@@ -149,8 +149,9 @@ class KeyValueCache:
     Attributes:
         positions: how many tokens each sample has.
         max_len: the most that a sample may have; None: any number.
-        nbytes: of the keys and values: 2 layers x batch x sum ceil(min(w, max_len) / r) x kv_heads x head_dim
-            x bytes of the dtype, fixed when it is made.
+        nbytes: of the keys and values: 2 layers x batch x sum (ceil(min(w, max_len) / r) x heads) x head_dim
+            x bytes of the dtype, fixed when it is made. heads: the key-value heads that take part in the branch, all
+            but with head groups or an offset of -1.
     """
 
     def __init__(
