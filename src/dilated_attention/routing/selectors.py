@@ -137,6 +137,10 @@ def hierarchical_blocks(
     A query region looks into the key regions with the largest shares, including its own, that together hold `breadth`
     times the tokens that `density` keeps. From their blocks, each of its query blocks keeps as many as in
     `topk_blocks`. The scores cost 1 / region + breadth * density of those of `topk_blocks`.
+
+    How many regions a query region looks into follows the length of the whole sequence. So when causal, what is chosen
+    for given tokens never depends on the values of later ones, but on how many there are: a prefix alone may get
+    another choice.
     """
     if region < 1 or breadth < 1:
         raise ValueError(f"region and breadth must be at least 1, got region={region}, breadth={breadth}")
