@@ -157,6 +157,9 @@ def test_generate_command(folder, tmp_path, capsys, monkeypatch):
     assert run(capsys, "generate", folder, "--prompt-file", tmp_path / "prompt", "--bytes", 40)[1] == first
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"def f(")))
     assert run(capsys, "generate", folder, "--prompt-file", "-", "--bytes", 40)[1] == first
+    (tmp_path / "prompt").write_bytes(b"r\xff")
+    from_file = run(capsys, "generate", folder, "--prompt-file", tmp_path / "prompt", "--bytes", 40)
+    assert run(capsys, "generate", folder, "--prompt", "r\udcff", "--bytes", 40) == from_file  # no UTF-8
     greedy = run(capsys, "generate", folder, "--temperature", 0, "--bytes", 40)[1]
     assert run(capsys, "generate", folder, "--top-k", 1, "--bytes", 40)[1] == greedy
     assert run(capsys, "generate", folder, "--bytes", 0)[1] == "\n"

@@ -377,7 +377,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     try:
         if options.prompt_file is None:
-            prompt = options.prompt.encode()
+            prompt = os.fsencode(options.prompt)
         elif str(options.prompt_file) == "-":
             prompt = sys.stdin.buffer.read()
         else:
