@@ -289,6 +289,26 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
 
 
+def test_two_processes_write_one_file(tmp_path, monkeypatch):
+    """The last one wins; what a killed one left goes after an hour."""
+    path, save_file = tmp_path / "a.safetensors", storage.save_file
+    young, old = tmp_path / ".new-a.safetensors-young", tmp_path / ".new-a.safetensors-old"
+    for left in (young, old):
+        left.mkdir()
+        (left / path.name).write_bytes(b"half")
+    os.utime(old, (0, 0))
+
+    def meanwhile(tensors, file, metadata):
+        save_file(tensors, file, metadata)
+        monkeypatch.undo()
+        storage.write_tensors(path, {"x": torch.zeros(2)}, {})
+
+    monkeypatch.setattr(storage, "save_file", meanwhile)
+    storage.write_tensors(path, {"x": torch.ones(2)}, {})
+    assert torch.equal(load_file(path)["x"], torch.ones(2))
+    assert sorted(tmp_path.iterdir()) == [young, path]
+
+
 def test_every_rank_hears_of_a_disk_that_is_full_on_one(tmp_path, monkeypatch):
     save(tmp_path, 0, 3)
     save_file = storage.save_file

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import re
 import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SUMS = "SHA256SUMS"
+_STALE = 3600.0  # seconds after which a file that is not yet in its place belongs to a killed process
 _SUMS_LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.-]*)\n", re.ASCII)
 
 
@@ -143,11 +147,13 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A place to write what then replaces `path`: a folder beside it, which the next call removes after a kill."""
-    folder = path.with_name(f".new-{path.name}")
+    """A place to write what then replaces `path`: a folder beside it. After a kill, a call an hour later removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    for left in path.parent.glob(f".new-{glob.escape(path.name)}-*"):
+        with suppress(OSError):  # another process may remove it, or own it
+            if left.stat().st_mtime < time.time() - _STALE:
+                shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=f".new-{path.name}-", dir=path.parent))
     try:
         temporary = folder / path.name
         yield temporary
