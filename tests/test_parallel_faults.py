@@ -179,6 +179,25 @@ def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
             assert answer[1] < TIMEOUT + 2, (transport, rank, answer)
 
 
+def differ_anew(transport: str):
+    attend(transport)
+    dist.barrier()
+    return report("differing", transport, seq_len=128 if dist.get_rank() == CULPRIT else 64)
+
+
+def test_a_call_that_differs_after_the_first_is_named() -> None:
+    worlds = {t: processes.World(SIZE, differ_anew, t, timeout=TIMEOUT) for t in TRANSPORTS}
+    for transport, world in worlds.items():
+        for rank, (kind, answer) in enumerate(world.outcomes(6 * TIMEOUT + 20)):
+            assert kind == "result", (transport, rank, kind, answer)
+            gone = rank != 0 and "does not answer" in answer[0]  # the store, with rank 0, which was done first
+            assert gone or f"rank {CULPRIT} has seq_len=128, elsewhere seq_len=64" in answer[0], (
+                transport,
+                rank,
+                answer,
+            )
+
+
 def train_alone(transport: str):
     """One rank evaluates twice; the others train: their backward meets its second forward of the same plan."""
     shape, rank = (1, 64 // SIZE, 4, 4), dist.get_rank()

@@ -137,6 +137,7 @@ class Link:
     end_of: InitVar[ProcessGroup]
     traffic: Traffic = field(default_factory=Traffic)
     fingerprint: int = 0
+    description: str = ""
     place: str = ""
     calls: int = 0
     _agreed: set[int] = field(default_factory=set)
@@ -177,7 +178,7 @@ class Link:
         """
         self.require_alive()
         self.calls += 1
-        self.fingerprint = fingerprint(description)
+        self.fingerprint, self.description = fingerprint(description), description
         if self.fingerprint in self._agreed:
             if problem is not None:
                 self._report_refusal(problem)
@@ -304,7 +305,8 @@ class Link:
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits.
+        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits; or,
+        where all have, how their calls differ.
 
         Where the process keeps a watch over all ranks, it knows.
         """
@@ -312,14 +314,18 @@ class Link:
             return f"; {verdict}" if (verdict := watch.verdict()) else ""
         silent: list[int] = []
         refusals: list[str] = []
+        differing = ""
         answered = False
 
         def call() -> None:
-            nonlocal silent, answered
-            store = self._store()
-            store.set(str(self.rank), "failed")
+            nonlocal silent, answered, differing
+            store, ranks = self._store(), [str(j) for j in range(self.size)]
+            store.set(str(self.rank), self.description)
             answered = True
-            silent = presence.missing(store, [str(j) for j in range(self.size)], _ROLL_CALL_SECONDS)
+            silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
+            texts = [] if silent else [text.decode() for text in store.multi_get(ranks)]
+            if all(texts) and len(set(texts)) > 1:
+                differing = f"; the ranks call with different arguments: {_differing(texts)}"
             for j in silent:
                 if store.check([f"refusal/{j}"]):
                     number, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
@@ -331,6 +337,8 @@ class Link:
             return "".join(refusals)
         if not answered or not called:
             return "; the rendezvous store does not answer: its host is likely lost"
+        if differing:
+            return differing
         return f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}" if silent else ""
 
     def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
@@ -392,11 +400,14 @@ def _difference(texts: Sequence[str]) -> str:
     if refusals:
         ranks = ", ".join(map(str, refusals))
         return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
-    found = presence.differences([dict(line.split("=", 1) for line in text.splitlines()) for text in texts])
     return (
-        f"the ranks of the context parallel group call with different arguments: {found}. "
+        f"the ranks of the context parallel group call with different arguments: {_differing(texts)}. "
         "Every rank must pass the same pattern, lengths, dtype and options"
     )
+
+
+def _differing(texts: Sequence[str]) -> str:
+    return presence.differences([dict(line.split("=", 1) for line in text.splitlines()) for text in texts])
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
