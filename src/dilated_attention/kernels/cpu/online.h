@@ -131,6 +131,11 @@ struct Running {
   float *m, *z, *acc;
 };
 
+// Of the lanes from s on. Not inlined: it is seldom called, from a loop that wants all registers.
+[[gnu::noinline, gnu::cold]] inline void scale_scores(Window w, float scale, float *s) {
+  for (int j = w.from; j < w.to; j++) store(s + j * LANES, load(s + j * LANES) * all(scale));
+}
+
 // One step of the online softmax. v are values of the chunk, s is room for CHUNK rows.
 template <class Arithmetic>
 inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
@@ -151,7 +156,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
     Lanes factor = c;
     if (any(greater(top[0], all(LARGE))) || any(greater(all(-LARGE), top[0]) & greater(top[0], all(-INF)))) {
-      for (int j = w.from; j < w.to; j++) store(s + j * LANES + x, load(s + j * LANES + x) * c);
+      scale_scores(w, scale, s + x);
       factor = all(1.f);
     }
     Lanes m = load(run.m + x), z = load(run.z + x);
