@@ -131,8 +131,8 @@ struct Running {
   float *m, *z, *acc;
 };
 
-// Of the lanes from s on. Not inlined: it is seldom called, from a loop that wants all registers.
-[[gnu::noinline, gnu::cold]] inline void scale_scores(Window w, float scale, float *s) {
+// s *= scale in the rows of a window, a vector each. Not inlined: it is seldom called, from a loop that wants all registers.
+[[gnu::noinline, gnu::cold]] void scale_scores(Window w, float scale, float *s) {
   for (int j = w.from; j < w.to; j++) store(s + j * LANES, load(s + j * LANES) * all(scale));
 }
 
