@@ -186,18 +186,12 @@ class Link:
             return
         text = description if problem is None else f"refused={problem}"
         self.fingerprint = fingerprint(text)
-        words = torch.tensor([self.fingerprint, -self.fingerprint, self._number], device=device)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-            largest, smallest, self._attempt = words.tolist()
-            if largest == -smallest and problem is None:
-                self._agreed.add(self.fingerprint)
-                return
-            texts: list[str] = [text] * self.size
-            if largest != -smallest:
-                dist.all_gather_object(texts, text, group=self.group)
-        raise ValueError(_difference(texts))
+            texts, self._attempt = compare_texts(text, self.group, device, self._number)
+        if problem is not None or len(set(texts)) > 1:
+            raise ValueError(_difference(texts))
+        self._agreed.add(self.fingerprint)
 
     def refuse(self, problem: str, device: torch.device) -> None:
         """Raise what makes this rank's call impossible: in the group's first call on every rank.
@@ -305,41 +299,31 @@ class Link:
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """Which ranks have not reported this failure to the rendezvous store within a second: the likely culprits; or,
-        where all have, how their calls differ.
-
-        Where the process keeps a watch over all ranks, it knows.
-        """
+        """What is known of a failure: where the process keeps a watch over all ranks, what that knows; else what the
+        rendezvous store does."""
         if watch := presence.on_duty():
             return f"; {verdict}" if (verdict := watch.verdict()) else ""
-        silent: list[int] = []
-        refusals: list[str] = []
-        differing = ""
-        answered = False
+        answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
+        return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
-        def call() -> None:
-            nonlocal silent, answered, differing
-            store, ranks = self._store(), [str(j) for j in range(self.size)]
-            store.set(str(self.rank), self.description)
-            answered = True
-            silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
-            texts = [] if silent else [text.decode() for text in store.multi_get(ranks)]
+    def _ask_store(self) -> str:
+        """Which ranks have not reported this failure within a second, the likely culprits, or why they refused this
+        call; where all have reported, how their calls differ."""
+        store, ranks = self._store(), [str(j) for j in range(self.size)]
+        store.set(str(self.rank), self.description)
+        silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
+        if not silent:
+            texts = [text.decode() for text in store.multi_get(ranks)]
             if all(texts) and len(set(texts)) > 1:
-                differing = f"; the ranks call with different arguments: {_differing(texts)}"
-            for j in silent:
-                if store.check([f"refusal/{j}"]):
-                    number, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
-                    if int(number) == self.calls:
-                        refusals.append(f"; rank {j} refused the call: {problem}")
-
-        called = presence.within(_ROLL_CALL_SECONDS + 0.5, call)
-        if refusals:
-            return "".join(refusals)
-        if not answered or not called:
-            return "; the rendezvous store does not answer: its host is likely lost"
-        if differing:
-            return differing
-        return f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}" if silent else ""
+                return f"; the ranks call with different arguments: {_differing(texts)}"
+            return ""
+        refusals = ""
+        for j in silent:
+            if store.check([f"refusal/{j}"]):
+                call, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
+                if int(call) == self.calls:
+                    refusals += f"; rank {j} refused the call: {problem}"
+        return refusals or f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
 
     def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
         """The seals in a buffer, int64 `(messages, 2)`."""
@@ -390,6 +374,18 @@ class Link:
 
 def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def compare_texts(text: str, group: ProcessGroup, device: torch.device, number: int = 0) -> tuple[list[str], int]:
+    """Every rank's text, and the largest of their numbers. Only what differs is gathered: else one small reduction."""
+    size, mine = dist.get_world_size(group), fingerprint(text)
+    words = torch.tensor([mine, -mine, number], device=device)
+    dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest, number = words.tolist()
+    texts = [text] * size
+    if largest != -smallest:
+        dist.all_gather_object(texts, text, group=group)
+    return texts, number
 
 
 def _difference(texts: Sequence[str]) -> str:

@@ -15,9 +15,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +26,7 @@ from dilated_attention.errors import ContextParallelError
 BEAT_SECONDS: Final = 0.5
 GRACE_SECONDS: Final = 3.0  # six beats: who writes none in that time, when something has failed, is lost
 _ENDED, _NAMED = "ended", 16
+Answer = TypeVar("Answer")
 
 
 def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]:
@@ -48,23 +49,19 @@ def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
     return _unwritten(store, keys[:middle], start) + _unwritten(store, keys[middle:], start + middle)
 
 
-def within(seconds: float, call: Callable[[], object]) -> bool:
-    """Whether `call` came to its end. The store may be gone or frozen with its host, so it runs in a thread that may be
-    left behind."""
-    ended = False
+def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
+    """What `call` returns; None where it does not come to its end. The store may be gone or frozen with its host, so it
+    runs in a thread that may be left behind."""
+    answers: list[Answer] = []
 
     def quietly() -> None:
-        nonlocal ended
-        try:
-            call()
-        except RuntimeError:
-            return  # the store is gone; what it was asked stays unanswered
-        ended = True
+        with suppress(RuntimeError):  # the store is gone; what it was asked stays unanswered
+            answers.append(call())
 
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds)
-    return ended
+    return answers[0] if answers else None
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -234,8 +231,9 @@ class Watch:
     def verdict(self) -> str:
         """Who is lost, asked when something has failed; empty where every rank shows signs of life."""
         with self._judging:
-            if not self._verdict and not within(GRACE_SECONDS + 2.0, self._judge):
-                self._verdict = f"lost {self._host}: it hosts the rendezvous store, which does not answer"
+            if not self._verdict:
+                silence = f"lost {self._host}: it hosts the rendezvous store, which does not answer", self._lost
+                self._verdict, self._lost = within(GRACE_SECONDS + 2.0, self._judge) or silence
             return self._verdict
 
     def leave(self, problem: str | None = None) -> None:
@@ -292,8 +290,9 @@ class Watch:
         self._beats += 1
         self._store.set(self._keys[self.rank], str(self._beats))
 
-    def _judge(self) -> None:
-        """Set the verdict: that which another rank has found, or who writes no beat for the time of grace."""
+    def _judge(self) -> tuple[str, int]:
+        """The verdict, that which another rank has found or who writes no beat for the time of grace, and how many are
+        silent."""
         before, deadline = self._store.multi_get(self._keys), time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and not self._store.check(["verdict"]):
             self._beat()
@@ -306,8 +305,10 @@ class Watch:
             failed.insert(0, f"lost {named(silent)}: no sign of life for {GRACE_SECONDS:.0f} s or more")
         if failed:
             self._store.compare_set("verdict", "", json.dumps(["; ".join(failed[:_NAMED]), len(silent)]))
-        if self._store.check(["verdict"]):
-            self._verdict, self._lost = json.loads(self._store.get("verdict"))
+        if not self._store.check(["verdict"]):
+            return "", 0
+        verdict, lost = json.loads(self._store.get("verdict"))
+        return verdict, lost
 
     def _listen(self) -> None:
         """Learn of signals though the main thread may hang where Python's handlers do not run."""

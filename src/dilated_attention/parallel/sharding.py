@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import fingerprint
+from dilated_attention.parallel.comm import compare_texts
 from dilated_attention.parallel.partition import balanced_bounds
 
 
@@ -79,39 +80,35 @@ def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None
     """The global length, once every rank has been found to hold its shard of it: gathering others would hang or mix
     up rows."""
     rank, size, sizes = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
-    rows, problem = 0, None
+    rows, problem = 0, ""
     if -x.dim() <= dim < x.dim():
         rows, sizes[dim] = x.shape[dim], "seq"
     else:
         problem = f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
-    kind = f"{x.dtype} of shape ({', '.join(sizes)})"
     length = rows * size if seq_len is None else seq_len
     try:
         start, stop = sequence_range(length, group)
-        if problem is None and rows != stop - start:
+        if not problem and rows != stop - start:
             problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
     except ValueError as error:
         problem = f"{error} on rank {rank}"
-    same = fingerprint(kind)
-    words = torch.tensor([1, 0, 0, 0, 0] if problem else [0, length, -length, same, -same], device=x.device)
-    dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    refused, *pairs = words.tolist()
-    if not refused and pairs[0] == -pairs[1] and pairs[2] == -pairs[3]:
+    kind = f"{x.dtype} of shape ({', '.join(sizes)})"
+    texts, _ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
+    found = [json.loads(text) for text in texts]
+    if refusal := next((problem for problem, *_ in found if problem), ""):
+        raise ValueError(refusal)
+    other = next((j for j in range(size) if found[j] != found[0]), None)
+    if other is None:
         return length
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (problem, rows, length, kind), group=group)
-    if refused:
-        raise ValueError(next(text for text, *_ in found if text))
-    other = next(j for j in range(size) if found[j][2:] != found[0][2:])
-    if found[0][3] != found[other][3]:
-        kinds = [f"{found[j][3]} on rank {j}" for j in (0, other)]
+    if found[0][1] != found[other][1]:
+        kinds = [f"{found[j][1]} on rank {j}" for j in (0, other)]
         raise ValueError(
             f"x: the shards make no sequence: {kinds[0]}, {kinds[1]}; "
             "give every rank the same dtype, dim and shape, but for the length"
         )
-    shards = [f"{found[j][1]} rows of seq_len={found[j][2]} on rank {j}" for j in (0, other)]
+    lengths = [f"one of seq_len={found[j][2]} on rank {j}" for j in (0, other)]
     raise ValueError(
-        f"x: the shards make no sequence along dim {dim}: {shards[0]}, {shards[1]}; "
+        f"x: the shards make no sequence along dim {dim}: {lengths[0]}, {lengths[1]}; "
         "give every rank the length of the whole sequence as seq_len"
     )
 
