@@ -422,3 +422,13 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     monkeypatch.setattr(cli, "report", interrupt)
     assert exit_code(["info"]) == 130
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
+
+
+def test_a_reader_who_has_heard_enough():
+    """As `head` does: what is left to say is dropped without a word, and the exit code is that of SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    source = "import sys; from dilated_attention.cli import main; sys.exit(main(['info']))"
+    ended = subprocess.run([sys.executable, "-c", source], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

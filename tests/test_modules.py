@@ -188,6 +188,10 @@ def test_refusals(unchecked):
             MultiheadDilatedAttention(*dims, **COVER)
     with pytest.raises(ValueError, match="segment_lengths"):
         DilatedAttention([4, 8], [1])
+    with pytest.raises(ValueError, match=r"dropout must be a probability in \[0, 1\); got 1.5"):
+        MultiheadDilatedAttention(16, 2, dropout=1.5, **COVER)
+    with pytest.raises(ValueError, match="scale must be a finite number, in single precision too; got 'small'"):
+        DilatedAttention(**COVER, scale="small")
 
 
 def test_the_causal_mask_is_is_causal():

@@ -126,7 +126,15 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
 def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST_SCALE):
-        raise ValueError(f"scale must be a finite number, in single precision too; got {scale!r}")
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be a probability in [0, 1); got {dropout_p!r}")
+    number("scale", scale)
+    probability("dropout_p", dropout_p)
+
+
+def number(name: str, value: float | None) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and abs(value) <= _LARGEST_SCALE):
+        raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
+
+
+def probability(name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a probability in [0, 1); got {value!r}")

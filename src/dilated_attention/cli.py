@@ -80,12 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             code: int = options.run(options)
+        sys.stdout.flush()
     except MissingPackageError as error:
         print(f"dilated-attention: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dilated-attention: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads has heard enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
@@ -31,6 +32,8 @@ class _Attention(nn.Module):
         self, scale: float | None, dropout: float, backend: str, mesh: Any = None, transport: str = "auto"
     ) -> None:
         super().__init__()
+        checks.number("scale", scale)
+        checks.probability("dropout", dropout)
         self.scale = scale
         self.dropout = dropout
         self.backend = backend

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.functional import dilated_attention
 from dilated_attention.mesh import mesh_size
@@ -57,6 +58,7 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        checks.probability("dropout", dropout)
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
