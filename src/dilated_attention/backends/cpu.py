@@ -7,7 +7,6 @@ softmax. Tables are made once per plan and kernel.
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,7 +176,7 @@ def forward(
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
         that see nothing.
     """
-    out, lse = state or _outputs(q, plan)
+    out, lse = state or tiles.outputs(q, plan)
     arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
     arguments.set(out=out, lse=lse)
     for launch in launches("queries", False, q, plan, is_causal, layouts):
@@ -221,9 +220,9 @@ def backward(
     add_dq = state is not None or one or len(queries) > 1
     covered = plan.covered and plan.square and key_bias is None and q.numel() > 0
     dq, dk, dv = state or (
-        _gradient(q, add_dq, plan.covered),
-        _gradient(k, add_dkdv, covered),
-        _gradient(v, add_dkdv, covered),
+        tiles.gradient(q, add_dq, plan.covered),
+        tiles.gradient(k, add_dkdv, covered),
+        tiles.gradient(v, add_dkdv, covered),
     )
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     stats = lse.new_empty((*lse.shape, 2))
@@ -456,16 +455,3 @@ def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | N
         ctypes.byref(call),
     ):  # fmt: skip
         raise MemoryError("the CPU kernels found no memory for their threads")
-
-
-def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
-
-
-def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
-    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
-    if add or not covered:
-        return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
-    return x.new_empty(x.shape)

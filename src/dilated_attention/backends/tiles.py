@@ -2,7 +2,7 @@
 
 A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and the
 spans of rows that it sees. It is made from *cells*, lines that are not yet cut into tiles nor given to heads, by numpy
-over all segments at once: no tile is a Python object.
+over all segments at once: no tile is a Python object. And the buffers that launches write.
 """
 
 from __future__ import annotations
@@ -366,3 +366,17 @@ def by_head(lines: np.ndarray) -> np.ndarray:
     same rows, which stay in the L2 cache. The heaviest tiles of a stretch come first."""
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
     return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]
+
+
+def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Buffers for out and lse, in which the rows that no tile writes are those of queries that see nothing."""
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
+
+
+def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
+    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
+    if add or not covered:
+        return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
+    return x.new_empty(x.shape)

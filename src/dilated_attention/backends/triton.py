@@ -164,7 +164,7 @@ def forward(
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
         that see nothing.
     """
-    out, lse = state or _outputs(q, plan)
+    out, lse = state or tiles.outputs(q, plan)
     tensors = {
         "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse,
         **_hidden(key_bias, dropout),
@@ -213,9 +213,9 @@ def backward(
     }  # fmt: skip
     add = state is not None or len(keys) > 1, state is not None or len(queries) > 1 or not deterministic
     dq, dk, dv = state or (
-        _gradient(q, add[1], plan.covered),
-        _gradient(k, add[0], plan.covered and plan.square),
-        _gradient(v, add[0], plan.covered and plan.square),
+        tiles.gradient(q, add[1], plan.covered),
+        tiles.gradient(k, add[0], plan.covered and plan.square),
+        tiles.gradient(v, add[0], plan.covered and plan.square),
     )
     for launch in keys:
         written = {"DQ": None if deterministic else dq, "DK": dk, "DV": dv}
@@ -376,19 +376,6 @@ def _launches(
 
 
 # ---- arguments
-
-
-def _outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
-
-
-def _gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
-    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
-    if add or not covered:
-        return torch.zeros(x.shape, dtype=torch.float32 if add else x.dtype, device=x.device)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _stats(
