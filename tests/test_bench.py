@@ -483,7 +483,7 @@ def test_a_slow_stage_shows(monkeypatch):
 
 
 def test_profile_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cpu, "LEAST_KEYS", {})  # the kernels serve where there are any
+    monkeypatch.setattr(cpu, "LEAST_KEYS", {})  # head_dim 16: the kernels serve where there are any
     words = [
         "--tokens",
         "256",

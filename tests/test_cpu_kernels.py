@@ -720,8 +720,8 @@ def test_without_kernels_native_serves_and_says_why(why, word, monkeypatch, caps
 # ---- the choice
 
 
-def chosen(dtype=torch.float32, rows=64, seq_len=64, **needs):
-    q = torch.empty(1, seq_len, 2, 16, dtype=dtype)
+def chosen(dtype=torch.float32, rows=64, seq_len=64, head_dim=16, **needs):
+    q = torch.empty(1, seq_len, 2, head_dim, dtype=dtype)
     return explain(q, q, q, Dilated((rows,), (1,)), **needs)
 
 
@@ -733,10 +733,11 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype):
         return
     assert cpu.instruction_set_of(dtype) in chosen(dtype, 256, 256).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
-    few = cpu.least_keys(dtype) - 1
-    short = chosen(dtype, few, 256)
-    assert short.backend == "native"
-    assert f"got {few}" in short.refusals["cpu"]
+    for head_dim in (16, 128):
+        few = cpu.least_keys(dtype, head_dim) - 1
+        short = chosen(dtype, few, 256, head_dim)
+        assert short.backend == "native"
+        assert f"got {few}" in short.refusals["cpu"]
 
 
 def test_where_there_are_tiles(monkeypatch):
@@ -747,6 +748,7 @@ def test_where_there_are_tiles(monkeypatch):
         assert chosen(dtype, 128, 128).backend == "cpu"
         assert ("AMX" in chosen(dtype, 128, 128).reason) == (dtype != torch.float32)
     assert chosen(torch.float32, 64, 128).backend == "native"
+    assert [chosen(torch.float32, rows, 512, 128).backend for rows in (511, 512)] == ["native", "cpu"]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert "AMX with bfloat16, each number as two" in chosen(torch.float32, 128, 128).reason
     monkeypatch.setattr(cpu, "instruction_set", lambda: AMX - 1)

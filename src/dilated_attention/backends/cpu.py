@@ -46,8 +46,10 @@ faster."""
 
 
 LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
+LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (512, 24, 512)}
 """Keys of a query, of whole segments, from which on `auto` takes this backend, on processors with AVX2 only, with
-AVX-512 and with AMX: below, a tile's gathers and edges cost more than its products (notebook, 2026-11-22)."""
+AVX-512 and with AMX, for a head_dim of up to 64 and for more: below, a tile's gathers and edges cost more than its
+products (notebook, 2026-11-22 and 2026-11-24)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -69,15 +71,16 @@ def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
-    least = least_keys(facts.dtype)
+    least = least_keys(facts.dtype, facts.head_dim)
     if facts.keys < least:
         return f"native is faster where a query sees fewer than {least} keys in its segments; got {facts.keys}"
     return None
 
 
-def least_keys(dtype: torch.dtype) -> int:
-    """Of LEAST_KEYS, on this machine."""
-    return LEAST_KEYS.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
+def least_keys(dtype: torch.dtype, head_dim: int) -> int:
+    """Of LEAST_KEYS or LEAST_KEYS_WIDE, on this machine."""
+    table = LEAST_KEYS if head_dim <= 64 else LEAST_KEYS_WIDE
+    return table.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
 
 
 # ---- the library

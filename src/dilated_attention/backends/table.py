@@ -70,7 +70,7 @@ _REGISTERED = (
         triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
     ),
     Backend(
-        "cpu", "our own kernels in C++, measured faster than PyTorch's operators",
+        "cpu", "our own kernels in C++, measured as fast as PyTorch's operators or faster",
         cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, over_mesh=True, packs_samples=True,
         details=lambda facts: cpu.instruction_set_of(facts.dtype),
     ),
