@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
@@ -97,6 +99,8 @@ def _figure(*panels: tuple[Points, str, dict[str, Any]]) -> Figure | None:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:,g}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
     figure.axes[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -236,16 +240,15 @@ def _compare_shares(rows: list[Record]) -> Figure | None:
     chosen = [row for row in ours if _variant(row) != "ring of one process"]  # lies on LongNet branches
     if not chosen:
         return None
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for row in chosen:
+        kind, at = _variant(row).partition(", ")[0], row["figures"]["share of score entries"]
+        kinds.setdefault(kind, []).append((at, row["over"]["dense"]["median"]))
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     (axes,) = _axes(figure, 1)
-    for row in chosen:
-        at, name = (row["figures"]["share of score entries"], row["over"]["dense"]["median"]), _variant(row)
-        side = -1 if name.startswith("local") else 1  # their neighbours are random
-        axes.plot(*at, "o", color="black", markersize=4, fillstyle="none")
-        axes.annotate(
-            name, at, textcoords="offset points", xytext=(5 * side, -5 * ("branches" in name)), fontsize=6, va="center",
-            ha="left" if side > 0 else "right",
-        )  # fmt: skip
+    for (kind, points), marker in zip(kinds.items(), itertools.cycle("s^ov<>xD")):
+        axes.plot(*zip(*points, strict=True), marker, color="black", markersize=5, fillstyle="none", label=kind)
+    axes.legend(frameon=False, fontsize=8)
     axes.plot((0.01, 1), (0.01, 1), color="0.7", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=(0.004, 2))
     axes.set(xlabel="share of dense attention's score entries", ylabel="time of a forward over dense attention")
