@@ -9,6 +9,7 @@ import torch
 from dilated_attention import dilated_attention, torch_internals
 from dilated_attention.backends import fused, native
 from dilated_attention.backends.dropout import Pairs, dropout_of
+from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
 from tolerances import TOLERANCE, relative_error
 
@@ -27,6 +28,76 @@ def test_schemas_bind(kind, with_lse, is_causal, monkeypatch):
     gradients = native.backward(out, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=0.1)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert len(kinds) > 4
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """(problems, heads, rows, head_dim) of the operators' calls, with the columns that backward appends."""
+    found = []
+    for name, place in (("_fused_forward", 1), ("_fused_backward", 2)):
+        operator = getattr(fused, name)
+
+        def noted(*arguments, operator=operator, place=place):
+            found.append(tuple(arguments[place].shape))
+            return operator(*arguments)
+
+        monkeypatch.setattr(fused, name, noted)
+    return found
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize(
+    ("segment_lengths", "dilation_rates", "size"),
+    [
+        ((2048, 4096), (1, 2), (1, 1 << 22, 16, 64)),
+        ((1000,), (1,), (1, 1_000_000, 11, 200)),
+        ((1 << 22,), (1,), (1, 1 << 22, 16, 64)),  # one problem
+        ((64,), (1,), (70_000, 64, 2, 16)),
+        ((64, 1024), (1, 16), (1, 64 * 70_000, 2, 16)),
+        ((64,), (1,), (3, 64 * 70_000, 2, 16)),  # a sample alone is too much
+        ((256,), (4,), (1, 256 * 70_000, 4, 16)),
+    ],
+)
+def test_calls_of_cuda_stay_within_its_limits(segment_lengths, dilation_rates, size, with_lse, shapes, monkeypatch):
+    monkeypatch.setattr(fused, "_kind", lambda *x: "cuda_flash")
+    plan = plan_dilated(*Dilated(segment_lengths, dilation_rates).branches(size[2])[:3], size[1])
+    q, lse = torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.empty(size[:3], device="meta")
+    native.forward(q, q, q, plan, is_causal=False, scale=0.1)
+    native.backward(q, lse if with_lse else None, q, q, q, q, lse, plan, is_causal=False, scale=0.1)
+    for problems, heads, rows, head_dim in shapes:
+        assert problems <= 65_535
+        columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
+        assert problems * heads * -(-rows // 128) * 128 * columns <= 2**31
+
+
+def test_calls_that_just_fit_the_limits_stay_one(shapes, monkeypatch):
+    monkeypatch.setattr(fused, "_kind", lambda *x: "cuda_flash")
+    for batch, seq_len, heads, head_dim in ((1024, 2048, 16, 64), (65_535, 1, 1, 64)):
+        plan = plan_dilated((seq_len,), (1,), ((0,) * heads,), seq_len)
+        q = torch.empty(batch, seq_len, heads, head_dim, dtype=torch.bfloat16, device="meta")
+        lse = torch.empty(batch, seq_len, heads, device="meta")
+        native.forward(q, q, q, plan, is_causal=False, scale=0.1)
+        native.backward(q, None, q, q, q, q, lse, plan, is_causal=False, scale=0.1)
+    assert shapes == [(1024, 16, 2048, 64)] * 2 + [(65_535, 1, 1, 64)] * 2
+
+
+@pytest.mark.parametrize("seq_len", [96, 100])
+@pytest.mark.parametrize("heads", [(6, 6), (6, 3)], ids=["", "grouped"])
+def test_calls_cut_by_the_limits_give_the_same(heads, seq_len, shapes, monkeypatch):
+    q, k, v = (
+        torch.randn(3, seq_len, n, 16, dtype=torch.float64, requires_grad=True) for n in (heads[0], *heads[1:] * 2)
+    )
+    found = []
+    for problems, elements in ((65_535, 2**31), (5, 7 * 128 * 32), (2, 128 * 32)):
+        shapes.clear()
+        monkeypatch.setattr(native, "_MOST_PROBLEMS", problems)
+        monkeypatch.setattr(native, "_MOST_ACCUMULATED", elements)
+        out, lse = dilated_attention(q, k, v, (16, 48), (1, 3), return_lse=True, backend="native")
+        found.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
+        assert max(shape[0] for shape in shapes) <= problems
+        assert max(shape[0] * shape[1] for shape in shapes) <= elements // (128 * 32)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

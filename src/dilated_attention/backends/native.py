@@ -34,6 +34,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
 """Output of one tile: large against a call's start-up, small enough to be merged from cache and to be allocated from
 memory that the tile before it gave back. An accelerator gets at least a quarter of the whole output a call."""
+_MOST_PROBLEMS = 65_535
+"""Problems of a call: CUDA's operators count them in a dimension of the launch that goes no further; more are an
+"invalid configuration argument" (PyTorch's issue 142228)."""
+_MOST_ACCUMULATED = 2**31
+"""Elements of the buffer in which a call's dq is summed: FlashAttention 2, and PyTorch's copy of it, find their places
+in 32 bits. Beyond, numbers are wrong or an address is illegal (FlashAttention's pull request 2260 mends it)."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -155,12 +161,21 @@ class _Tile:
         return x.as_strided(size, (fold, head_step * per_head, rows.stride * token, *rest), x.storage_offset() + offset)
 
 
-def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...]) -> _Tile | None:
+def _most_heads(rows: Rows, head_dim: int) -> int:
+    """The most problems times heads of a call with these rows each, whose dq is summed in padded rows and columns."""
+    columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
+    return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
+
+
+def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
     """The tile of a group that is every row of every head in one call; its result is the output itself."""
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] and group.keys == rows
     every_head = group.heads == group.head_stride * group.heads == q.shape[2] == k.shape[2]
     if not (group.first and every_row and every_head and _folds(group, tensors)):
+        return None
+    problems = q.shape[0] * rows.segments
+    if problems > _MOST_PROBLEMS or problems * group.heads > _most_heads(rows, head_dim):
         return None
     return _Tile(0, q.shape[0], 0, rows.segments, 0, 1, 0, 1, 1, 0, 1, group.heads)
 
@@ -177,6 +192,7 @@ def _tiles(
     groups: tuple[StridedGroup, ...],
     tensors: tuple[Tensor, ...],
     ratio: int,
+    head_dim: int,
     row_bytes: int,
     limit: int,
     layouts: Layouts | None,
@@ -186,13 +202,14 @@ def _tiles(
     Args:
         tensors: all (batch, seq, ...) tensors that the tiles will view.
         ratio: query heads per key-value head.
+        head_dim: of the calls.
     """
     batches = tensors[0].shape[0]
     per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
     for family in (_Family(group, 1) for group in groups) if per_head else _families(groups):
         group, residues = family.group, family.residues
-        segments = group.queries.segments
-        folds = _folds(group, tensors)
+        segments, most = group.queries.segments, _most_heads(group.queries, head_dim)
+        folds = _folds(group, tensors) and segments <= min(_MOST_PROBLEMS, most)
         # One call spans either all residues of one segment, or all segments of one residue.
         if batches * segments < residues * (1 if folds else batches):
             outer = [(batch, 1, segment, 1, 0, residues) for batch in range(batches) for segment in range(segments)]
@@ -205,11 +222,16 @@ def _tiles(
                 pieces = -(-nb * ns * nr * heads * group.queries.count * row_bytes // limit)
                 splits = [1, 1, 1]
                 axis = 0 if nb > 1 else 1 if ns > 1 else 2  # a folded batch and segment can only be cut by batch
-                splits[axis] = min(pieces, (nb, ns, nr)[axis])
+                length = (nb, ns, nr)[axis]
+                problems = nb * ns * nr // length  # of one step along the axis
+                fit = max(1, min(_MOST_PROBLEMS, most // heads) // problems)
+                splits[axis] = min(max(pieces, -(-length // fit)), length)
+                fit = most // (-(-length // splits[axis]) * problems)
+                head_pieces = max(-(-pieces // splits[axis]), -(-heads // fit))
                 for b, nb_ in _pieces(nb, splits[0]):
                     for s, ns_ in _pieces(ns, splits[1]):
                         for r, nr_ in _pieces(nr, splits[2]):
-                            for h, nh in _pieces(heads, -(-pieces // splits[axis])):
+                            for h, nh in _pieces(heads, head_pieces):
                                 q_first, k_first = q_head + h * q_step, k_head + h * k_step
                                 block = batch + b, nb_, segment + s, ns_, residue + r, nr_
                                 yield group, _Tile(*block, q_first, q_step, ratio, k_first, k_step, nh)
@@ -323,7 +345,7 @@ def forward(
     inputs = tuple(x for x in (q, k, v, key_bias, *words) if x is not None)
     if state is not None:
         out, lse = state
-    elif groups and (tile := _whole(groups[0], q, k, inputs)):
+    elif groups and (tile := _whole(groups[0], q, k, inputs, q.shape[-1])):
         part, part_lse = whole.attend(groups[0], tile)
         out = part.transpose(1, 2).reshape(q.shape).contiguous()
         lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
@@ -335,7 +357,8 @@ def forward(
 
     row_bytes = q.shape[-1] * q.element_size()
     limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
-    for group, tile in _tiles(groups, (*inputs, out), q.shape[2] // k.shape[2], row_bytes, limit, layouts):
+    ratio = q.shape[2] // k.shape[2]
+    for group, tile in _tiles(groups, (*inputs, out), ratio, q.shape[-1], row_bytes, limit, layouts):
         part, part_lse = whole.attend(group, tile)
         rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
         if group.first:
@@ -382,13 +405,14 @@ def backward(
     ratio = q.shape[2] // k.shape[2]
     words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
     inputs = tuple(x for x in (q, k, v, dout, key_bias, *words) if x is not None)
+    head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
     assign = state is None and plan.square and ratio == 1
     # Rows that several parts add to are summed in single precision at least.
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
     if state is not None:
         dq, dk, dv = state
-    elif assign and groups and (tile := _whole(groups[0], q, k, inputs)):
+    elif assign and groups and (tile := _whole(groups[0], q, k, inputs, head_dim)):
         parts = whole.differentiate(merged, groups[0], tile)
         dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
@@ -398,7 +422,7 @@ def backward(
 
     row_bytes = q.shape[-1] * q.element_size()
     limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
-    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, row_bytes, limit, layouts):
+    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, head_dim, row_bytes, limit, layouts):
         part_q, part_k, part_v = whole.differentiate(merged, group, tile)
         if tile.k_step == 0:  # heads share one key-value head
             part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
