@@ -128,24 +128,61 @@ def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
     assert any(x is dense for x in handed[1]), "what needs no copy is not copied"
 
 
+class CUDA:
+    """A tensor's facts that the choice reads."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype, head_dim):
+        self.dtype, self.shape = dtype, (1, 1, 64, head_dim)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """`on(major, minor)`: every CUDA device has this compute capability."""
+
+    def set_capability(*capability):
+        fused._capability_of.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    yield set_capability
+    fused._capability_of.cache_clear()
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_kinds():
-    class CUDA:  # a tensor's facts that the choice reads
-        device = torch.device("cuda")
+@pytest.mark.parametrize(
+    ("capabilities", "kinds"),
+    [
+        ([(7, 0), (7, 5)], {
+            (torch.float16, 64): "cuda_efficient", (torch.bfloat16, 64): "plain", (torch.float32, 64): "cuda_efficient",
+            (torch.float64, 64): "plain", (torch.float16, 20): "plain", (torch.bfloat16, 264): "plain",
+        }),
+        ([(8, 0), (8, 6), (9, 0), (10, 3), (12, 0)], {
+            (torch.bfloat16, 64): "cuda_flash", (torch.float16, 264): "cuda_efficient",
+            (torch.float32, 64): "cuda_efficient", (torch.float64, 64): "plain", (torch.bfloat16, 20): "plain",
+            (torch.bfloat16, 192): "cuda_flash", (torch.float16, 232): "cuda_flash",
+        }),
+        ([(8, 0), (9, 0), (10, 0)], {(torch.bfloat16, 200): "cuda_flash", (torch.float16, 224): "cuda_flash"}),
+        ([(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)], {
+            (torch.bfloat16, 192 + 8): "cuda_efficient", (torch.float16, 224): "cuda_efficient",
+        }),
+    ],
+)  # fmt: skip
+def test_kinds(capabilities, kinds, on):
+    for capability in capabilities:
+        on(*capability)
+        for (dtype, head_dim), kind in kinds.items():
+            x = CUDA(dtype, head_dim)
+            assert fused._kind(x, x, None) == kind
+            assert fused._kind(x, x, torch.zeros(1)) == "plain"
 
-        def __init__(self, dtype, head_dim):
-            self.dtype, self.shape = dtype, (1, 1, 64, head_dim)
 
-    for dtype, head_dim, kind in (
-        (torch.bfloat16, 64, "cuda_flash"),
-        (torch.float16, 264, "cuda_efficient"),
-        (torch.float32, 64, "cuda_efficient"),
-        (torch.float64, 64, "plain"),
-        (torch.bfloat16, 20, "plain"),
-    ):
-        x = CUDA(dtype, head_dim)
-        assert fused._kind(x, x, None) == kind
-        assert fused._kind(x, x, torch.zeros(1)) == "plain"
+@pytest.mark.usefixtures("unchecked")
+def test_kinds_of_rocm(on, monkeypatch):
+    on(12, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x = CUDA(torch.bfloat16, 200)
+    assert fused._kind(x, x, None) == "cuda_flash"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -16,6 +16,7 @@ Measured on CPU. The CUDA branch follows the operators' signatures and has not r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -38,12 +39,28 @@ _CHUNK_OF_ACCELERATORS = 1 << 24
 def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     if q.device.type == "cpu":
         return "cpu" if k.shape[2] >= 16 else "plain"  # below a vector of keys the operator turns a NaN score into 0
-    if q.device.type == "cuda":
-        if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-            return "cuda_flash"
-        if bias is None and q.dtype != torch.float64 and q.shape[-1] % 8 == 0:
-            return "cuda_efficient"
-    return "plain"
+    head_dim = q.shape[-1]
+    if q.device.type != "cuda" or bias is not None or q.dtype == torch.float64 or head_dim % 8:
+        return "plain"
+    capability = _capability(q.device)
+    if capability < (8, 0):
+        return "plain" if q.dtype == torch.bfloat16 else "cuda_efficient"
+    # PyTorch's sdp_utils.cpp: flash has no backward there.
+    refused = 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
+    return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    """What counts as the compute capability of a CUDA device."""
+    return _capability_of(device)
+
+
+@cache
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    if torch.version.hip:  # its operators have none of these limits
+        return 9, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def forward(
