@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from itertools import cycle
@@ -568,6 +569,39 @@ def test_tables_hold_every_pair_once(data, seq_len, heads, is_causal, union):
     with patch.object(tiles, "MAX_EXTRA_STEPS", math.inf if union else 1.05):
         assert seen(plan, "queries", is_causal, shape) == (entries(counts), entries(phantoms))
         assert seen(plan, "keys", is_causal, shape)[0] == entries(counts.mT)
+
+
+@given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 3))
+def test_tables_of_ragged_batches_hold_every_pair_once(data, lengths, heads):
+    branches = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=3))
+    w, r = tuple(max(branch) for branch in branches), tuple(rate for _, rate in branches)
+    table = Dilated(w, r).offset_table(heads)
+    starts = [sum(lengths[:i]) + i for i in range(len(lengths))]
+    plans = [plan_dilated(w, r, table, n, "torchscale") for n in lengths]
+    plan = tiles.concatenate(plans, starts, starts[-1] + lengths[-1])
+    expected = Counter(), Counter(), Counter()
+    for start, n in zip(starts, lengths, strict=True):
+        counts = count_matrix(w, r, table, n, is_causal=False)
+        phantoms = phantom_counts(w, r, table, n, is_causal=False)
+        for into, found in zip(expected, (counts, counts.mT, phantoms), strict=True):
+            into.update({(head, *(start + x for x in at)): number for (head, *at), number in entries(found).items()})
+    with patch.object(tiles, "MAX_EXTRA_STEPS", math.inf):
+        assert seen(plan, "queries", False, Shape(4, 2, 1, 1)) == (expected[0], expected[2])
+        assert seen(plan, "keys", False, Shape(4, 2, 1, 1))[0] == expected[1]
+
+
+def test_tables_of_ragged_batches_take_memory_by_their_tokens():
+    w, r, lengths = (256, 512, 1024), (1, 2, 4), [100 + 617 * i % 1900 for i in range(120)]
+    plans = [plan_dilated(w, r, Dilated(w, r).offset_table(8), n) for n in lengths]
+    peaks = []
+    for number in (30, 120):
+        starts = [sum(lengths[:i]) for i in range(number + 1)]
+        plan = tiles.concatenate(plans[:number], starts[:-1], starts[-1])
+        tracemalloc.start()
+        tiles.tables(plan, "queries", False, Shape(128, 128, 8, 3), None, torch.device("cpu"))
+        peaks.append(tracemalloc.get_traced_memory()[1] / starts[-1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 def test_geometric_branches_take_few_launches():

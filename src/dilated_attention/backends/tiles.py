@@ -261,11 +261,17 @@ def _segment_cells(group: StridedGroup, side: Side, is_causal: bool) -> np.ndarr
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
     """Cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
-    copies = -(-cells[:, ROWS] // size)
-    out = np.repeat(cells, copies, 0)
-    out[:, LIST] = np.arange(len(out)) - np.repeat(np.cumsum(copies) - copies, copies)
-    _advance(out, out[:, LIST], size, side)
+    cell, block = _runs(-(-cells[:, ROWS] // size))
+    out = cells[cell]
+    out[:, LIST] = block
+    _advance(out, block, size, side)
     return out
+
+
+def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of runs that follow one another: which run each element belongs to, and its place in it."""
+    run = np.repeat(np.arange(len(lengths)), lengths)
+    return run, np.arange(len(run)) - (np.cumsum(lengths) - lengths)[run]
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
@@ -300,38 +306,34 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
     """The rows that `groups`, of one head and without masks, hold, cut so that all rows of a cell see the same spans.
 
     Of a residue class modulo the least common multiple of the strides, either all rows inside a segment of a group
-    belong to the group or none does. So the ends of segments cut each class into cells.
+    belong to the group or none does. So the ends of segments cut each class into cells, and a segment has those from
+    one of its ends to the other.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
-    out, most = [], 0
-    for residue in range(period):
-        ends = []
-        for group in groups:
-            own, _ = _sides(group, side)
-            begin = own.start + np.arange(own.segments) * own.segment
-            begin = begin[(residue - begin) % own.stride == 0]
-            ends += [begin, begin + (own.count - 1) * own.stride + 1]
-        if not any(map(len, ends)):
-            continue
-        cuts = np.unique(-((residue - np.concatenate(ends)) // period))  # of the class's first row at or after each end
-        cells = np.zeros((len(cuts) - 1, TILE_FIELDS + SPAN_FIELDS * len(groups)), np.int64)
-        cells[:, START], cells[:, STRIDE], cells[:, ROWS] = residue + period * cuts[:-1], period, np.diff(cuts)
-        spans = np.zeros(len(cells), np.int64)
-        for group in groups:
-            own, loop = _sides(group, side)
-            length = own.segment if own.segments > 1 else (own.count - 1) * own.stride + 1
-            segment, within = np.divmod(cells[:, START] - own.start, length)
-            holds = (segment >= 0) & (segment < own.segments)
-            holds &= (within % own.stride == 0) & (within < own.count * own.stride)
-            at, field = np.nonzero(holds)[0], TILE_FIELDS + SPAN_FIELDS * spans[holds]
-            cells[at, field] = loop.start + segment[at] * loop.segment
-            cells[at, field + 1], cells[at, field + 2], cells[at, field + 3] = loop.stride, loop.count, UNMASKED[side]
-            cells[at, FIRST] |= group.first
-            cells[at, PHANTOMS] += group.phantoms
-            spans += holds
-        out.append(cells[spans > 0])
-        most = max(most, int(spans.max(initial=0)))
-    return np.concatenate(out)[:, : TILE_FIELDS + SPAN_FIELDS * most]
+    segments = np.concatenate([_segment_cells(group, side, is_causal=False) for group in groups])
+    segment, step = _runs(period // segments[:, STRIDE])  # of each class in which it has rows
+    start, stride, rows = segments[segment, START], segments[segment, STRIDE], segments[segment, ROWS]
+    residue = (start + step * stride) % period
+    # Row residue + number * period is known by residue * beyond + number, so that classes come one after another.
+    begin, end = -((residue - start) // period), -((residue - start - (rows - 1) * stride - 1) // period)
+    beyond = int(end.max()) + 1
+    begin, end = residue * beyond + begin, residue * beyond + end
+    cuts = np.unique(np.concatenate([begin, end]))
+    first = np.searchsorted(cuts, begin)
+    span, cell = _runs(np.searchsorted(cuts, end) - first)
+    cell += first[span]
+    order = np.argsort(cell, kind="stable")
+    cell, segment = cell[order], segment[span[order]]
+    spans = np.bincount(cell, minlength=len(cuts) - 1)
+    _, place = _runs(spans)
+    cells = np.zeros((len(spans), TILE_FIELDS + SPAN_FIELDS * int(spans.max())), np.int64)
+    residue, number = np.divmod(cuts[:-1], beyond)
+    cells[:, START], cells[:, STRIDE], cells[:, ROWS] = residue + number * period, period, np.diff(cuts)
+    np.maximum.at(cells[:, FIRST], cell, segments[segment, FIRST])
+    np.add.at(cells[:, PHANTOMS], cell, segments[segment, PHANTOMS])
+    for field in range(SPAN_FIELDS):
+        cells[cell, TILE_FIELDS + SPAN_FIELDS * place + field] = segments[segment, TILE_FIELDS + field]
+    return cells[spans > 0]
 
 
 # ---- lines
@@ -343,9 +345,8 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
-        copies = tiles * len(heads)
-        cell = np.repeat(np.arange(len(cells)), copies)
-        head, tile = np.divmod(np.arange(len(cell)) - np.repeat(np.cumsum(copies) - copies, copies), tiles[cell])
+        cell, copy = _runs(tiles * len(heads))
+        head, tile = np.divmod(copy, tiles[cell])
         if side == "queries":
             tile = tiles[cell] - 1 - tile
         block = np.zeros((len(cell), columns), np.int64)
