@@ -379,6 +379,27 @@ def test_tables_of_any_strides(make):
         assert torch.equal(attention(q, q, q, made, backend=backend), attention(q, q, q, layout, backend=backend))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layout: BlockLayout.local(64, 5, 8),
+        lambda layout: layout | BlockLayout.global_(64, 1, 8),
+        lambda layout: layout.causal(),
+        lambda layout: BlockLayout.from_mask(torch.eye(8, dtype=torch.bool), 64, 8),
+    ],
+    ids=["built", "union", "causal", "mask"],
+)
+def test_what_is_made_under_inference_mode_serves_training(make):
+    layout = BlockLayout.local(64, 20, 8)
+    with torch.inference_mode():
+        made = make(layout)
+    q, k, v = (torch.randn(1, 64, 2, 8, requires_grad=True) for _ in range(3))
+    actual, expected = (
+        torch.autograd.grad(attention(q, k, v, x, backend="native").sum(), (q, k, v)) for x in (made, make(layout))
+    )
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("block_size", [1, 3, (2, 1)])
 def test_what_an_indexer_chose(lead, block_size):

@@ -85,7 +85,11 @@ class BlockLayout:
         if self.indices.ndim != 1:
             raise ValueError(f"indices must be one flat list, got shape {tuple(self.indices.shape)}")
         for name in ("indptr", "indices"):
-            object.__setattr__(self, name, getattr(self, name).contiguous())  # as kernels read it
+            table = getattr(self, name).contiguous()  # as kernels read it
+            if not torch.compiler.is_compiling() and table.is_inference():  # which no later training could save
+                with torch.inference_mode(False):
+                    table = table.clone()
+            object.__setattr__(self, name, table)
 
     # ---- builders
 
