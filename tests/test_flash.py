@@ -106,7 +106,7 @@ def four_forward(q, k, v, *rest, softmax_scale=None, causal=False, return_lse=Fa
     return attend(q, k, v, softmax_scale, causal)
 
 
-def four_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
+def four_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False):
     gradients = differentiate(dout, q, k, v, out, lse, softmax_scale, causal)
     return tuple(x.to(q.dtype) for x in gradients)
 
@@ -178,6 +178,23 @@ def test_random_calls(call, dtype, number):
         )
         patches.enter_context(mock.patch.dict(BACKENDS, {"flash": there}))
         test_properties.check(call, dtype, "flash")
+
+
+@pytest.mark.parametrize("number", STAND_INS)
+def test_backward_is_deterministic_where_pytorch_is_told_so(installed, monkeypatch, number):
+    installed(number)
+    name, asked = "_flash_attn_bwd" if number == 4 else "_flash_attn_backward", []
+
+    def backward(*tensors, deterministic, **options):
+        asked.append(deterministic)
+        return STAND_INS[number][name](*tensors, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(sys.modules[flash.MODULES[number]], name, backward)
+    q, lse = torch.randn(1, 2, 16, 16).half(), torch.zeros(1, 2, 16)
+    for enabled in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
+        flash.backward(q, None, q, q, q, q, lse, False, 0.25, None)
+    assert asked == [False, True]
 
 
 def test_views_are_not_copied(installed, monkeypatch):

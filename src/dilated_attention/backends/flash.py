@@ -1,8 +1,8 @@
 """FlashAttention's operators under `fused`'s signature, where one of its packages is installed: never required.
 
 FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass as they are; its
-backward takes out and lse, the merged ones. It has no mask but the causal one and a dropout of its own: calls that need
-more are refused.
+backward takes out and lse, the merged ones, and is deterministic where `torch.use_deterministic_algorithms` says so. It
+has no mask but the causal one and a dropout of its own: calls that need more are refused.
 
 The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
 Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.
@@ -124,18 +124,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     number, module = _library(q)
     dout, q, k, v, out = (aligned(x).transpose(1, 2) for x in (dout, q, k, v, out))
-    lse = lse.contiguous()
+    lse, deterministic = lse.contiguous(), torch.are_deterministic_algorithms_enabled()
     if number == 4:
-        gradients = module._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal)[:3]
+        gradients = module._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal, deterministic=deterministic
+        )[:3]
     else:
         gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if number == 2:
             module._flash_attn_backward(
                 dout, q, k, v, out, lse, *gradients, dropout_p=0.0, softmax_scale=scale, causal=is_causal,
-                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
             )  # fmt: skip
         else:  # releases call its last argument causal and is_causal
-            module._flash_attn_backward(dout, q, k, v, out, lse, *(None,) * 6, *gradients, scale, is_causal)
+            module._flash_attn_backward(
+                dout, q, k, v, out, lse, *(None,) * 6, *gradients, scale, is_causal, deterministic=deterministic
+            )
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 
