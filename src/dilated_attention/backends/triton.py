@@ -57,8 +57,8 @@ class Rule:
 RULES = (
     Rule("a block layout", "gathers keys in hundreds of calls: of 10 % random blocks of 128, 32,768 tokens, 16 heads of"
          " 128, 540 calls and 6.7 GB"),
-    Rule("dropout_p", "multiplies in thousands of chunks"),
-    Rule("key_padding_mask", "holds all scores of a branch in memory"),
+    Rule("dropout_p", "multiplies in hundreds of chunks"),
+    Rule("key_padding_mask", "multiplies in hundreds of chunks"),
     Rule("", "makes a call a branch and merges", least={}),
 )  # fmt: skip
 """The first whose `asks` the call has counts."""
