@@ -35,6 +35,7 @@ from dilated_attention.backends import triton as backend
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.backends.table import BACKENDS
+from dilated_attention.cache import PlanCache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
 from dilated_attention.layout import BlockLayout
@@ -634,6 +635,33 @@ def test_tables_refuse_tokens_that_they_cannot_name():
     plan = Plan(2**31 + 8, 1, (group,), covered=False, square=True)
     with pytest.raises(UnsupportedError, match=r"address 2\^31 tokens of all samples; got token 2147483648"):
         tiles.tables(plan, "queries", False, Shape(16, 16, 1, 1), None, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+@pytest.mark.parametrize("number", [0, 7], ids=["the default stream", "another"])
+def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypatch):
+    stream, recorded = SimpleNamespace(cuda_stream=number), []
+
+    def table(name):
+        return SimpleNamespace(nbytes=0, record_stream=lambda stream: recorded.append((name, stream)))
+
+    lists = SimpleNamespace(indptr=table("row starts"), indices=table("rows"))
+    lists.transposed = SimpleNamespace(indptr=table("column starts"), indices=table("columns"))
+    lists.block_size, lists.is_causal = (8, 8), False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tiles, "longest", lambda *x: (64, 64))
+    monkeypatch.setattr(tiles, "tables", lambda *x: [SimpleNamespace(lines=table("tiles"))])
+    q = SimpleNamespace(
+        device=torch.device("cuda", 0), shape=(1, 64, 1, 16), numel=lambda: 1024, element_size=lambda: 2
+    )
+    monkeypatch.setattr(backend, "plan_cache", PlanCache(1000))
+    plan = plan_dilated((64,), (1,), ((0,),), 64)
+    for layouts in (None, {64: lists}):
+        backend._launches(kernel, q, plan, False, layouts, False)
+    expected = ["column starts", "columns"] if kernel == "dkdv" else ["row starts", "rows"]
+    assert recorded == ([(name, stream) for name in ["tiles", "tiles", *expected]] if number else [])
 
 
 def test_tf32_is_pytorch_s_choice_and_nvidia_s(monkeypatch):

@@ -25,6 +25,7 @@ from dilated_attention.backends.tiles import Layouts
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.value import Transposed
 from dilated_attention.plan import Plan
 
 Tensors = Mapping[str, Any]
@@ -305,7 +306,7 @@ class Launch:
     ) -> None:
         """`tensors`: the kernel's, by name, but for the lists of a layout; `chain` as in kernels/strided.py."""
         layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
-        lists = layout if layout is None or side_of(self.kernel) == "queries" else layout.transposed
+        lists = None if layout is None else _lists(layout, self.kernel)
         indptr, indices = (None, None) if lists is None else (lists.indptr, lists.indices)
         tensors = {**tensors, "INDPTR": indptr, "INDICES": indices}
         q, k = tensors["Q"], tensors["K"]
@@ -372,7 +373,20 @@ def _launches(
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
     key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
-    return plan_cache.get(key, make)
+    held = plan_cache.get(key, make)
+    if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
+        # Not the default stream, whose memory the tables have: when nobody holds them any more, it would give that away
+        # before this stream has read it. A capture may record a stream, too.
+        lists = [_lists(layout, kernel) for layout in (layouts or {}).values()]
+        tables = [launch.table.lines for launch in held.launches]
+        for table in (*tables, *(x for each in lists for x in (each.indptr, each.indices))):
+            table.record_stream(stream)
+    return held
+
+
+def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
+    """The lists that a kernel reads."""
+    return layout if side_of(kernel) == "queries" else layout.transposed
 
 
 # ---- arguments
