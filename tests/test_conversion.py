@@ -86,6 +86,17 @@ def test_a_shared_module_stays_shared():
     assert model["a"].q_proj_weight is attention.q_proj_weight
 
 
+def test_tied_projections_stay_tied():
+    theirs = nn.MultiheadAttention(16, 4, vdim=8, batch_first=True, **F64)
+    theirs.k_proj_weight = theirs.q_proj_weight
+    model = nn.ModuleList([copy.deepcopy(theirs)])
+    convert_attention(model, *WHOLE)
+    ours = model[0]
+    assert ours.k_proj_weight is ours.q_proj_weight
+    inputs = torch.randn(2, 11, 16, **F64), torch.randn(2, 11, 16, **F64), torch.randn(2, 11, 8, **F64)
+    assert relative_error(ours(*inputs)[0], theirs(*inputs)[0]) <= TOLERANCE[torch.float64]
+
+
 class Custom(nn.MultiheadAttention):
     pass
 

@@ -108,6 +108,6 @@ def _dilated(
     )
     Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups).offset_table(theirs.num_heads)
     ours.out_proj = theirs.out_proj
-    for name, parameter in theirs.named_parameters(recurse=False):
+    for name, parameter in theirs.named_parameters(recurse=False, remove_duplicate=False):
         setattr(ours, name, parameter)
     return ours.train(theirs.training)
