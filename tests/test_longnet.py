@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, packing
 from dilated_attention.nn import Rotary, TransformerBlock, rotate
@@ -132,6 +133,23 @@ def test_packs_without_gradients_change_nothing(config, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_reentrant_checkpointing_repeats_the_dropout(kind, monkeypatch):
+    """Its forward runs without gradients, and draws nonetheless what the recomputation draws."""
+    monkeypatch.setattr(packing, "PACK", 25)
+    model = LongNetEncoder(dataclasses.replace(MAGNETO, **{kind: 0.5})).double()
+    x = torch.randn(3, 30, 32, dtype=torch.float64)
+    results = []
+    for reentrant in (True, False):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        out = checkpoint(lambda x: model(x, lengths=[7, 20, 30]), given, use_reentrant=reentrant)
+        out.sin().sum().backward()
+        results.append((out, given.grad))
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second)
+
+
 def test_a_ragged_batch_in_single_precision(model):
     x, lengths = torch.randn(3, 700, 32), [700, 64, 333]
     encoder = LongNetEncoder(dataclasses.replace(FAMILY["torchscale"], pattern=Dilated((128, 512), (1, 4))))
@@ -193,6 +211,17 @@ def test_without_gradients_the_mlp_runs_in_pieces():
     torch.testing.assert_close(pieces, block(x))
     torch.testing.assert_close(strided, pieces)
     assert torch.equal(x, before)
+
+
+def test_with_dropout_the_mlp_runs_whole():
+    """The pieces of a forward without gradients would drop other elements than its recomputation with them."""
+    block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,)), dropout=0.5)
+    sizes = []
+    block.mlp.register_forward_hook(lambda mlp, inputs, out: sizes.append(out[..., 0].numel()))
+    with torch.no_grad():
+        block(torch.randn(1, _ROWS + 7, 8))
+        block.eval()(torch.randn(1, _ROWS + 7, 8))
+    assert sizes == [_ROWS + 7, _ROWS, 7]
 
 
 @pytest.mark.parametrize("ragged", [False, True])

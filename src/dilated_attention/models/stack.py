@@ -221,7 +221,9 @@ class LongNetStack(Pretrained):
     ) -> list[Tensor]:
         """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
         runs = packs(counts) if cu_seqlens is not None and cache is None and sources is None else []
-        if len(runs) > 1 and not torch.is_grad_enabled():
+        # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
+        drops = self.training and max(self.config.dropout, self.config.attention_dropout) > 0
+        if len(runs) > 1 and not (torch.is_grad_enabled() or drops):
             options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers, "first_only": first_only}
             found = []
             for pack, tokens in runs:

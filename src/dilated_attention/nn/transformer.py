@@ -281,7 +281,9 @@ class TransformerBlock(nn.Module):
             assert source is not None
             read = self.cross_attention(self.cross_norm(x), source, source_mask, cu_seqlens)
             x = x + self.dropout(read)
-        if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= _ROWS:
+        # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
+        drops = self.training and self.dropout.p > 0
+        if torch.is_grad_enabled() or drops or x.shape[0] * x.shape[1] <= _ROWS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):
