@@ -361,6 +361,16 @@ def test_scores_that_overflow(name, block_size, is_causal):
                     assert torch.equal(layout.dense_mask()[..., :160, :], before)
 
 
+@pytest.mark.parametrize("name", ["topk", "topp", "lsh", "buckets", "vertical and slash", "learned"])
+@pytest.mark.parametrize("block_size", [16, (16, 4), (6, 4), (4, 16)], ids=str)
+def test_how_many_tokens_follow_changes_no_choice(name, block_size):
+    q, k = make(64, 2, 1)
+    route = routers(block_size, True)[name]
+    whole = route(q, k).dense_mask()
+    for seq_len in (49, 53, 58):
+        assert torch.equal(route(q[:, :seq_len], k[:, :seq_len]).dense_mask(), whole[..., :seq_len, :seq_len])
+
+
 def test_the_guarantee_would_catch_a_look_ahead():
     q, k = make(256, 1, 1, batch=1)
     ahead = routing.topk_blocks(q, k, 0.3, block_size=16).causal()

@@ -82,13 +82,19 @@ class Candidates(BlockGrid):
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def budget(self, density: float | None) -> Tensor:
-        """Blocks per row, `(rows,)`: round(density * visible), at least `floor` and the diagonal."""
+        """Blocks per row, `(rows,)`: round(density * visible), at least `floor` and the diagonal.
+
+        A causal last query block that is partial gets what it would get if it were whole, but for the diagonal blocks
+        that it lacks: it chooses as many others, however many tokens follow.
+        """
         visible = self.visible().to(self.device)
+        whole = (self.edges[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
         wanted = torch.zeros_like(visible)
         if density is not None:
             check_density(density)
-            wanted = (visible * density).round().long()
-        return torch.maximum(wanted.clamp(min=self.floor), self.always.sum(-1)).minimum(visible)
+            wanted = (whole * density).round().long()
+        present = wanted.clamp(min=self.floor) - (whole - visible)
+        return torch.maximum(present, self.always.sum(-1)).minimum(visible)
 
     def ranked(self, at: slice, share: Tensor) -> Tensor:
         """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""

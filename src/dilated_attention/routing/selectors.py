@@ -51,7 +51,8 @@ def topk_blocks(
     """The round(density * n) of a query block's n key blocks that carry the largest estimated shares of its softmax.
 
     Every row has max(floor, round(density * n)) blocks, or all that it can see; the diagonal counts among them and
-    comes first. `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
+    comes first. When causal, a partial last query block chooses as many blocks before the diagonal as if it were whole.
+    `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     return largest_shares(q, k, density, grid, group=per_kv_head)
