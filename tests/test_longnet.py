@@ -77,6 +77,18 @@ def test_loss_is_the_mean_over_next_tokens(model):
     assert abs(model.loss(tokens).item() - math.log(50)) < 1.5
 
 
+def test_an_output_of_its_own_is_called():
+    """Its hooks run, and an adapter may take its place."""
+    model = LongNetLM(dataclasses.replace(SMALL, tie_embeddings=False))
+    tokens = torch.randint(50, (2, 12))
+    seen = []
+    model.output.register_forward_hook(lambda output, inputs, logits: seen.append(logits))
+    logits = model(tokens)
+    assert torch.equal(seen[0], logits)
+    model.output = torch.nn.Sequential(model.output, torch.nn.Softplus())
+    torch.testing.assert_close(model(tokens), logits.exp().log1p())
+
+
 def test_positions_move_nothing_but_rotations(model):
     tokens = torch.randint(50, (1, 12))
     torch.testing.assert_close(model(tokens, positions=torch.arange(12)), model(tokens))

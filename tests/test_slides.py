@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongViT, LongViTConfig
 from dilated_attention.patterns import Dilated
@@ -157,6 +158,16 @@ def test_numpy_and_integers():
         model.tokens(x, coords.numpy())
     with pytest.raises(ValueError, match=r"images must be a torch.Tensor; got ndarray"):
         LongViT(LongViTConfig(image_size=64, encoder=ENCODER))(torch.randn(1, 3, 64, 64).numpy())
+
+
+def test_an_adapter_may_take_the_place_of_the_first_layer():
+    """A module without a weight, as after `torch.ao.quantization.quantize_dynamic`."""
+    model, vit = GigaPathSlideEncoder(SMALL), LongViT(LongViTConfig(image_size=64, encoder=ENCODER))
+    inputs, images = slides(20, 2), torch.randn(1, 3, 64, 64)
+    before = model(*inputs), vit(images)
+    model.projection, vit.patches = nn.Sequential(model.projection), nn.Sequential(vit.patches)
+    assert torch.equal(model(*inputs), before[0])
+    assert torch.equal(vit(images), before[1])
 
 
 def test_tiles_first_is_warned_of():

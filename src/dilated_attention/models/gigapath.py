@@ -168,7 +168,7 @@ class GigaPathSlideEncoder(Pretrained):
     ) -> tuple[Float[Tensor, "1 tokens embed_dim"], list[int]]:
         """What the encoder is given: of each slide the cls token and its tiles, packed; and the tiles of each slide."""
         config = self.config
-        require_like(self.projection.weight, x=x)
+        require_like(self.cls, x=x)
         if not isinstance(coords, Tensor) or coords.dtype in (torch.float16, torch.bfloat16):
             kind = coords.dtype if isinstance(coords, Tensor) else type(coords).__name__
             raise ValueError(

@@ -126,7 +126,7 @@ class LongNetLM(LongNetStack):
 
     def logits(self, states: Float[Tensor, "*rows embed_dim"]) -> Float[Tensor, "*rows vocab"]:
         assert self.embedding is not None
-        return F.linear(states, self.embedding.weight if self.output is None else self.output.weight)
+        return F.linear(states, self.embedding.weight) if self.output is None else self.output(states)
 
     def forward(
         self,

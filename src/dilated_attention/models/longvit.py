@@ -105,7 +105,7 @@ class LongViT(Pretrained):
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
         config = self.config
         require_one_device(self, self.encoder.mesh)
-        require_like(self.patches.weight, images=images)
+        require_like(self.positions, images=images)
         if (
             images.dim() != 4
             or images.shape[1] != config.in_chans
