@@ -186,6 +186,28 @@ def test_positions_of_ragged_samples():
         model(x, positions=positions * 100_000)
 
 
+def test_positions_of_padding_mean_nothing():
+    """With xPos, whose range has an end: each sample's own positions make its origin."""
+    model = LongNetEncoder(MAGNETO).double()
+    x, lengths = torch.randn(3, 20, 32, dtype=torch.float64), [20, 9, 0]
+    positions = torch.arange(8_000_000, 8_000_020).repeat(3, 1)
+    padded = positions.clone()
+    padded[1, 9:], padded[2] = 0, -7
+    states = model(x, lengths=lengths, positions=padded)
+    for i, n in enumerate(lengths[:2]):
+        alone = model(x[i : i + 1, :n], positions=positions[:1, :n])
+        torch.testing.assert_close(states[i, :n], alone[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(x, lengths=lengths, positions=positions[0]), states, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int8, torch.int32])
+def test_positions_of_any_integers(dtype):
+    """As if they were int64: a uint8 less the origin is negative."""
+    model = LongNetEncoder(MAGNETO).double()
+    x, positions = torch.randn(1, 20, 32, dtype=torch.float64), torch.arange(107, 127)
+    assert torch.equal(model(x, positions=positions.to(dtype)), model(x, positions=positions))
+
+
 @pytest.mark.parametrize("lengths", [[3, 51], [3], [3, -1], [3, 2.0], "ab"])
 def test_wrong_lengths(lengths):
     with pytest.raises(ValueError, match="lengths must"):

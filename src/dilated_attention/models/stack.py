@@ -288,9 +288,11 @@ class LongNetStack(Pretrained):
             raise ValueError(
                 f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
             )
-        positions = positions.view(-1, seq)
+        positions = (positions if positions.is_floating_point() else positions.long()).view(-1, seq)
         if rotary.scale_base is None or not seq:
             return positions, positions[:, :1]
+        if min(counts, default=seq) < seq:  # the first one for padding, which may hold anything
+            positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
         origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
         if not torch.compiler.is_compiling():
             rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
