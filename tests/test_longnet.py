@@ -247,6 +247,18 @@ def test_without_gradients_the_mlp_runs_in_pieces():
     assert torch.equal(x, before)
 
 
+def test_what_the_pieces_of_the_mlp_read_stays():
+    """A hook may keep it."""
+    block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,))).double()
+    x = torch.randn(1, _ROWS + 7, 8, dtype=torch.float64)
+    kept = []
+    block.mlp_norm.register_forward_hook(lambda norm, inputs, out: kept.append(inputs[0].view(-1, 8)))
+    block(x)
+    with torch.no_grad():
+        block(x)
+    torch.testing.assert_close(torch.cat(kept[1:]), kept[0])
+
+
 def test_with_dropout_the_mlp_runs_whole():
     """The pieces of a forward without gradients would drop other elements than its recomputation with them."""
     block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,)), dropout=0.5)
