@@ -308,9 +308,9 @@ def test_compiled_and_exported(fresh_python):
         import warnings
         import torch
         from torch import nn
-        from dilated_attention import UnsupportedError, dilated_attention
+        from dilated_attention import Dilated, UnsupportedError, dilated_attention
         from dilated_attention.integrations import convert_attention
-        from dilated_attention.nn import MultiheadDilatedAttention
+        from dilated_attention.nn import MultiheadDilatedAttention, TransformerBlock
 
         torch.manual_seed(0)
         model = MultiheadDilatedAttention(16, 4, segment_lengths=[4, 16], dilation_rates=[1, 4])
@@ -373,6 +373,19 @@ def test_compiled_and_exported(fresh_python):
             assert "only the causal one" in str(error), error
         else:
             raise AssertionError("a mask that is not causal passed")
+
+        # One graph for any length, also where the MLP would otherwise run in pieces.
+        graphs = []
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+        block = TransformerBlock(8, 2, 2, 16, Dilated((16,), (1,))).eval()
+        pieces = torch.compile(block, fullgraph=True, backend=count, dynamic=True)
+        for tokens in (2000, 2100, 5000):
+            given = torch.randn(1, tokens, 8)
+            with torch.no_grad():
+                torch.testing.assert_close(pieces(given), block(given))
+        assert len(graphs) == 1
 
         length = torch.export.Dim("length", min=2, max=4096)
         exported = torch.export.export(

@@ -21,6 +21,7 @@ from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
+# A compiled graph has one piece: with more it would be of one length.
 _ROWS = 2048
 
 
@@ -283,7 +284,8 @@ class TransformerBlock(nn.Module):
             x = x + self.dropout(read)
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and self.dropout.p > 0
-        if torch.is_grad_enabled() or drops or x.shape[0] * x.shape[1] <= _ROWS:
+        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling()
+        if whole or x.shape[0] * x.shape[1] <= _ROWS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):
