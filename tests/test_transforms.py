@@ -310,6 +310,7 @@ def test_compiled_and_exported(fresh_python):
         from torch import nn
         from dilated_attention import Dilated, UnsupportedError, dilated_attention
         from dilated_attention.integrations import convert_attention
+        from dilated_attention.models import LongNetConfig, LongNetLM
         from dilated_attention.nn import MultiheadDilatedAttention, TransformerBlock
 
         torch.manual_seed(0)
@@ -386,6 +387,22 @@ def test_compiled_and_exported(fresh_python):
             with torch.no_grad():
                 torch.testing.assert_close(pieces(given), block(given))
         assert len(graphs) == 1
+
+        # A whole model, with positions of its own or given.
+        options = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "positions": "xpos"}
+        config = LongNetConfig(pattern=Dilated((8, 16), (1, 2)), **options)
+        lm = LongNetLM(config).eval()
+        for given in (False, True):
+            whole, graphs = torch.compile(lm, fullgraph=True, backend=count, dynamic=True), []
+            for batch, tokens in ((2, 20), (2, 30), (3, 40)):
+                ids = torch.randint(17, (batch, tokens))
+                options = {"positions": torch.arange(5, 5 + tokens)} if given else {}
+                torch.testing.assert_close(whole(ids, **options), lm(ids, **options))
+            assert len(graphs) == 1
+        sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+        exported = torch.export.export(lm, (ids,), dynamic_shapes=(sizes,)).module()
+        ids = torch.randint(17, (5, 33))
+        torch.testing.assert_close(exported(ids), lm(ids))
 
         length = torch.export.Dim("length", min=2, max=4096)
         exported = torch.export.export(

@@ -156,14 +156,16 @@ class LongNetStack(Pretrained):
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                     )
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
-        counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
+        counts = None if lengths is None else checked_lengths(lengths, batch, seq)
+        if counts is not None and all(count == seq for count in counts):
+            counts = None  # nothing is padding
         places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
         options: dict[str, Any] = {
             "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers,
             "first_only": first_only, **sources,
         }  # fmt: skip
-        if min(counts, default=seq) == seq:
-            return self._run(x, counts, places, None, **options)
+        if counts is None:
+            return self._run(x, None, places, None, **options)
         kept = within(counts, seq, x.device)
         if places is not None:
             places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
@@ -207,7 +209,7 @@ class LongNetStack(Pretrained):
     def _run(
         self,
         x: Tensor,
-        counts: list[int],
+        counts: list[int] | None,
         places: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor | None,
         *,
@@ -219,8 +221,9 @@ class LongNetStack(Pretrained):
         sources: list[tuple[Tensor, Tensor]] | None = None,
         source_mask: Tensor | None = None,
     ) -> list[Tensor]:
-        """The blocks and the norm. places: positions and the origins of xPos; cu_seqlens: where samples are packed."""
-        runs = packs(counts) if cu_seqlens is not None and cache is None and sources is None else []
+        """The blocks and the norm. counts, cu_seqlens: tokens of each sample and where they start, where samples are
+        packed. places: positions and the origins of xPos."""
+        runs = packs(counts) if counts is not None and cache is None and sources is None else []
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and max(self.config.dropout, self.config.attention_dropout) > 0
         if len(runs) > 1 and not (torch.is_grad_enabled() or drops):
@@ -235,11 +238,10 @@ class LongNetStack(Pretrained):
             assert self.config.rotary is not None
             tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
         if cache is not None:
-            shard = None
-            if self.mesh is not None:
-                assert seq_len is not None
-                counts, shard = [seq_len] * len(counts), sequence_range(seq_len, self.mesh)
-            cache.begin(counts, packed=cu_seqlens is not None, shard=shard)
+            whole = x.shape[1] if seq_len is None else seq_len
+            lengths = [whole] * len(x) if counts is None else counts
+            shard = None if self.mesh is None else sequence_range(whole, self.mesh)
+            cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
         states = [x]
         for i, block in enumerate(self.blocks):
             options = {
@@ -256,17 +258,17 @@ class LongNetStack(Pretrained):
                 x = block(x, tables, is_causal, **options)
             states = [*states, x] if all_layers else [x]
         if cache is not None:
-            cache.end(counts)
+            cache.end(lengths)
             if self.mesh is not None:
                 cache.join(self.mesh)
         return [*states, self.norm(x)] if all_layers else [self.norm(x)]
 
     def _positions(
-        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
+        self, x: Tensor, positions: Tensor | None, counts: list[int] | None, seq_len: int | None
     ) -> tuple[Tensor, Tensor]:
         """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`.
 
-        seq_len: over a mesh, the length of the whole sequence.
+        counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
         """
         rotary, (batch, seq, _) = self.config.rotary, x.shape
         assert rotary is not None
@@ -281,9 +283,11 @@ class LongNetStack(Pretrained):
             )
         if positions is None:
             rotary.check((seq + 1) // 2, dtype_of_products(x))
-            origins = torch.tensor([count // 2 for count in counts], dtype=torch.int64, device=x.device)[:, None]
-            same = len(set(counts)) == 1
-            return torch.arange(seq, device=x.device)[None], origins[:1] if same else origins
+            if counts is None:
+                origins = torch.full((1, 1), seq // 2, device=x.device)
+            else:
+                origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+            return torch.arange(seq, device=x.device)[None], origins
         if positions.shape not in ((seq,), (batch, seq)):
             raise ValueError(
                 f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
@@ -291,7 +295,7 @@ class LongNetStack(Pretrained):
         positions = (positions if positions.is_floating_point() else positions.long()).view(-1, seq)
         if rotary.scale_base is None or not seq:
             return positions, positions[:, :1]
-        if min(counts, default=seq) < seq:  # the first one for padding, which may hold anything
+        if counts is not None:  # the first one for padding, which may hold anything
             positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
         origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
         if not torch.compiler.is_compiling():
