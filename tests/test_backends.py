@@ -107,12 +107,13 @@ def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
 
 @pytest.mark.parametrize("is_grad", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "native", "reference"])
-def test_another_default_device(backend, is_grad):
+@pytest.mark.parametrize("ends", [{"lengths": [290]}, {"cu_seqlens": torch.tensor([0, 290, 300])}], ids=str)
+def test_another_default_device(backend, is_grad, ends):
     """What a call allocates lies where its tensors lie, whatever torch.set_default_device says."""
 
     def values():
         q = k = v = torch.linspace(-1, 1, 300 * 64, device="cpu").sin().view(1, 300, 2, 32).requires_grad_(is_grad)
-        given = {"lengths": [290], "return_lse": True}
+        given = {**ends, "return_lse": True}
         found = attention(q, k, v, Dilated((256, 300), (1, 2)), backend=backend, **given)
         return [*found, *torch.autograd.grad(found[0].sum(), q)] if is_grad else found
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from dilated_attention import attention
+from dilated_attention import Dilated, attention
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import BlockLayout, builders
 from dilated_attention.layout.spans import BlockGrid
@@ -358,6 +358,31 @@ def test_tables_move_to_a_device():
     moved = layout.to("meta")
     assert moved.device.type == moved.indptr.device.type == "meta"
     assert layout.device.type == "cpu"
+
+
+@BSR_IS_BETA
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BlockLayout.local(600, 40, 16) | BlockLayout.global_(600, [3, 20], 16),
+        lambda: BlockLayout.local(600, density=0.3, block_size=16, is_causal=True),
+        lambda: BlockLayout.random(600, 0.8, 0, 16),
+        lambda: BlockLayout.strided(600, 40, 16),
+        lambda: BlockLayout.dilated(600, [1, 2], block_size=16),
+        lambda: BlockLayout.bigbird(600, window=40, global_tokens=1, random_blocks=2, seed=0, block_size=16),
+        lambda: BlockLayout.hierarchical(600, [(1, 8), (20, None)], 16),
+        lambda: BlockLayout.from_indices([0, 1, 2], [0, 1], 16, 8),
+    ],
+)
+def test_another_default_device(make):
+    expected = make()
+    with torch.device("meta"):
+        layout = make()
+        density, coverage = layout.density, (Dilated((8,), (1,)) * layout.prefix(8)).coverage(24, 2)
+        sparse = layout.to_torch_sparse()
+    assert layout == expected
+    assert density == expected.density
+    assert coverage.device.type == sparse.device.type == "cpu"
 
 
 def test_tables_from_elsewhere_are_copied():

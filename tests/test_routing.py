@@ -119,6 +119,15 @@ def test_small_blocks(name, block_size, is_causal):
     assert layout & diagonal == diagonal | (layout & diagonal)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "learned"])  # which makes parameters there
+def test_another_default_device(name):
+    q, k = make(100, 4, 2)
+    choose = routers(16, True)[name]
+    expected = choose(q, k)
+    with torch.device("meta"):
+        assert choose(q, k) == expected
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [16, (16, 48)], ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -99,6 +99,14 @@ def test_a_hidden_key_may_hold_anything(name, number):
         assert torch.equal(actual, expected)
 
 
+def test_another_default_device():
+    q, k = torch.randn(1, 20, 2, 4), torch.randn(1, 20, 2, 4)
+    expected = attention_weights(q, k, Dilated((8, 20), (1, 2)))
+    with torch.device("meta"):
+        weights = attention_weights(q, k, Dilated((8, 20), (1, 2)))
+    assert torch.equal(weights.to_dense(), expected.to_dense())
+
+
 def test_weights_times_values_is_the_output():
     q, k, v = (torch.randn(2, N, h, 8, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS))
     layout = some((2, HEADS), 0.3)

@@ -73,7 +73,8 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
                 f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
             )
     if cu_seqlens is not None:
-        cu_seqlens = torch.as_tensor(cu_seqlens)
+        if not isinstance(cu_seqlens, Tensor):  # torch.as_tensor takes a tensor to the default device
+            cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
         if (
             cu_seqlens.dim() != 1
             or not len(cu_seqlens)

@@ -192,7 +192,7 @@ class Dilated:
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
         plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
-        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan.groups:
             rows = group.queries
             keys.as_strided(
@@ -333,7 +333,7 @@ class Product:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
         dilated, ratio = self.dilated, num_heads // kv_heads
         table = dilated.offset_table(kv_heads)
-        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
             rows = group.queries
             layout = self.layout_of(rows.count)

@@ -79,7 +79,9 @@ def attention_weights(
             indices.append(at)
         shape = (batch, heads, seq_len, seq_len)
         # A key that several branches show is one entry for each, which coalescing adds up.
-        weights = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), shape, check_invariants=False)
+        weights = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), shape, device=q.device, check_invariants=False
+        )
         return weights.coalesce().to(q.dtype)
 
 

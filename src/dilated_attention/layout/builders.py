@@ -50,7 +50,7 @@ def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float 
         return leading(grid, int(tokens), density)
     if tokens is None:
         return leading(grid, None, density)
-    positions = torch.as_tensor(tokens)
+    positions = torch.as_tensor(tokens, device="cpu")
     if positions.ndim == 0:
         number: Any = positions.tolist()
         return leading(grid, number, density)  # which refuses what is no whole number
@@ -86,7 +86,7 @@ def strided(grid: BlockGrid, stride: int) -> Spans:
     if stride <= grid.k_block:  # every whole key block holds a hit: one interval, up to the last hit
         hit = origin + (grid.seq_len - 1 - origin) // stride * stride + (last - first)
         return [(torch.zeros_like(hit), hit)]
-    start = origin + torch.arange(-1, grid.seq_len // stride + 1) * stride
+    start = origin + torch.arange(-1, grid.seq_len // stride + 1, device="cpu") * stride
     return [(start, start + (last - first))]
 
 
@@ -100,7 +100,7 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
     first, last = grid.queries()
 
     def spans(reach: int) -> Spans:
-        step = torch.arange(-reach, reach + 1)
+        step = torch.arange(-reach, reach + 1, device="cpu")
         offset = torch.cat([step[step.abs() * rate < units] * rate for rate in rates]).unique()
         return [((first // unit + offset) * unit, (last // unit + offset + 1) * unit - 1)]
 
@@ -125,7 +125,7 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
         if stride <= grid.k_block:  # every block between the two ends holds a multiple
             spans.append((low * stride, torch.where(high >= low, high * stride, -1)))
         else:
-            step = low + torch.arange(int((high - low).max()) + 1)
+            step = low + torch.arange(int((high - low).max()) + 1, device="cpu")
             spans.append((step * stride, torch.where(step <= high, step * stride, -1)))
     return spans
 
@@ -171,12 +171,12 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
     generator = torch.Generator().manual_seed(seed)
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)
-    draws = torch.empty(visible.numel(), 0, dtype=torch.int64)
+    draws = torch.empty(visible.numel(), 0, dtype=torch.int64, device="cpu")
     while True:
         # distinct values seen after n draws of v: about v (1 - exp(-n / v)), and v ln 2 draws show half of them
         more = 16 + int(0.75 * int(few.max()) + 0.75 * int((few.double() ** 2 / visible).max()))
-        fresh = torch.rand(visible.numel(), more, generator=generator, dtype=torch.float64) * visible[:, None]
-        draws = torch.cat([draws, fresh.long()], dim=1)
+        fresh = torch.rand(visible.numel(), more, generator=generator, dtype=torch.float64, device="cpu")
+        draws = torch.cat([draws, (fresh * visible[:, None]).long()], dim=1)
         value, order = draws.sort(dim=1, stable=True)
         novel = torch.ones_like(value, dtype=torch.bool)
         novel[:, 1:] = value.diff(dim=1) != 0
@@ -191,7 +191,7 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
     width = int(visible.max())
     counts = torch.where(dense, visible, wanted)
     source = torch.repeat_interleave(counts)
-    full = torch.arange(source.numel()) - (counts.cumsum(0) - counts)[source]
+    full = torch.arange(source.numel(), device="cpu") - (counts.cumsum(0) - counts)[source]
     sparse = ~dense[row]
     full[~dense[source]] = value[sparse]
     left_out = torch.isin(source * width + full, (row * width + value)[~sparse])

@@ -22,7 +22,7 @@ def _few(x: Tensor) -> str:
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     """int64, and never the caller's own tensor, which may change."""
-    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values)
+    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole and tensor.numel():
         raise ValueError(f"{name} must be whole numbers, got {tensor.dtype}")
@@ -153,6 +153,7 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
         indices.reshape(*lead, per_list),
         torch.ones((), device=indices.device).expand(*lead, per_list, grid.q_block, grid.k_block),
         size=(*lead, grid.rows * grid.q_block, grid.columns * grid.k_block),
+        device=indices.device,
         check_invariants=True,
     )
 

@@ -65,13 +65,13 @@ class BlockGrid:
 
     def queries(self) -> tuple[Tensor, Tensor]:
         """First and last query token of each row, `(rows, 1)`."""
-        first = torch.arange(self.rows)[:, None] * self.q_block
+        first = torch.arange(self.rows, device="cpu")[:, None] * self.q_block
         return first, (first + self.q_block).clamp_(max=self.seq_len) - 1
 
     def visible(self) -> Tensor:
         """How many key blocks dense attention gives each query block, `(rows,)`."""
         if not self.is_causal:
-            return torch.full((self.rows,), self.columns)
+            return torch.full((self.rows,), self.columns, device="cpu")
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
@@ -142,4 +142,4 @@ def lists_of_spans(grid: BlockGrid, spans: Spans) -> Lists:
     counts = length.sum(-1)
     low, length = low.flatten(), length.flatten()
     indices = torch.repeat_interleave(low.sub_(length.cumsum(0)).add_(length), length)
-    return counts, indices.add_(torch.arange(indices.numel()))
+    return counts, indices.add_(torch.arange(indices.numel(), device="cpu"))

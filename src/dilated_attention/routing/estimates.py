@@ -153,7 +153,7 @@ def along(blocks: Tensor, direction: Tensor) -> Tensor:
     left, since the many tokens make the wide side of the result.
     """
     kv_heads, heads = blocks.shape[3], direction.shape[2]
-    diagonal = torch.zeros(*direction.shape[:3], kv_heads, direction.shape[3]).to(direction)
+    diagonal = direction.new_zeros(*direction.shape[:3], kv_heads, direction.shape[3])
     head = torch.arange(heads, device=direction.device)
     diagonal[:, :, head, head // (heads // kv_heads)] = direction
     return diagonal.flatten(3) @ blocks.flatten(3).mT

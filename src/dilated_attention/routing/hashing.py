@@ -55,7 +55,7 @@ def lsh_blocks(
         )
     dtype, scale, group = grid.dtype, grid.scale, q.shape[2] // k.shape[2]
     generator = torch.Generator().manual_seed(seed)
-    planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64)
+    planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
     planes, buckets = planes.to(grid.device, dtype), 2**num_bits
     # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
     skip = int(is_causal)
