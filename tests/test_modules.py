@@ -395,6 +395,24 @@ class TestBlockSparse:
             module(q, q, q)
         assert asked == [40, 75]
 
+    @pytest.mark.parametrize("dilation", [(), ([40], [1])])
+    def test_a_builder_without_weak_references(self, dilation):
+        """Nothing tells how long it lives, so it is asked every time."""
+        asked = []
+
+        class Builder:
+            __slots__ = ()
+
+            def __call__(self, length: int) -> BlockLayout:
+                asked.append(length)
+                return BlockLayout.local(length, 20, 16)
+
+        q = torch.randn(1, 40, 2, 8)
+        ours, expected = (BlockSparseDilatedAttention(x, *dilation) for x in (Builder(), BlockLayout.local(40, 20, 16)))
+        for _ in range(2):
+            assert torch.equal(ours(q, q, q), expected(q, q, q))
+        assert len(asked) >= 2
+
     def test_refusals(self, unchecked):
         q = torch.randn(1, 75, 2, 8)
         with pytest.raises(ValueError, match="layout must be a BlockLayout or a callable"):

@@ -248,7 +248,10 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """The layout for `length` tokens; `plan_cache` keeps what a callable returns for as long as the callable lives."""
+    """The layout for `length` tokens; `plan_cache` keeps what a callable returns for as long as the callable lives.
+
+    Whether it lives, a weak reference tells; a callable that cannot have one (`__slots__`) is called every time.
+    """
     if isinstance(layout, BlockLayout):
         return layout
 
@@ -259,7 +262,8 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
         return made
 
     # torch.compile cannot trace the cache's lock: it traces the builder.
-    return make() if torch.compiler.is_compiling() else plan_layout((name_of(layout), length), make)
+    kept = not torch.compiler.is_compiling() and type(layout).__weakrefoffset__
+    return plan_layout((name_of(layout), length), make) if kept else make()
 
 
 @dataclass(frozen=True)
