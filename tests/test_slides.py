@@ -78,6 +78,17 @@ def test_a_slide_s_places_matter_and_its_order_only_through_segments():
     torch.testing.assert_close(model(x, coords // 256 * 256 + 255.0), out)  # anywhere within a place
 
 
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.int64, torch.float64])
+def test_pixels_that_single_precision_rounds(dtype):
+    model = GigaPathSlideEncoder(dataclasses.replace(SMALL, slide_ngrids=70_000)).eval()
+    x, start = torch.randn(1, 1, 12), 65_536 * 256
+    first, last, behind = (
+        model(x, torch.tensor([[[pixel, 0]]], dtype=dtype)) for pixel in (start, start + 255, start + 256)
+    )
+    assert torch.equal(first, last)
+    assert not torch.equal(first, behind)
+
+
 @pytest.mark.parametrize("point", [[-1, 0], [0, 40 * 256], [float("nan"), 0], [1e12, 0]])
 def test_coords_outside_the_grid(point):
     x, coords = slides()

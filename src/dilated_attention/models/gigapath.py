@@ -190,7 +190,8 @@ class GigaPathSlideEncoder(Pretrained):
 
     def _places(self, points: Tensor, slide: int, dtype: torch.dtype) -> Tensor:
         config = self.config
-        places = torch.floor(points.float() / config.tile_size)
+        exact = points if points.is_floating_point() else points.long()
+        places = torch.div(exact, config.tile_size, rounding_mode="floor")
         wrong = ~((places >= 0) & (places < config.slide_ngrids)).all(-1)
         if wrong.any():
             tile = int(wrong.nonzero()[0])
