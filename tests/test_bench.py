@@ -316,6 +316,13 @@ def test_strategies_compute_attention(name, is_causal):
     torch.testing.assert_close(out, case.prepare()(q, k, v))
 
 
+def test_a_strategy_that_gives_no_numbers_meets_no_bar(monkeypatch):
+    gather = strategies.STRATEGIES["gather"]
+    broken = strategies.Strategy(lambda x, group: gather.take(x, group) * torch.nan, gather.put)
+    monkeypatch.setitem(strategies.STRATEGIES, "gather", broken)
+    assert next(strategies._step(SMALL, CPU, 0.0).measure()).met is False
+
+
 @pytest.mark.parametrize("kind", ["local", "global", "dilated", "random"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", [name for name in rivals.RIVALS if name != "flex"])  # that one compiles

@@ -77,6 +77,18 @@ def test_measured_has_a_row_a_variant_and_its_errors_meet_the_bar():
     assert all(len(line) == len(headings) for line in cells)
 
 
+def test_an_error_that_is_no_number_meets_no_bar(few, monkeypatch):
+    prepare = Case.prepare
+
+    def broken(case, *arguments):
+        call = prepare(case, *arguments)
+        return (lambda q, k, v: call(q, k, v) * torch.nan) if case.method == "head groups" else call
+
+    monkeypatch.setattr(Case, "prepare", broken)
+    rows = compare.measured(compare.Setting(TINY, backward=False, seconds=0.0), CPU, [])
+    assert next(row for row in rows if row.name == compare.WORST).met is False
+
+
 def test_what_is_too_large_or_too_short_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(compare, "MOST_FLOPS", compare.variants(TINY)["dense"].flops - 1)
     setting = compare.Setting(replace(TINY, segment_lengths=(32, 64)), backward=False, seconds=0.0)

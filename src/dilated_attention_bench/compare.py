@@ -182,7 +182,7 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
     errors = {name: value["error"] for name, value in figures.items() if name in calls and name not in foreign}
     where = setting.base.parameters | {"compiled": setting.compiled}
     bar = BARS[getattr(torch, setting.base.dtype)]
-    yield Row(WORST, where, max(errors.values()), "", bar=bar, figures=errors)
+    yield Row(WORST, where, measure.largest(errors.values()), "", bar=bar, figures=errors)
     contenders = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
     phases = ("forward", "forward+backward")

@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ from dilated_attention_bench.cases import Case, Contender, contender
 
 MATMUL = "matrix product"
 UNTOLD = "this system does not tell a process's peak memory"
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN where one is, which Python's `max` drops unless it comes first."""
+    return float(np.max([*values]))
 
 
 @dataclass(frozen=True, slots=True)
