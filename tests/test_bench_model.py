@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import Dilated
 from dilated_attention.cli import main
-from dilated_attention.models import LongNetLM
+from dilated_attention.models import KeyValueCache, LongNetLM
 from dilated_attention_bench import charts, measure
 from dilated_attention_bench.suites import from_dense, model
 
@@ -31,6 +31,17 @@ def test_a_cache_that_is_made_up_is_as_large_as_a_prefilled_one():
     assert made_up.nbytes == prefilled.nbytes
     assert made_up.positions == prefilled.positions
     assert language.decode(torch.zeros(1, dtype=torch.int64), made_up).isfinite().all()
+
+
+def test_a_larger_cache_exceeds_its_bound(monkeypatch):
+    nbytes = KeyValueCache.nbytes
+    for name, value in (("POSITIONS", (100, 200)), ("DENSE_POSITIONS", (100,)), ("WRITTEN", 1)):
+        monkeypatch.setattr(model, name, value)
+    monkeypatch.setattr(KeyValueCache, "nbytes", property(lambda cache: 100 * nbytes.fget(cache)))
+    (row,) = (row for row in model._decoding(CPU, 0.0, True) if "over the bound" in row.name)
+    assert row.met is False
+    monkeypatch.undo()
+    assert model.cache_at(model.LANGUAGE, 100_000, 32, CPU).nbytes == model.cache_bound(model.LANGUAGE) == 12_582_912
 
 
 def test_peak_memory_of_a_call():
