@@ -187,10 +187,20 @@ def test_resume_remembers_and_extends(capsys, tmp_path, text):
     assert len(written.rstrip("\n")) == 3
 
     assert exit_code(["train", "--out", out, "--resume", "--sample", "0"]) == 0
-    assert json.loads((out / "options.json").read_text()) == {"save_every": 100, "keep": 2, "held_out": 2, "sample": 0}
+    options = {"save_every": 100, "keep": 2, "held_out": 2, "sample": 0, "backend": "auto", "device": "cpu"}
+    assert json.loads((out / "options.json").read_text()) == options
     capsys.readouterr()
     (out / "options.json").write_text("{}")
     assert "options.json: expected integers for save_every" in failure(capsys, "train", "--out", out, "--resume")
+
+
+def test_resume_keeps_the_backend(tmp_path, text, monkeypatch):
+    backends = []
+    monkeypatch.setattr(session, "run", lambda training, *_, **__: backends.append(training.model.backend) or 130)
+    out = ["--out", tmp_path / "run"]
+    for words in ([text, *TINY, "--backend", "native"], ["--resume"], ["--resume", "--backend", "auto"], ["--resume"]):
+        assert exit_code(["train", *out, *words]) == 130
+    assert backends == ["native", "native", "auto", "auto"]
 
 
 def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):

@@ -183,8 +183,8 @@ def _add_train(commands: Any) -> None:
     begin.add_argument(
         "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
     )
-    _plain(parser, "device", str, "cpu", "a PyTorch device")
-    _plain(parser, "backend", str, "auto", "of dilated attention")
+    _kept(parser, "device", str, "a PyTorch device")
+    _kept(parser, "backend", str, "of dilated attention")
     _kept(parser, "save-every", _positive, "steps between checkpoints")
     _kept(parser, "keep", _natural, "older checkpoints to keep: --resume takes the newest that is whole")
     _kept(parser, "held-out", _positive, "held-out windows to measure at the end")
@@ -287,7 +287,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
         model["pattern"] = None
     kept = session.chosen_options(options.out if options.resume else None, given)
     ranks = _connect(options, kept, watch)
-    where = {"device": options.device, "backend": options.backend, "ranks": ranks}
+    where = {"device": kept["device"], "backend": kept["backend"], "ranks": ranks}
     if options.resume:
         training = session.resume(options.paths, options.out, model, recipe, **where)
     else:
@@ -310,7 +310,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     return code
 
 
-def _connect(options: argparse.Namespace, kept: Mapping[str, int], watch: Watch | None) -> Ranks | None:
+def _connect(options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None) -> Ranks | None:
     """This process's place in a run of several, all started with the same options and versions; None if alone."""
     if watch is None and options.context_parallel == 1:
         return None
@@ -319,12 +319,12 @@ def _connect(options: argparse.Namespace, kept: Mapping[str, int], watch: Watch 
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
     if watch is None:
         return None
-    names = ("out", "resume", "overwrite", "device", "backend", "context_parallel", "timeout")
+    names = ("out", "resume", "overwrite", "context_parallel", "timeout")
     here = environment()
     versions = {"torch": here["torch"], "dilated_attention": here["dilated_attention"]}
     python = ".".join(map(str, sys.version_info[:2]))
     watch.agree({**{name: vars(options)[name] for name in names}, **kept, **versions, "python": python})
-    return Ranks.connect(watch, options.context_parallel, torch.device(options.device))
+    return Ranks.connect(watch, options.context_parallel, torch.device(kept["device"]))
 
 
 def _onwards(out: Path) -> str:

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.95)
 DTYPES = ("float32", "bfloat16")
-OPTIONS = {"save_every": 100, "keep": 2, "held_out": 16, "sample": 256}  # of `train`, kept beside the checkpoint
+OPTIONS: dict[str, Any] = {  # of `train`, kept beside the checkpoint
+    "save_every": 100,
+    "keep": 2,
+    "held_out": 16,
+    "sample": 256,
+    "backend": "auto",
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,21 +154,23 @@ def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Tex
         ranks.watch.agree({"text": f"sha256 {text.digest[:16]}", **fields, "finished_steps": finished_steps})
 
 
-def chosen_options(out: Path | None, given: Mapping[str, int | None]) -> dict[str, int]:
+def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run that are in neither its model nor its recipe: those given, else those that the run in `out`
     began with, else the defaults."""
-    before: dict[str, int] = {}
+    before: dict[str, Any] = {}
     if out is not None and (path := out / "options.json").exists():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(before, dict) or not all(type(before.get(name)) is int for name in OPTIONS):
-                raise ValueError(f"expected integers for {', '.join(OPTIONS)}")
+            wanted = {name: type(default) for name, default in OPTIONS.items()}
+            if not isinstance(before, dict) or any(type(before.get(name)) is not kind for name, kind in wanted.items()):
+                integers, words = ([name for name in wanted if wanted[name] is kind] for kind in (int, str))
+                raise ValueError(f"expected integers for {', '.join(integers)}, and words for {', '.join(words)}")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}; remove it to resume with the options' defaults") from error
     return {**OPTIONS, **before, **{name: value for name in OPTIONS if (value := given[name]) is not None}}
 
 
-def remember(out: Path, options: Mapping[str, int]) -> None:
+def remember(out: Path, options: Mapping[str, Any]) -> None:
     """Keep the options for `chosen_options` of a later process."""
     write_text(out / "options.json", json.dumps(options, indent=2) + "\n")
 
