@@ -173,6 +173,14 @@ def test_bfloat16_learns_as_float32_does(text):
     )
 
 
+def test_held_out_text_is_measured_without_dropout(text):
+    training = Training(dataclasses.replace(CONFIG, dropout=0.5), RECIPE, text)
+    state = torch.get_rng_state()
+    assert len({training.held_out_bits_per_byte(2) for _ in range(3)}) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert training.model.training
+
+
 def test_resumes_from_step_zero(text, tmp_path):
     first, second = Training(CONFIG, RECIPE, text), Training(CONFIG, RECIPE, text)
     first.save(tmp_path)

@@ -156,9 +156,14 @@ class Training:
 
     @torch.no_grad()
     def held_out_bits_per_byte(self, windows: int) -> float:
-        """Mean cross entropy in bits over at most `windows` held-out windows."""
+        """Mean cross entropy in bits over at most `windows` held-out windows, without dropout."""
         held_out = self.split.sample_held_out(windows).to(self.device)
-        return sum(self._loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
+        mode = self.model.training
+        self.model.eval()
+        try:
+            return sum(self._loss(window[None]).item() for window in held_out) / len(held_out) / math.log(2)
+        finally:
+            self.model.train(mode)
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.
