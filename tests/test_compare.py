@@ -89,6 +89,20 @@ def test_an_error_that_is_no_number_meets_no_bar(few, monkeypatch):
     assert next(row for row in rows if row.name == compare.WORST).met is False
 
 
+def test_memory_is_not_of_what_a_first_call_alone_takes(few, monkeypatch):
+    prepare = Case.prepare
+
+    def prepared(case, *arguments):
+        call, once = prepare(case, *arguments), [1 << 26]
+        return lambda q, k, v: [call(q, k, v), torch.ones(once.pop() if once else 1, dtype=torch.uint8)][0]
+
+    monkeypatch.setattr(Case, "prepare", prepared)
+    rows = [*compare.measured(compare.Setting(TINY, backward=False, seconds=0.0), CPU, [])]
+    peaks = [row.figures["peak memory, bytes"] for row in rows if row.name == compare.NAME]
+    assert len(peaks) == 4
+    assert max(peaks) < 1 << 25
+
+
 def test_what_is_too_large_or_too_short_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(compare, "MOST_FLOPS", compare.variants(TINY)["dense"].flops - 1)
     setting = compare.Setting(replace(TINY, segment_lengths=(32, 64)), backward=False, seconds=0.0)

@@ -165,7 +165,7 @@ def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> 
     backward: dict[str, bool] = {}
     for name, call in list(calls.items()):
         case = cases[name]
-        out, peak = _first_call(call, inputs, device)
+        out, peak = _call_and_peak(call, inputs, device, warm=setting.plain)
         if name not in foreign or foreign[name].same_pattern:
             found = out[:, rows].double().cpu()
             q, k, v = (x.cpu() for x in inputs)
@@ -283,12 +283,21 @@ def _inputs(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return base.inputs(device)[0]
 
 
-def _first_call(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Tensor, Tensor, Tensor], device: torch.device
+def _call_and_peak(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    device: torch.device,
+    *,
+    warm: bool,
 ) -> tuple[Tensor, int | None]:
-    """What it returns, and the bytes that it took at its peak."""
+    """What it returns, and the bytes that it took at its peak; with `warm` those of a second call.
+
+    The first also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
+    """
     outs: list[Tensor] = []
     with torch.no_grad():
+        if warm:
+            call(*inputs)
         peak = measure.peak_above_now(lambda: outs.append(call(*inputs)), device)
     return outs[0], peak
 
