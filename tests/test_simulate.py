@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from dilated_attention.cli import main
-from dilated_attention_bench import rank_processes
+from dilated_attention_bench import charts, rank_processes
 from dilated_attention_bench.cases import Case
-from dilated_attention_bench.results import read
-from dilated_attention_bench.simulate import Network, World, rehearse, world_sizes
+from dilated_attention_bench.results import Record, read
+from dilated_attention_bench.simulate import Network, Rehearsal, World, rehearse, rows, world_sizes
 from dilated_attention_bench.suites import context_parallel
 
 SMALL = World(seq_len=1 << 13, ranks=64, heads=4, head_dim=8, first_segment=64)
@@ -88,6 +88,30 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows.with_suffix(".png").stat().st_size > 10_000
     kinds = {row["name"].partition(":")[0].partition(",")[0] for row in read(rows)}
     assert kinds == {"measured", "counted", "modelled"}
+
+
+def rows_of_a_run(ranks: list[int], network: Network, second: int) -> list[Record]:
+    """As the file of results has them: of worlds of 16 tokens a rank."""
+    return [
+        {**asdict(row), "environment": {}, "date": f"2026-01-01T00:00:{second:02}Z"}
+        for size in ranks
+        for row in rows(
+            Rehearsal(replace(SMALL, seq_len=16 * size, ranks=size), "ring", (1.0,), (1.0,), *range(6)), network
+        )
+    ]
+
+
+def test_the_picture_is_of_the_newest_network() -> None:
+    fast, slow = Network(5e-6, 50e9), Network(5e-6, 1e9)
+    first, second = rows_of_a_run([2, 8], fast, 1), rows_of_a_run([8, 32], slow, 2)
+    assert charts.weak_scaling(first).axes[1].get_title() == "network of 5 us a message, 50 GB/s"
+    figure = charts.weak_scaling(first + second)
+    assert figure.axes[1].get_title() == "network of 5 us a message, 1 GB/s"
+    assert figure.axes[1].lines[0].get_xdata().tolist() == [128, 512]
+    again = charts.weak_scaling(rows_of_a_run([2, 8], fast, 3) + second)  # in the places of the first
+    assert again.axes[1].get_title() == "network of 5 us a message, 50 GB/s"
+    assert charts.weak_scaling(first + rows_of_a_run([32], slow, 4)) is None
+    assert charts.weak_scaling(first[:-1]) is None  # interrupted in its second world
 
 
 @pytest.mark.parametrize(

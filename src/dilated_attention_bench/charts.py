@@ -333,7 +333,7 @@ def _layouts() -> Figure:
 def weak_scaling(rows: list[Record]) -> Figure | None:
     """As many tokens a rank in every world: bytes that a rank receives, and the time of its forward.
 
-    Of the newest row and those like it, which differ in the length and the ranks alone.
+    Of the network that was modelled last, in worlds that differ in the length and the ranks alone.
     """
 
     def kind(row: Record) -> dict[str, Any]:
@@ -341,15 +341,22 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
         shard = parameters.pop("seq_len") // parameters.pop("ranks")
         return {**parameters, "tokens": shard, "environment": row["environment"]}
 
-    newest = max(rows, key=lambda row: row["date"])
+    rows = sorted(rows, key=lambda row: row["date"])
+    modelled = [row for row in rows if row["name"].startswith("modelled, ")]
+    if not modelled:
+        return None
+    newest = modelled[-1]
+    network = newest["name"].removeprefix("modelled, ").partition(": ")[0]
     alike = [row for row in rows if kind(row) == kind(newest) and row["value"] is not None]
     worlds = {row["parameters"]["seq_len"]: World(**row["parameters"]) for row in alike}
     figures = {(row["parameters"]["seq_len"], row["name"]): row["value"] for row in alike}
-    tokens = sorted(worlds)
+    styles = {"dense ring": "--^", "all-gather": "--o", "official LongNet": ":x"}
+    received, waiting = "modelled: received in a forward", f"modelled, {network}: communication"
+    needed = ["measured: forward", "counted: received in a forward", f"{waiting} of a forward"]
+    needed += [f"{what}, {scheme}" for what in (received, waiting) for scheme in styles]
+    tokens = [length for length in sorted(worlds) if all((length, name) in figures for name in needed)]
     if len(tokens) < 2:
         return None
-    *_, modelled = (name for length, name in figures if length == tokens[-1] and name.startswith("modelled, "))
-    network = modelled.removeprefix("modelled, ").partition(": ")[0]
 
     def values(name: str) -> list[float]:
         return [figures[length, name] for length in tokens]
@@ -358,19 +365,19 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
     traffic, seconds = _axes(figure, 2)
     compute = values("measured: forward")
     traffic.plot(tokens, values("counted: received in a forward"), "-s", color="black", label="this library, counted")
-    waits = values(f"modelled, {network}: communication of a forward")
+    waits = values(f"{waiting} of a forward")
     total = [a + b for a, b in zip(compute, waits, strict=True)]
     seconds.plot(tokens, total, "-s", color="black", label="this library, measured + modelled")
     seconds.plot(tokens, compute, ":", color="0.5", label="its compute alone, measured")
-    for scheme, style in (("dense ring", "--^"), ("all-gather", "--o"), ("official LongNet", ":x")):
+    for scheme, style in styles.items():
         grey = "0.5" if scheme == "all-gather" else "black"
         label = f"{scheme}, modelled"
-        traffic.plot(tokens, values(f"modelled: received in a forward, {scheme}"), style, color=grey, label=label)
+        traffic.plot(tokens, values(f"{received}, {scheme}"), style, color=grey, label=label)
         work = compute
         if scheme == "dense ring":
             more = [worlds[length].flops(dense=True) / worlds[length].flops() for length in tokens]
             work = [a * b for a, b in zip(compute, more, strict=True)]
-        waits = values(f"modelled, {network}: communication, {scheme}")
+        waits = values(f"{waiting}, {scheme}")
         seconds.plot(tokens, [a + b for a, b in zip(work, waits, strict=True)], style, color=grey, label=label)
     traffic.set(ylabel="bytes that a rank receives, a layer's forward")
     seconds.set(ylabel="seconds of a rank's forward, nothing hidden", title=f"network of {network}")
