@@ -81,6 +81,21 @@ def test_unreadable_text(tmp_path, monkeypatch):
             read_text([path])
 
 
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "text.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"secret: cannot be read \(Permission denied\)"):
+        read_text([tmp_path])
+
+
 @pytest.mark.parametrize("size", [130, 131, 195, 650, 5000])
 def test_no_training_window_touches_held_out_bytes(size, tmp_path):
     path = tmp_path / "text"

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from jaxtyping import Int, UInt8
@@ -86,7 +87,8 @@ class Split:
 
 
 def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
-    """Read files, and folders recursively (hidden and binary files left out); none = the standard library's sources.
+    """Read files, and folders recursively; none = the standard library's sources. Hidden and binary files are left out,
+    and links to folders not followed.
 
     ValueError names a path that is missing, unreadable or empty, or the run's own folder.
 
@@ -126,7 +128,11 @@ def standard_library() -> Path:
 def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
     """Sorted, none of the folder `own`. Of the standard library: no installed packages, and no tests (they are more
     than all the rest)."""
-    for parent, folders, names in os.walk(folder):
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(
             name
             for name in folders
