@@ -405,6 +405,14 @@ def test_divergence_is_one_line(capsys, tmp_path, text):
     assert (tmp_path / "run" / "checkpoint" / "step-0").exists()
 
 
+def test_divergence_in_the_last_step_is_no_success(capsys, tmp_path, text):
+    words = ["--out", tmp_path / "run", *TINY, "--lr", "1e30", "--steps", "1", "--warmup", "0"]
+    assert exit_code(["train", text, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 1: held-out text takes nan bits per byte; try a lower --lr" in line
+    assert not (tmp_path / "run" / "figures.jsonl").exists()
+
+
 def test_version(capsys):
     assert exit_code(["--version"]) == 0
     assert capsys.readouterr().out.split() == ["dilated-attention", *environment.own_version().split()]

@@ -194,6 +194,8 @@ def run(
 ) -> int:
     """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved.
 
+    FloatingPointError if a loss is not finite, or what held-out text takes after the last step.
+
     Args:
         received: the list of an enclosing `noted_signals`.
     """
@@ -236,6 +238,10 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     begin = time.perf_counter()
     with console.status("measuring on held-out text"):
         bits = training.held_out_bits_per_byte(held_out_windows)
+    if not math.isfinite(bits):
+        raise FloatingPointError(
+            f"step {training.finished_steps}: held-out text takes {bits} bits per byte; try a lower --lr"
+        )
     model = training.model
     if training.ranks is not None:
         gathered = training.ranks.gather(model)
