@@ -194,6 +194,23 @@ def test_resume_remembers_and_extends(capsys, tmp_path, text):
     assert "options.json: expected integers for save_every" in failure(capsys, "train", "--out", out, "--resume")
 
 
+def test_overwritten_run_killed_after_its_first_checkpoint_has_its_own_options(tmp_path, text, monkeypatch):
+    words = [text, "--out", tmp_path / "run", *TINY]
+    assert exit_code(["train", *words, "--held-out", "1"]) == 0
+    save = session.save
+
+    def killed(*arguments, **options):
+        save(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "save", killed)
+        assert exit_code(["train", *words, "--overwrite", "--held-out", "2"]) == 130
+    assert exit_code(["train", "--out", tmp_path / "run", "--resume"]) == 0
+    last = (tmp_path / "run" / "figures.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["held_out_bytes"] == 2 * 64
+
+
 def test_resume_keeps_the_backend(tmp_path, text, monkeypatch):
     backends = []
     monkeypatch.setattr(session, "run", lambda training, *_, **__: backends.append(training.model.backend) or 130)

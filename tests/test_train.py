@@ -284,7 +284,7 @@ def test_a_first_run_deletes_nothing_that_it_did_not_write(name, text, tmp_path)
     assert [file.name for file in out.iterdir()] == [name]
     model = {name: getattr(CONFIG, name) for name in ("embed_dim", "num_layers", "num_heads", "pattern")}
     session.start(text.paths, out, model, dataclasses.asdict(RECIPE), overwrite=True)
-    assert [file.name for file in out.iterdir()] == ["checkpoint"]
+    assert sorted(file.name for file in out.iterdir()) == ["checkpoint", "options.json"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):

@@ -288,13 +288,15 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     kept = session.chosen_options(options.out if options.resume else None, given)
     ranks = _connect(options, kept, watch)
     where = {"device": kept["device"], "backend": kept["backend"], "ranks": ranks}
+    first = ranks is None or ranks.first
     if options.resume:
         training = session.resume(options.paths, options.out, model, recipe, **where)
+        if first:
+            session.remember(options.out, kept)
     else:
-        training = session.start(options.paths, options.out, model, recipe, overwrite=options.overwrite, **where)
-    first = ranks is None or ranks.first
-    if first:
-        session.remember(options.out, kept)
+        training = session.start(
+            options.paths, options.out, model, recipe, overwrite=options.overwrite, options=kept, **where
+        )
     code: int = session.run(
         training,
         options.out,

@@ -59,9 +59,15 @@ def start(
     device: str = "cpu",
     backend: str = "auto",
     ranks: Ranks | None = None,
+    options: Mapping[str, Any] = OPTIONS,
 ) -> Training:
-    """A new run in `out`, which then holds its checkpoint of step 0, and nothing of an older run. ValueError, nothing
-    written, for bad input, and where `out` holds a checkpoint or what a report would replace, unless `overwrite`."""
+    """A new run in `out`, which then holds its options and its checkpoint of step 0, and nothing of an older run.
+    ValueError, nothing written, for bad input, and where `out` holds a checkpoint or what a report would replace,
+    unless `overwrite`.
+
+    Args:
+        options: for `chosen_options` of a later process.
+    """
     if saved(out) and not overwrite:
         raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
     if not overwrite and (held := [name for name in (*REPORT, "model") if (out / name).exists()]):
@@ -73,9 +79,12 @@ def start(
     text, usable = read_text(paths, out), _usable(device, backend)
     _agree(ranks, config, plan, text, 0)
     training = Training(config, plan, text, device=usable, backend=backend, ranks=ranks)
+    first = ranks is None or ranks.first
     try:
+        if first:
+            remember(out, options)  # before the checkpoint: a kill between them must not leave it an older run's
         save(training, out)
-        if ranks is None or ranks.first:
+        if first:
             for name in REPORT:
                 (out / name).unlink(missing_ok=True)
             shutil.rmtree(out / "model", ignore_errors=True)
