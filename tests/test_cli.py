@@ -414,6 +414,16 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
     assert said in failure(capsys, "plot", *words.split())
 
 
+def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
+    words = ["plot", "local", "--window", "65", "--tokens", "256", "--out"]
+    assert exit_code([*words, tmp_path / "name"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {tmp_path / 'name'}"
+    assert (tmp_path / "name").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "folder").mkdir()
+    assert failure(capsys, *words, tmp_path / "folder").endswith("folder: Is a directory")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "name"]
+
+
 def test_divergence_is_one_line(capsys, tmp_path, text):
     words = ["--out", tmp_path / "run", *TINY, "--lr", "1e30", "--steps", "50", "--warmup", "0"]
     assert exit_code(["train", text, *words]) == 1

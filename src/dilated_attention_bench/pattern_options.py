@@ -104,7 +104,7 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
         keys = pattern.coverage(tokens, heads)[head]
     figure.suptitle(f"{name}, {tokens:,} tokens", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it adds a suffix
     blind = f"; {int((keys == 0).sum()):,} tokens see none" if caught and bool((keys == 0).any()) else ""
     mean = keys.double().mean().item()
     return f"a token of head {head} sees {int(keys.min()):,} to {int(keys.max()):,} keys, {mean:,.0f} on average{blind}"
