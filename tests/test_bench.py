@@ -288,9 +288,11 @@ def test_a_step_that_had_too_little_memory_leaves_no_row_once_it_has_enough(tmp_
         (["check", "--quick"], "got --quick"),
         (["check", "--device", "cpu"], "got --device"),
         (["foundation", "--update"], "--baseline and --update are of check alone; got foundation"),
+        (["gpu", "--dry-run", "--only", "x", "--device", "tpu"], "--part and --quick alone; got --only --device"),
+        (["gpu", "--quick"], "--quick of the gpu suite goes with --dry-run"),
     ],
 )
-def test_what_check_does_not_take_is_refused(words, said, capsys, monkeypatch):
+def test_what_would_change_nothing_is_refused(words, said, capsys, monkeypatch):
     monkeypatch.setattr(check, "GUARDS", ())
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
     assert exit_code("bench", *words) == 2
@@ -502,13 +504,9 @@ def test_profile_command(tmp_path, capsys, monkeypatch):
         "64,128",
         "--rates",
         "1,2",
-        "--blocks",
-        "random",
-        "--block-size",
-        "16",
     ]
-    for method in ("block-sparse-dilated", "model"):
-        assert exit_code("profile", method, *words, "--out", tmp_path) == 0
+    for method, blocks in (("block-sparse-dilated", ["--blocks", "random", "--block-size", "16"]), ("model", [])):
+        assert exit_code("profile", method, *words, *blocks, "--out", tmp_path) == 0
         printed = capsys.readouterr().out
         assert (profile.KERNELS if cpu.missing() is None else "fused backward") in printed
         assert "allocated at once" in printed
@@ -522,11 +520,19 @@ def test_profile_command(tmp_path, capsys, monkeypatch):
     assert "one entry per branch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--causal", "--forward", "--dtype=bfloat16"])
-def test_a_model_is_not_profiled_with_what_it_does_not_read(option, tmp_path, capsys):
-    assert exit_code("profile", "model", option, "--out", tmp_path) == 2
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        *(("model", option) for option in ("--causal", "--forward", "--dtype=bfloat16", "--blocks=random")),
+        *(("dilated", option) for option in ("--blocks=random", "--density=0.9", "--block-size=3")),
+        *(("dense", option) for option in ("--segments=7,8", "--rates=1", "--density=0.9")),
+        ("block-sparse", "--rates=1"),
+    ],
+)
+def test_nothing_is_profiled_with_what_it_does_not_read(method, option, tmp_path, capsys):
+    assert exit_code("profile", method, option, "--tokens", "128", "--out", tmp_path) == 2
     said = capsys.readouterr().err
-    assert f"{option.partition('=')[0]} is not of 'model'" in said
+    assert f"{option.partition('=')[0]} is not of {method!r}; it would change nothing" in said
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

@@ -406,6 +406,16 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
         ("dilated --segments 64 --rates 1 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
+        (
+            "local --window 65 --patterns",
+            "--patterns is of a folder of results, not of 'local'; it would change nothing",
+        ),
+        ("local --window 65 --documents", "--documents is of a folder of results, not of 'local'"),
+        (
+            ". --tokens 100 --causal",
+            "--causal is of a pattern, not of '.', a folder of results; it would change nothing",
+        ),
+        (". --head-groups", "--head-groups is of a pattern, not of '.'"),
         ("nowhere", "'nowhere' is neither a pattern (dilated, local, global, strided, dilated-blocks, hierarchical, "),
     ],
 )

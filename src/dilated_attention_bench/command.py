@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,7 +21,7 @@ from rich.table import Table
 from dilated_attention.environment import device_name, require_device, unavailable
 from dilated_attention.mesh import TRANSPORTS
 from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
-from dilated_attention_bench.cases import Case, Method
+from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
 from dilated_attention_bench.results import Record, Recorder, Row, failed, read
@@ -118,9 +119,13 @@ def _bench(options: argparse.Namespace) -> int:
     if (options.part or options.dry_run) and [*names] != ["gpu"]:
         raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
     if options.dry_run:
+        if others := [f"--{name}" for name in ("only", "device", "out") if getattr(options, name)]:
+            raise ValueError(f"--dry-run takes --part and --quick alone; got {' '.join(others)}: leave it out")
         if find_spec("triton") is None:
             raise ValueError("--dry-run compiles Triton's kernels, and Triton is not installed: pip install triton")
         return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
+    if options.quick and [*names] == ["gpu"]:
+        raise ValueError("--quick of the gpu suite goes with --dry-run: its parts have one size; leave it out")
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
         raise ValueError(f"the gpu suite needs a GPU: {why}")
     device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
@@ -306,7 +311,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder")
-    parser.set_defaults(run=_profile)
+    parser.set_defaults(run=partial(_profile, parser))
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
@@ -418,6 +423,11 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 def _plot(options: argparse.Namespace) -> int:
     if options.what in pattern_options.NAMES:
+        for name, given in (("patterns", options.patterns), ("documents", options.documents is not None)):
+            if given:
+                raise ValueError(
+                    f"--{name} is of a folder of results, not of {options.what!r}; it would change nothing"
+                )
         path = options.out or Path("runs/pattern.png")
         print(pattern_options.picture(options.what, vars(options), path))
         print(f"written: {path}")
@@ -426,6 +436,11 @@ def _plot(options: argparse.Namespace) -> int:
     if not results.is_dir():
         raise ValueError(
             f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
+        )
+    for name in sorted(vars(options).keys() - {"command", "run", "what", "out", "patterns", "documents"}):
+        option = name.replace("_", "-")
+        raise ValueError(
+            f"--{option} is of a pattern, not of {options.what!r}, a folder of results; it would change nothing"
         )
     written = list(charts.draw(results, out))
     written += charts.draw_patterns(out) if options.patterns else []
@@ -441,13 +456,17 @@ def _plot(options: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(options: argparse.Namespace) -> int:
-    device, is_model = require_device(options.device), options.method == "model"
-    given = {"--causal": options.causal, "--forward": options.forward, "--dtype": options.dtype != "float32"}
-    if is_model and (unread := [name for name, is_given in given.items() if is_given]):
-        raise ValueError(f"{unread[0]} is not of 'model', a causal training step in float32: leave it out")
+def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    device, method, is_model = require_device(options.device), _METHODS[options.method], options.method == "model"
+    unread = ["causal", "forward", "dtype"] * is_model
+    unread += ["segments", "rates"] * (method not in DILATED)
+    unread += ["blocks", "density", "block_size"] * (method not in SPARSE)
+    for name in unread:
+        if getattr(options, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is not of {options.method!r}; it would change nothing")
     case = Case(
-        method=_METHODS[options.method],
+        method=method,
         seq_len=options.tokens,
         batch=options.batch,
         heads=options.heads,
