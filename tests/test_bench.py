@@ -664,6 +664,27 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
     assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}
 
 
+@pytest.mark.parametrize(
+    ("suite", "changes"),
+    [
+        ("attention", {"parameters": {}}),
+        ("attention", {"parameters": {"method": "dense", "seq_len": 2048, "density": None}, "value": "fast"}),
+        ("compare", {"name": "compare", "parameters": 5}),
+        ("dilation", {"over": {"index_select": 1.0}}),
+        ("model", {"name": "decoding, dilated: time a token"}),
+        ("profile-dilated", {"name": "own time of merging"}),
+        ("simulate", {}),
+    ],
+)
+def test_rows_that_no_picture_can_use_name_their_file(suite, changes, tmp_path, capsys):
+    found = {"name": "forward: dense", "parameters": {}, "value": 1.0} | changes
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / f"{suite}.jsonl").write_text(json.dumps(found))
+    assert exit_code("plot", tmp_path, "--out", tmp_path / "pictures", "--documents") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cpu/{suite}.jsonl: no picture can be drawn from its rows" in line
+
+
 def test_plot_writes_documents_of_the_repository_s_results_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Recorder(tmp_path / "other", "suite", CPU).add(row(1.0))

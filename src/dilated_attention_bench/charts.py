@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ PHASES = ("forward", "forward+backward")
 def draw(results: Path, out: Path) -> Iterator[Path]:
     """Draw every picture that the files of `results` have rows for; the paths written.
 
-    Raises ValueError where there are no results, or a file that it draws is damaged.
+    Raises ValueError where there are no results, or a file that it draws is damaged or of other rows.
     """
     files = sorted(results.glob("*/*.jsonl"))
     if not files:
@@ -46,12 +47,12 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
     for path in files:
         folder = out / path.parent.name
         if path.stem.startswith("profile-"):
-            rows = read(path)
-            case = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
-            own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == case]
-            stages = tuple(Stage(name, value, 0) for name, value in own if name)
-            title = f"{path.stem.replace('-', ', ', 1)}: {describe(case)}"
-            save_bars(folder / f"{path.stem}.png", title, stages)
+            with drawing(path) as rows:
+                case = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
+                own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == case]
+                stages = tuple(Stage(name, value, 0) for name, value in own if name)
+                title = f"{path.stem.replace('-', ', ', 1)}: {describe(case)}"
+                save_bars(folder / f"{path.stem}.png", title, stages)
             yield folder / f"{path.stem}.png"
         yield from draw_file(path, folder)
 
@@ -59,12 +60,24 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
 def draw_file(path: Path, folder: Path) -> Iterator[Path]:
     """Draw into a folder the pictures that one file has rows for; the paths written."""
     for name, picture in PICTURES.get(path.stem, {}).items():  # results/aot has rows that `read` does not know
-        rows = read(path)
-        if (figure := picture(rows)) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
-            figure.savefig(folder / f"{name}.png", dpi=150)
+        with drawing(path) as rows:
+            figure = picture(rows)
+            if figure is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+                figure.savefig(folder / f"{name}.png", dpi=150)
+        if figure is not None:
             yield folder / f"{name}.png"
+
+
+@contextmanager
+def drawing(path: Path) -> Iterator[list[Record]]:
+    """The rows of a file. ValueError, naming it, where they lack what the block takes of them."""
+    rows = read(path)
+    try:
+        yield rows
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no picture can be drawn from its rows ({error!r})") from error
 
 
 def draw_patterns(out: Path) -> Iterator[Path]:

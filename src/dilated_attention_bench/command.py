@@ -24,7 +24,7 @@ from dilated_attention_bench import charts, check, compare, pattern_options, pee
 from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
-from dilated_attention_bench.results import Record, Recorder, Row, failed, read
+from dilated_attention_bench.results import Record, Recorder, Row, failed
 from dilated_attention_bench.suites import (
     Step,
     block_sparse,
@@ -393,7 +393,8 @@ def _simulate(options: argparse.Namespace) -> int:
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
-    figure = charts.weak_scaling(read(recorder.path))
+    with charts.drawing(recorder.path) as drawn:
+        figure = charts.weak_scaling(drawn)
     if figure is not None:
         picture = recorder.path.with_suffix(".png")
         figure.savefig(picture, dpi=150)
