@@ -605,10 +605,14 @@ def test_the_guard_holds_and_fails_on_a_slow_branch(quick_guards, tmp_path, caps
     assert "copies" in capsys.readouterr().err
 
 
-def test_a_damaged_or_incomplete_baseline(quick_guards, tmp_path, capsys):
+def test_a_damaged_or_incomplete_baseline(quick_guards, tmp_path, capsys, monkeypatch):
     path = tmp_path / "baseline.json"
     path.write_text("{")
     assert exit_code("bench", "check", "--baseline", path) == 2
+    assert "not a baseline" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "check", lambda *arguments: pytest.fail("measured first"))
+        assert exit_code("bench", "check", "--baseline", path, "--update") == 2
     assert "not a baseline" in capsys.readouterr().err
     path.write_text('{"another device": {"figures": {"time": 1e9, "calls": 99, "memory": 99, "unknown": 1}}}')
     assert exit_code("bench", "check", "--baseline", path) == 1

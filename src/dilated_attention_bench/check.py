@@ -178,7 +178,7 @@ def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
 def read_baseline(path: Path, device: str) -> dict[str, float]:
     """The device's figures by name; of a device that has none yet, the greatest of any, since how far dense attention
     gains on short calls differs with the make. ValueError where the file is missing or is no baseline."""
-    known = _known(path)
+    known = entries(path)
     if not known:
         raise ValueError(f"{path}: there is no baseline; write one with --update")
     of_devices = [known[device]] if device in known else [*known.values()]
@@ -192,11 +192,11 @@ def read_baseline(path: Path, device: str) -> dict[str, float]:
 def write_baseline(path: Path, device: str, values: Mapping[str, float]) -> None:
     """Beside those of other devices, which stay."""
     figures = {name: round(value, 3) for name, value in values.items()}
-    known = _known(path) | {device: {"environment": environment(CPU), "figures": figures}}
+    known = entries(path) | {device: {"environment": environment(CPU), "figures": figures}}
     write_text(path, json.dumps(known, indent=1) + "\n")
 
 
-def _known(path: Path) -> dict[str, dict[str, Any]]:
+def entries(path: Path) -> dict[str, dict[str, Any]]:
     """Entries of the file by device: none where there is no file. ValueError where it is no baseline."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

@@ -248,6 +248,8 @@ def _sizes(options: argparse.Namespace, *names: str) -> str:
 
 def _check(path: Path, update: bool) -> int:
     device = device_name()
+    if update:
+        check.entries(path)  # a damaged file is refused before minutes of measuring
     baseline = {} if update else check.read_baseline(path, device)
     shown = _table("check", "figure", "value", "baseline", "at most", "")
     verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
