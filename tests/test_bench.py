@@ -482,6 +482,20 @@ def test_a_profile_accounts_for_the_whole_call(tmp_path):
     assert rows["peak of allocations over the bytes of out"].value >= 4
 
 
+def test_half_a_trace_replaces_none(tmp_path, monkeypatch, capsys):
+    words = ["profile", "dilated", *TINY_PROFILE, "--forward", "--out", tmp_path]
+    assert exit_code(*words) == 0
+    (path,) = tmp_path.rglob("*.trace.json")
+    whole = path.read_text()
+    monkeypatch.setattr(  # as where a disk is full: without an error
+        torch.profiler.profile, "export_chrome_trace", lambda recorded, file: Path(file).write_text(whole[:-100])
+    )
+    capsys.readouterr()
+    assert exit_code(*words) == 2
+    assert "profile-dilated.trace.json: PyTorch wrote a part of it; is the disk full?" in capsys.readouterr().err
+    assert path.read_text() == whole
+
+
 def test_a_slow_stage_shows(monkeypatch):
     work = NATIVE.contender(CPU)
     merge = native.merge_into

@@ -283,6 +283,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
     try:
         with pytest.raises(OSError, match=r"File too large.*step-1/rank-0-of-1.safetensors"):
             save(tmp_path, 1)
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/words.txt'"):
+            storage.write_text(tmp_path / "words.txt", "x" * 200)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert check(tmp_path) == 0

@@ -479,6 +479,18 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
 
 
+def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")  # as `print` does: of no file
+
+    out = tmp_path / "run"
+    monkeypatch.setattr(session, "run", full)
+    said = f"output: cannot be written (No space left on device); --resume continues {out}"
+    assert failure(capsys, "train", text, "--out", out, *TINY) == f"dilated-attention train: error: {said}"
+    monkeypatch.setattr(cli, "report", full)
+    assert failure(capsys, "info") == "dilated-attention info: error: No space left on device"
+
+
 def test_a_reader_who_has_heard_enough():
     """As `head` does: what is left to say is dropped without a word, and the exit code is that of SIGPIPE."""
     reader, writer = os.pipe()

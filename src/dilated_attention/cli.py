@@ -113,8 +113,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _in_a_line(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
 
 
@@ -265,7 +265,8 @@ def _train(options: argparse.Namespace) -> int:
         except ContextParallelError as error:
             return _fail(1, f"{error}; {_onwards(options.out)}", watch)
         except OSError as error:
-            return _fail(2, f"{error.filename}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
+            what = error.filename or "output"  # a stream has no name
+            return _fail(2, f"{what}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
 
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:

@@ -40,9 +40,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the UTF-8 file `path` atomically and durably."""
+    """Replace the UTF-8 file `path` atomically and durably. An OSError names it."""
     with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        try:
+            temporary.write_text(text, encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_bytes(path: Path) -> bytes:

@@ -7,11 +7,13 @@ While a call is profiled the functions of `STAGES` are replaced by the same func
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.profiler import ProfilerActivity, record_function
 from dilated_attention.backends import blocks, cpu, fused, native
 from dilated_attention.cache import PlanCache
 from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.storage import write_text
 from dilated_attention_bench.cases import SPARSE, Case, Contender, planning
 from dilated_attention_bench.measure import Spread, elapsed, synchronize
 from dilated_attention_bench.results import Row
@@ -102,8 +105,7 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
     synchronize(device)
     fastest = min((_record(call, device) for _ in range(runs)), key=_total)
     if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        fastest.export_chrome_trace(str(trace))
+        write_text(trace, _chrome_trace(fastest, trace))
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     events = list(fastest.events() or ())
@@ -120,6 +122,20 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
         sum(event.name in LAUNCHES for event in events),
         _idle(events) if device.type == "cuda" else None,
     )
+
+
+def _chrome_trace(recorded: torch.profiler.profile, path: Path) -> str:
+    """PyTorch writes it, and says nothing where it cannot write it whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
+        written = Path(folder, path.name)
+        recorded.export_chrome_trace(str(written))
+        text = written.read_text(encoding="utf-8", errors="replace")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: PyTorch wrote a part of it; is the disk full?") from error
+    return text
 
 
 def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.profile:
