@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -284,7 +285,7 @@ def test_a_cache_is_of_one_layer_and_one_batch():
 def test_a_cache_of_a_call_that_failed_is_free(make):
     layer, cache = make(2, 1, 1), SelectionCache()
     with pytest.raises(RuntimeError):
-        layer(torch.randn(2, 5, 3, dtype=torch.float64), cache=cache)
+        layer(torch.randn(2, 5, 8), cache=cache)  # not the layer's dtype
     layer(torch.randn(1, 5, 8, dtype=torch.float64), cache=cache)
     assert cache.length == 5
 
@@ -303,6 +304,31 @@ def test_a_gradient_of_tokens_after_a_cache(make):
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 20, 8)])
 def test_no_tokens(make, shape):
     assert make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 2, 5, 8), (2, 5, 7)])
+@pytest.mark.parametrize("make", [native, mixture])
+def test_other_shapes(make, shape, unchecked):
+    message = rf"x must be \(batch, seq, embed_dim=8\); got shape {re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=message):
+        make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_tables_of_other_tokens(make, unchecked):
+    layer, cache, x = make(2, 1, 1), SelectionCache(), torch.randn(2, 9, 8, dtype=torch.float64)
+
+    def tables(*positions, head_dim=HEAD_DIM):
+        return rotary_tables(torch.tensor(positions), head_dim, dtype=torch.float64)
+
+    layer(x[:, :8], tables(*range(8)), cache=cache)
+    for wrong in (tables(*range(9)), tables(8, head_dim=2), tables([8], [8], [8])):
+        with pytest.raises(ValueError, match=r"rotary must be .* = \(1, 1, 4\), a batch before them or none, of the"):
+            layer(x[:, 8:], wrong, cache=cache)
+    found = layer(x[:, 8:], tables([8], [8]), cache=cache)
+    torch.testing.assert_close(found, layer(x, tables(*range(9)))[:, 8:], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"rotary must be .* = \(9, 1, 4\), .*; got \(1, 1, 4\)"):
+        layer(x, tables(5))
 
 
 @pytest.mark.parametrize("make", [native, mixture])

@@ -168,7 +168,18 @@ class SelectingAttention(nn.Module):
         cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
         those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
         No gradient flows into the cache.
+
+        Raises ValueError where x is not `(batch, seq, embed_dim)`, or rotary not of its tokens.
         """
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be (batch, seq, embed_dim={self.embed_dim}); got shape {tuple(x.shape)}")
+        tables = (x.shape[1], 1, self.head_dim)
+        for table in rotary or ():
+            if table.shape not in (tables, (1, *tables), (x.shape[0], *tables)):
+                raise ValueError(
+                    f"rotary must be tables of shape (seq, 1, head_dim) = {tables}, a batch before them or none, of "
+                    f"the tokens of x alone; got {tuple(table.shape)}"
+                )
         if not x.numel():
             return self.output(x)
         if cache is None or not cache.used_by(self, x.shape[0]):
