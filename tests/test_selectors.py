@@ -217,12 +217,25 @@ def test_an_indexer_in_half_precision_chooses_in_single():
 
 
 Q, K, V = (torch.zeros(1, 64, heads, 8) for heads in (4, 2, 2))
-PAGES = routing.PageBounds()
+PAGES, FULL_PAGES = routing.PageBounds(), routing.PageBounds()
+FULL_PAGES.append(K)
 BAD = [
     ("stride=5 must divide both block sizes, 128 and 128", lambda: routing.antidiagonal_blocks(Q, K, 0.1, stride=5)),
     ("page_size=5 must divide the size of a key block, 128", lambda: routing.page_bounds(Q, K, 0.1, page_size=5)),
-    ("page_size=0 must be at least 1", lambda: routing.PageBounds(0)),
-    ("number=1 must be at least 1, and keys must have been appended", lambda: PAGES.best(Q[:, -1:], 1)),
+    ("page_size must be a positive integer; got 0", lambda: routing.PageBounds(0)),
+    ("page_size must be a positive integer; got 1.5", lambda: routing.PageBounds(1.5)),
+    ("no keys to choose among; append", lambda: PAGES.best(Q[:, -1:], 1)),
+    ("number must be a positive integer; got 0", lambda: PAGES.best(Q[:, -1:], 0)),
+    (r"q must be .* \(batch, 1, heads, head_dim\), .*; got shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.best(Q, 1)),
+    ("q must be .* of a batch of 1, ", lambda: FULL_PAGES.best(Q[:, -1:].expand(2, -1, -1, -1), 1)),
+    ("q must be .* a multiple of 2 heads", lambda: FULL_PAGES.best(Q[:, -1:, :3], 1)),
+    ("q must be .* head_dim 8; got", lambda: FULL_PAGES.best(Q[:, -1:, :, :4], 1)),
+    (r"k must be a floating \(batch, new, .*; got torch.float32 of shape \(64, 2, 8\)", lambda: PAGES.append(K[0])),
+    ("k must be a floating .*; got torch.int64", lambda: PAGES.append(K.long())),
+    (r"k must have the batch, .* before it, \(1, 2, 8, torch.float32\); got .* \(2, 64, 2, 8\)",
+     lambda: FULL_PAGES.append(K.expand(2, -1, -1, -1))),
+    (r"k must have the batch, .*; got torch.float32 of shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.append(Q)),
+    ("k must have the batch, .* and dtype .*; got torch.float64", lambda: FULL_PAGES.append(K.double())),
     (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
     ("top_k=0 must be positive", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),

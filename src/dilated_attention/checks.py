@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -134,6 +135,12 @@ def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
 def number(name: str, value: float | None) -> None:
     if value is not None and not (isinstance(value, (int, float)) and abs(value) <= _LARGEST_SCALE):
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
+
+
+def positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer; got {value!r}")
+    return int(value)
 
 
 def probability(name: str, value: float) -> None:

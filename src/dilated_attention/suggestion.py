@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
 
+from dilated_attention import checks
 from dilated_attention.patterns import Dilated
 
 
@@ -43,9 +44,7 @@ def suggest_pattern(
     for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", largest_rate)):
         if value is None and name == "largest_rate":
             continue
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
-        if value > sys.maxsize:  # the longest range of Python
+        if checks.positive(name, value) > sys.maxsize:  # the longest range of Python
             raise ValueError(f"{name} must be at most {sys.maxsize}; got {value}")
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal must be a bool; got {is_causal!r}")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
@@ -58,18 +59,30 @@ class PageBounds:
     `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
     `page_bounds`; `decoding.listed_attention` reads only those. Two rows are held per page.
 
+    Raises ValueError where keys are not of the batch, heads, head_dim and dtype of those before, or a query not theirs.
+
     Attributes:
         seq_len: tokens so far.
     """
 
     def __init__(self, page_size: int = 16) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size={page_size} must be at least 1")
-        self.page_size, self.seq_len, self.pages = page_size, 0, 0
+        self.page_size, self.seq_len, self.pages = checks.positive("page_size", page_size), 0, 0
         self.bounds: Tensor | None = None  # (batch, kv_heads, room, 2 * head_dim): greatest, least
 
     @torch.no_grad()
     def append(self, k: Float[Tensor, "batch new kv_heads head_dim"]) -> None:
+        if k.dim() != 4 or not k.is_floating_point():
+            raise ValueError(
+                f"k must be a floating (batch, new, kv_heads, head_dim); got {k.dtype} of shape {tuple(k.shape)}"
+            )
+        if self.bounds is not None:
+            batch, kv_heads, _, width = self.bounds.shape
+            mine = (batch, kv_heads, width // 2, self.bounds.dtype)
+            if mine != (k.shape[0], k.shape[2], k.shape[3], k.dtype):
+                raise ValueError(
+                    f"k must have the batch, kv_heads, head_dim and dtype of the keys before it, {mine}; got {k.dtype} "
+                    f"of shape {tuple(k.shape)}"
+                )
         held = self.seq_len % self.page_size
         pages = -(-(self.seq_len + k.shape[1]) // self.page_size)
         if self.bounds is None or pages > self.bounds.shape[2]:
@@ -90,8 +103,15 @@ class PageBounds:
     @torch.no_grad()
     def best(self, q: Float[Tensor, "batch 1 heads head_dim"], number: int) -> Int[Tensor, "batch heads chosen"]:
         """The `number` pages with the largest bounds for each head, always including the newest; or all there are."""
-        if self.bounds is None or number < 1:
-            raise ValueError(f"number={number} must be at least 1, and keys must have been appended")
+        number = checks.positive("number", number)
+        if self.bounds is None:
+            raise ValueError("no keys to choose among; append those of the tokens so far")
+        batch, kv_heads, _, width = self.bounds.shape
+        if q.dim() != 4 or (*q.shape[:2], 2 * q.shape[3]) != (batch, 1, width) or q.shape[2] % kv_heads:
+            raise ValueError(
+                f"q must be the newest token's query, (batch, 1, heads, head_dim), of a batch of {batch}, a multiple "
+                f"of {kv_heads} heads and head_dim {width // 2}; got shape {tuple(q.shape)}"
+            )
         dtype = torch.promote_types(q.dtype, torch.float32)
         key = self.bounds[:, :, : self.pages].to(dtype)
         with torch.autocast(q.device.type, enabled=False):
