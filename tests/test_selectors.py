@@ -219,6 +219,7 @@ def test_an_indexer_in_half_precision_chooses_in_single():
 Q, K, V = (torch.zeros(1, 64, heads, 8) for heads in (4, 2, 2))
 PAGES, FULL_PAGES = routing.PageBounds(), routing.PageBounds()
 FULL_PAGES.append(K)
+LISTS = torch.zeros(1, 1, 2, dtype=torch.int64)
 BAD = [
     ("stride=5 must divide both block sizes, 128 and 128", lambda: routing.antidiagonal_blocks(Q, K, 0.1, stride=5)),
     ("page_size=5 must divide the size of a key block, 128", lambda: routing.page_bounds(Q, K, 0.1, page_size=5)),
@@ -241,9 +242,20 @@ BAD = [
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
     (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; got \(1, 3, 2\)",
      lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
-    (r"q must be \(batch, 1, heads, head_dim\)", lambda: listed_attention(Q, K, V, torch.zeros(1, 1, 2).long())),
-    (r"q must be .* got \(1, 1, 4, 8\), \(3,",
+    (r"q must have one token, the newest; got 64: give q\[:, -1:\]", lambda: listed_attention(Q, K, V, LISTS)),
+    (r"agree in batch .* got q \(1, 1, 4, 8\), k \(3,",
      lambda: listed_attention(Q[:, -1:], *(x.expand(3, -1, -1, -1) for x in (K, V)), torch.zeros(1, 1, 2).long())),
+    ("heads that the key-value heads divide; got",
+     lambda: listed_attention(Q[:, -1:], K[:, :, :0], V[:, :, :0], LISTS)),
+    ("one floating dtype; got q torch.int64", lambda: listed_attention(*(x.long() for x in (Q[:, -1:], K, V)), LISTS)),
+    ("scale must be a finite number.*got nan", lambda: listed_attention(Q[:, -1:], K, V, LISTS, scale=math.nan)),
+    ("block_size must be a positive integer; got 0", lambda: listed_attention(Q[:, -1:], K, V, LISTS, 0)),
+    ("chosen must be an int64 .*; got NoneType", lambda: listed_attention(Q[:, -1:], K, V, None)),
+    ("chosen must be an int64 .*; got torch.bool on cpu", lambda: listed_attention(Q[:, -1:], K, V, LISTS > 0)),
+    ("chosen must be .* q's device, cpu; got .* on meta", lambda: listed_attention(Q[:, -1:], K, V, LISTS.to("meta"))),
+    (r"chosen, key blocks or -1 for none, must lie in \[-1, 4\); got 4",
+     lambda: listed_attention(Q[:, -1:], K, V, LISTS + 4, 16)),
+    (r"chosen, .* must lie in \[-1, 4\); got -2", lambda: listed_attention(Q[:, -1:], K, V, LISTS - 2, 16)),
     (r"a batch of 1 and .* got \(5, 1, 2\)", lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(5, 1, 2).long())),
     ("new=5 must lie between 0 and the 3 tokens", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
     ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),

@@ -12,23 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.torch_internals import in_torch_func, observed
+
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
-            )
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
-        if x.dtype != q.dtype or not x.is_floating_point():
-            raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
+    dense(q, k, v)
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
@@ -53,6 +43,23 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)",
             stacklevel=_outside(),
         )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dense tensors of 4 dimensions, of one floating dtype and on one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
+            )
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
 
 
 def _outside() -> int:
@@ -135,6 +142,15 @@ def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
 def number(name: str, value: float | None) -> None:
     if value is not None and not (isinstance(value, (int, float)) and abs(value) <= _LARGEST_SCALE):
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
+
+
+def indices(what: str, values: Tensor, least: int, stop: int) -> None:
+    """Whole numbers in [least, stop), where looking at them takes no wait: on the CPU, and not in a graph."""
+    if values.device.type != "cpu" or torch.compiler.is_compiling() or in_torch_func() or observed(values):
+        return
+    low, high = map(int, values.aminmax()) if values.numel() else (least, least)
+    if low < least or high >= stop:
+        raise ValueError(f"{what} must lie in [{least}, {stop}); got {low if low < least else high}")
 
 
 def positive(name: str, value: Any) -> int:

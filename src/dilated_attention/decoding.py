@@ -35,7 +35,8 @@ def cached_attention(
     Returns:
         out, as q with the head_dim of v; 0 where a query sees no key.
     """
-    _check(q, k, v, pattern, scale, sinks)
+    _check_pattern(pattern)
+    _check(q, k, v, scale, sinks)
     table = pattern.offset_table(k.shape[2])
     seq_len = k.shape[1]
     plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
@@ -71,7 +72,8 @@ def first_token_attention(
     Returns:
         out, as q with the head_dim of v; 0 for heads that see no key from token 0.
     """
-    _check(q, k, v, pattern, scale, sinks)
+    _check_pattern(pattern)
+    _check(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
     seq_len, kv_heads = k.shape[1:3]
@@ -92,27 +94,25 @@ def first_token_attention(
     return out.to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, scale: float | None, sinks: Tensor | None) -> None:
+def _check_pattern(pattern: Dilated) -> None:
     if not isinstance(pattern, Dilated):
         raise UnsupportedError(
             f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence, or "
             "listed_attention the key blocks of its newest token"
         )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"q must be (batch, new, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); got {shapes}"
-        )
-    heads, kv_heads = q.shape[2], k.shape[2]
-    agree = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] <= k.shape[1]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> None:
+    checks.dense(q, k, v)
+    (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
+    agree = batch == kv_batch and head_dim == kv_dim and k.shape[:3] == v.shape[:3] and new <= seq_len
     if not agree or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"q and k must agree in batch and head_dim, with no more queries than keys, and heads that the key-value "
-            f"heads divide; got {shapes}"
+            "q (batch, new, heads, head_dim) and k (batch, seq, kv_heads, head_dim) must agree in batch and head_dim, "
+            "and k and v but for head_dim, with no more queries than keys and heads that the key-value heads divide; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    checks.options(True, scale, 0.0)
+    checks.number("scale", scale)
     checks.sinks(q, sinks)
 
 
@@ -146,25 +146,31 @@ def listed_attention(
     Args:
         q: `(batch, 1, heads, head_dim)`, the query of the newest token.
         k, v: `(batch, seq, kv_heads, head_dim)`, of all tokens so far.
-        chosen: int64 `(batch, lists, blocks)`, -1 for none, no block twice; a list for each head, for each key-value
-            head, or one for all.
+        chosen: int64 or int32 `(batch, lists, blocks)`, -1 for none, no block twice; a list for each head, for each
+            key-value head, or one for all.
         block_size: tokens of a block.
         scale: of the scores; default 1 / sqrt(head_dim).
 
     Returns:
         out, as q with the head_dim of v; 0 where a list is empty.
+
+    Raises ValueError where the arguments do not fit, on the CPU also for a block outside the sequence; other devices,
+    which would have to wait to see it, leave it out.
     """
-    shapes = f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or q.shape[1] != 1 or len(q) != len(k) or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q must be (batch, 1, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); {shapes}")
+    _check(q, k, v, scale)
+    if q.shape[1] != 1:
+        raise ValueError(f"q must have one token, the newest; got {q.shape[1]}: give q[:, -1:]")
+    block_size = checks.positive("block_size", block_size)
+    if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
+        kind = f"{chosen.dtype} on {chosen.device}" if isinstance(chosen, Tensor) else type(chosen).__name__
+        raise ValueError(f"chosen must be an int64 or int32 tensor on q's device, {q.device}; got {kind}")
     heads, kv_heads = q.shape[2], k.shape[2]
-    if q.shape[3] != k.shape[3] or heads % kv_heads:
-        raise ValueError(f"q and k must agree in head_dim, and kv_heads divide heads; {shapes}")
     if chosen.dim() != 3 or len(chosen) not in (1, len(q)) or chosen.shape[1] not in (1, heads, kv_heads):
         raise ValueError(
             f"chosen must be (batch, lists, blocks) with a batch of {len(q)} and 1, {kv_heads} or {heads} lists; got "
             f"{tuple(chosen.shape)}"
         )
+    checks.indices("chosen, key blocks or -1 for none,", chosen, -1, -(-k.shape[1] // block_size))
     lists = chosen.shape[1]
     if lists < kv_heads:
         chosen = chosen.expand(-1, kv_heads, -1)
