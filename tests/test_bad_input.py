@@ -89,6 +89,8 @@ BAD = {
         {"segment_lengths": [8] * 5, "dilation_rates": [1] * 5, "head_groups": True},
         ["head_groups=True", "4 heads", "5 branches"],
     ),
+    "head_groups is no bool": ({"head_groups": "no"}, ["head_groups", "'no'", "bool"]),
+    "return_lse is no bool": ({"return_lse": "yes"}, ["return_lse", "'yes'", "bool"]),
     "unknown compat": ({"compat": "longnet"}, ["compat", "'longnet'", '"torchscale"']),
     "compat and groups": ({"compat": "torchscale", "head_groups": True}, ["compat", "head_groups=True"]),
     "scale nan": ({"scale": math.nan}, ["scale", "nan", "finite"]),

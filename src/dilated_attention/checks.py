@@ -133,10 +133,14 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    boolean("is_causal", is_causal)
     number("scale", scale)
     probability("dropout_p", dropout_p)
+
+
+def boolean(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be a bool; got {value!r}")
 
 
 def number(name: str, value: float | None) -> None:

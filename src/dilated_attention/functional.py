@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from dilated_attention import operators
+from dilated_attention import checks, operators
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import with_sinks
@@ -98,6 +98,7 @@ def attention(
     """
     q, k, v = as_autocast(q, k, v)
     try:
+        checks.boolean("return_lse", return_lse)
         call = Call.of(
             q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, sinks=sinks, lengths=lengths,
             cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.cache import name_of, plan_layout
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import PIXELS, plot_counts
@@ -105,6 +106,7 @@ class Dilated:
                         raise ValueError(
                             f"offsets must be integers in [0, {rate}) for dilation rate {rate}, or -1; got {offset!r}"
                         )
+        checks.boolean("head_groups", self.head_groups)
         if self.head_groups and offsets != "head":
             raise ValueError(
                 f"head_groups=True sets the offsets itself (i mod r_i for run i); got offsets={offsets!r}. "

@@ -46,8 +46,7 @@ def suggest_pattern(
             continue
         if checks.positive(name, value) > sys.maxsize:  # the longest range of Python
             raise ValueError(f"{name} must be at most {sys.maxsize}; got {value}")
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"is_causal must be a bool; got {is_causal!r}")
+    checks.boolean("is_causal", is_causal)
     problem = _Problem(int(seq_len), int(num_heads), is_causal)
     allowed = problem.allowed(budget)
     most = int(num_heads if largest_rate is None else largest_rate)

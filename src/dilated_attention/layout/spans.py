@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
+
 MAX_BLOCK = 256
 
 BlockSize = int | tuple[int, int]
@@ -53,6 +55,7 @@ class BlockGrid:
     def of(cls, seq_len: int, block_size: BlockSize, is_causal: bool) -> BlockGrid:
         """The grid of a caller's numbers, checked."""
         check_positive("seq_len", seq_len)
+        checks.boolean("is_causal", is_causal)
         return BlockGrid(seq_len, *block_pair(block_size), is_causal)
 
     @property

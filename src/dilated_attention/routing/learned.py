@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize, check_density
+from dilated_attention.layout.spans import BlockSize, block_pair, check_density
 from dilated_attention.routing.estimates import part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates, largest
 
@@ -43,6 +44,8 @@ class LearnedRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_density(density)
+        block_pair(block_size)
+        checks.boolean("is_causal", is_causal)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
