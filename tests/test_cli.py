@@ -348,6 +348,8 @@ def test_picture_of_a_pattern(tmp_path):
     assert causal[1].tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
     pairs = Dilated((4, 8), (1, 2)).plot(10, head=1, num_heads=2).images[0].get_array()
     assert (pairs == counts).all()
+    for pattern in (Dilated((8,), (1,)), Dilated((8,), (1,)) * BlockLayout.local(8, 1, 4)):
+        assert pattern.plot(8, 0, axes) is axes
     table = Dilated((4, 8), (1, 2), offsets=((0, 0, 0), (0, 1, 0)))
     assert (table.plot(10, head=1).images[0].get_array() == counts).all()  # by default of as many heads as it has
     with pytest.raises(ValueError, match=r"head must lie in \[0, 3\); got 3"):

@@ -94,6 +94,33 @@ def test_coverage_flops_and_explanation_of_products(product, kv_heads):
         product.flops(n, 4, 16, num_kv_heads=3)
 
 
+@pytest.mark.parametrize("pattern", [PATTERNS[0], PRODUCTS[0], BlockLayout.local(32, 4, 8)])
+def test_numbers_that_are_none(pattern):
+    for name, calls in {
+        "num_heads": (lambda n: pattern.coverage(32, n), lambda n: pattern.flops(32, n, 8)),
+        "head_dim": (lambda n: pattern.flops(32, 4, n),),
+    }.items():
+        for call in calls:
+            for wrong in (-1, 0, 1.5, "4", True, None):
+                with pytest.raises(ValueError, match=f"^{name} must be a positive integer; got {wrong!r}$"):
+                    call(wrong)
+    with pytest.raises(ValueError, match="is_causal must be a bool; got 'no'"):
+        pattern.flops(32, 4, 8, "no")
+    for call in (lambda n: pattern.coverage(n, 4), lambda n: pattern.flops(n, 4, 8)):
+        for wrong in (-1, 0, 1.5, "32"):
+            with pytest.raises(ValueError, match=f"seq_len.*{wrong}"):
+                call(wrong)
+
+
+def test_numbers_of_heads_that_are_none():
+    for call in (PATTERNS[0].offset_table, PATTERNS[0].unserved, lambda n: PATTERNS[0].plot(16, num_heads=n)):
+        for wrong in (-1, 0, 1.5, "4"):
+            with pytest.raises(ValueError, match=f"^num_heads must be a positive integer; got {wrong!r}$"):
+                call(wrong)
+    with pytest.raises(ValueError, match=r"^seq_len must be a positive integer; got 0$"):
+        PATTERNS[0].plot(0)
+
+
 class TestExplain:
     def test_layouts_say_what_runs(self):
         q, k = torch.empty(2, 1000, 4, 8), torch.empty(2, 1000, 2, 8)

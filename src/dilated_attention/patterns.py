@@ -20,7 +20,7 @@ from dilated_attention import checks
 from dilated_attention.cache import name_of, plan_layout
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import PIXELS, plot_counts
-from dilated_attention.plan import Branches, OffsetTable, plan_dilated
+from dilated_attention.plan import Branches, OffsetTable, Plan, plan_dilated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,6 +132,7 @@ class Dilated:
 
         Raises ValueError where the pattern does not fit the heads, or where a branch could never show any token.
         """
+        num_heads = checks.positive("num_heads", num_heads)
         given = head_offset is not None
         if given and (isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0):
             raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
@@ -193,7 +194,7 @@ class Dilated:
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
-        plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
+        plan = self._plan(seq_len, num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan.groups:
             rows = group.queries
@@ -207,14 +208,16 @@ class Dilated:
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        plan = plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
+        checks.positive("head_dim", head_dim)
+        checks.boolean("is_causal", is_causal)
+        plan = self._plan(seq_len, num_heads)
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
         """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
-    def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
+    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
@@ -222,6 +225,10 @@ class Dilated:
                 with `head_groups` at least one per branch.
         """
         return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
+
+    def _plan(self, seq_len: int, num_heads: int) -> Plan:
+        seq_len = checks.positive("seq_len", seq_len)
+        return plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
 
 
 def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Branches:
@@ -323,9 +330,11 @@ class Product:
         self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False, num_kv_heads: int | None = None
     ) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        checks.positive("head_dim", head_dim)
+        checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
 
-    def plot(self, seq_len: int, head: int = 0, num_heads: int | None = None, ax: Axes | None = None) -> Axes:
+    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
@@ -334,8 +343,9 @@ class Product:
         return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if kv_heads < 1 or num_heads % kv_heads:
+        seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)
+        kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
+        if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
         dilated, ratio = self.dilated, num_heads // kv_heads
         table = dilated.offset_table(kv_heads)

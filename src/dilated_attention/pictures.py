@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from dilated_attention import checks
 from dilated_attention.errors import require
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ def plot_counts(
         layout_of: the block layout inside a segment of which so many tokens take part.
         pixels: the side of the picture, at most; a square is then the mean over neighbouring pairs.
     """
+    seq_len = checks.positive("seq_len", seq_len)
+    if num_heads is not None:
+        checks.positive("num_heads", num_heads)
     least = len(pattern.segment_lengths) if pattern.head_groups else 1
     heads = num_heads or (max(head + 1, least) if isinstance(pattern.offsets, str) else len(pattern.offsets[0]))
     if not 0 <= head < heads:

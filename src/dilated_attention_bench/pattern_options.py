@@ -98,7 +98,7 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
     if isinstance(pattern, BlockLayout):
         pattern.plot(axes)
     else:
-        pattern.plot(tokens, head, heads, axes)
+        pattern.plot(tokens, head, axes, num_heads=heads)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         keys = pattern.coverage(tokens, heads)[head]

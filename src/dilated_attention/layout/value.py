@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dilated_attention import checks
 from dilated_attention.cache import lasting, name_of
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import builders, conversions
@@ -384,6 +385,7 @@ class BlockLayout:
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
+        num_heads = checks.positive("num_heads", num_heads)
         self.check(self.batch_size, seq_len, num_heads)
         keys = self.seen.expand(-1, num_heads, -1)
         warn_of_blind(keys, "Unite with a layout that covers every row, such as BlockLayout.local(seq_len, 1)")
@@ -394,6 +396,8 @@ class BlockLayout:
 
         For one batch element, or for all of them if each has its own lists.
         """
+        num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
+        checks.boolean("is_causal", is_causal)
         self.check(self.batch_size, seq_len, num_heads)
         layout = self.causal() if is_causal else self
         return 4 * head_dim * int(layout.seen.sum()) * (num_heads // self.num_heads)
