@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongViT, LongViTConfig
+from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
 
 ENCODER = dataclasses.replace(
@@ -98,6 +99,26 @@ def test_coords_outside_the_grid(point):
         ValueError, match=r"coords must be pixels in \[0, 10,240\), 40 places of 256; .* slide 2, tile 7"
     ):
         GigaPathSlideEncoder(SMALL)(x, coords)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([[0, -1]], r"points of a grid of 4 x 4 must lie in \[0, 4\); got -1"),
+        ([[4, 0]], r"points of a grid of 4 x 4 must lie in \[0, 4\); got 4"),
+        ([[0, 1, 2]], r"points must be integers \(..., 2\); got torch.int64 of shape \(1, 3\)"),
+        ([[0.0, 1.0]], r"points must be integers \(..., 2\); got torch.float32"),
+    ],
+)
+def test_points_that_are_none_of_a_grid(points, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        grid_sines(torch.tensor(points), 4, 8)
+
+
+def test_points_of_any_integers():
+    points = torch.tensor([[0, 3], [2, 1]])
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(grid_sines(points.to(dtype), 4, 8), grid_sines(points, 4, 8))
 
 
 @pytest.mark.filterwarnings("ignore:input of shape")

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
+
+from dilated_attention import checks
 
 Tables = tuple[Tensor, ...]
 """What `rotate` needs: (cos, sin), or (cos, sin, key_cos, key_sin) where queries and keys have tables of their own."""
@@ -99,20 +101,25 @@ class Rotary:
 
 
 def grid_sines(
-    points: Int[Tensor, "*shape 2"], size: int, embed_dim: int, dtype: torch.dtype = torch.float32
+    points: Integer[Tensor, "*shape 2"], size: int, embed_dim: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*shape embed_dim"]:
     """Fixed 2-D positions on a size x size grid: those of points[..., 1], then those of points[..., 0].
 
     A coordinate p gives sin(p / 10000^(4i / embed_dim)), 0 <= i < embed_dim / 4, then the cosines: the table of masked
     autoencoders (He et al. 2021, arXiv:2111.06377), without holding size^2 rows of it.
+
+    Raises ValueError where points are no pairs of whole numbers, and on the CPU where one lies outside the grid.
     """
+    if points.shape[-1:] != (2,) or points.is_floating_point() or points.dtype == torch.bool:
+        raise ValueError(f"points must be integers (..., 2); got {points.dtype} of shape {tuple(points.shape)}")
+    checks.indices(f"points of a grid of {size} x {size}", points, 0, size)
     if embed_dim % 4:
         raise ValueError(f"embed_dim={embed_dim}: sines and cosines of two coordinates need a multiple of 4")
     exact = _exact(torch.arange(size, device=points.device))
     inverse = 10_000.0 ** (-4 * torch.arange(embed_dim // 4, dtype=torch.float64, device=exact.device) / embed_dim)
     angle = exact[:, None] * inverse
     table = torch.cat((angle.sin(), angle.cos()), -1).to(points.device, dtype)
-    return table[points.flip(-1)].flatten(-2)
+    return table[points.flip(-1).long()].flatten(-2)
 
 
 def _exact(positions: Tensor) -> Tensor:
