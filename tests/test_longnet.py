@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -87,6 +88,14 @@ def test_an_output_of_its_own_is_called():
     assert torch.equal(seen[0], logits)
     model.output = torch.nn.Sequential(model.output, torch.nn.Softplus())
     torch.testing.assert_close(model(tokens), logits.exp().log1p())
+
+
+def test_a_loss_of_no_next_token(model):
+    for shape in ((1, 1), (2, 0), (0, 5)):
+        with pytest.raises(ValueError, match=rf"tokens must hold two tokens .*; got shape {re.escape(str(shape))}"):
+            model.loss(torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"lengths must leave two tokens .*; got \[1, 0\]"):
+        model.loss(torch.zeros(2, 5, dtype=torch.int64), lengths=[1, 0])
 
 
 def test_positions_move_nothing_but_rotations(model):

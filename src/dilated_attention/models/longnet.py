@@ -184,9 +184,13 @@ class LongNetLM(LongNetStack):
 
         Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
         scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
+
+        Raises ValueError where no token has one before it.
         """
         require_tokens(tokens)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
+        if not targets.numel():
+            raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
         if self.mesh is not None:
             if lengths is not None:
                 raise UnsupportedError("lengths with a mesh is not supported; give samples of one length")
@@ -196,7 +200,10 @@ class LongNetLM(LongNetStack):
             return cp_mean(total, own.numel(), self.mesh)
         if lengths is None:
             return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        counts = [max(n - 1, 0) for n in checked_lengths(lengths, *tokens.shape)]
+        lengths = checked_lengths(lengths, *tokens.shape)
+        counts = [max(n - 1, 0) for n in lengths]
+        if not any(counts):
+            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {lengths}")
         kept = (
             torch.arange(targets.shape[1], device=tokens.device) < torch.tensor(counts, device=tokens.device)[:, None]
         )
