@@ -257,6 +257,11 @@ BAD = [
      lambda: listed_attention(Q[:, -1:], K, V, LISTS + 4, 16)),
     (r"chosen, .* must lie in \[-1, 4\); got -2", lambda: listed_attention(Q[:, -1:], K, V, LISTS - 2, 16)),
     (r"a batch of 1 and .* got \(5, 1, 2\)", lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(5, 1, 2).long())),
+    (r"q and k must .* one head_dim, .* k \(1, 64, 2, 4\)",
+     lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q, K[..., :4])),
+    (r"q and k must have .* q \(1, 64, 32\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q.flatten(2), K)),
+    (r"x must be \(batch, seq, embed_dim=8\); got shape \(64, 8\)", lambda: routing.Indexer(8)(torch.zeros(64, 8))),
+    (r"x must be .* got shape \(1, 64, 7\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 7), Q, K)),
     ("new=5 must lie between 0 and the 3 tokens", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
     ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),
 ]  # fmt: skip

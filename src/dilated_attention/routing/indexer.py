@@ -70,6 +70,7 @@ class Indexer(nn.Module):
         self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
     ) -> Int[Tensor, "batch new chosen"]:
         """The tokens that the last `new` queries see (None: all queries); -1 where there are fewer than `top_k`."""
+        self._check(x)
         seq_len = x.shape[1]
         new = seq_len if new is None else new
         if not 0 <= new <= seq_len:
@@ -86,9 +87,11 @@ class Indexer(nn.Module):
         self, x: Float[Tensor, "batch seq embed_dim"], q: Queries, k: Keys, *, scale: float | None = None
     ) -> Float[Tensor, ""]:
         """The loss above: x as given to `forward`, q and k of the attention (rotated, where it rotates them)."""
-        if q.shape[:2] != x.shape[:2] or k.shape[:2] != x.shape[:2] or q.shape[2] % k.shape[2]:
+        self._check(x)
+        like_x = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == x.shape[:2]
+        if not like_x or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
             raise ValueError(
-                "q and k must have the batch and seq of x, and the heads of k divide those of q; got "
+                "q and k must have the batch and seq of x, one head_dim, and the heads of k divide those of q; got "
                 f"x {tuple(x.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
         if not x.numel():
@@ -101,6 +104,11 @@ class Indexer(nn.Module):
             for at in self._pieces(x, 0, heads=q.shape[2])
         ]
         return torch.stack(parts).sum() / (x.shape[0] * x.shape[1])
+
+    def _check(self, x: Tensor) -> None:
+        width = self.key.in_features
+        if x.dim() != 3 or x.shape[2] != width:
+            raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
 
     def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
         """The sum of the divergences of some queries."""
