@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from dilated_attention import Dilated
+from dilated_attention.parallel import exchange_plan
 from dilated_attention.parallel.partition import (
     Sharding,
     balanced_bounds,
@@ -207,3 +209,18 @@ def test_edges_that_do_not_ascend_are_refused(field: str, edges: tuple[int, ...]
     arguments = {"bounds": (0, 5, 10), "samples": None} | {field: edges}
     with pytest.raises(ValueError, match=f"{field} must ascend"):
         Sharding((4,), (1,), ((0,),), arguments["bounds"], False, arguments["samples"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rank", "message"),
+    [
+        (None, 0, "pattern must be a Dilated, a BlockLayout or their product; got NoneType"),
+        ((16, 32), 0, "pattern must be a Dilated, a BlockLayout or their product; got tuple"),
+        (Dilated((8,), (1,)), 4, r"rank must be an integer in \[0, 4\), the world size; got 4"),
+        (Dilated((8,), (1,)), 1.5, r"rank must be an integer in \[0, 4\), the world size; got 1.5"),
+        (Dilated((8,), (1,)), "a", r"rank must be an integer in \[0, 4\), the world size; got 'a'"),
+    ],
+)
+def test_plans_of_no_pattern_or_rank_are_refused(pattern, rank, message, unchecked) -> None:
+    with pytest.raises(ValueError, match=message):
+        exchange_plan(pattern, 64, 4, 4, rank)

@@ -132,7 +132,7 @@ class Call:
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
-        branches = _dilated(pattern, seq_len).branches(k.shape[2], head_offset)
+        branches = dilated_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         needs = {
             "key_padding_mask": key_padding_mask is not None,
             "dropout_p": dropout_p > 0,
@@ -296,7 +296,7 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     return seq_len
 
 
-def _dilated(pattern: Pattern, seq_len: int) -> Dilated:
+def dilated_factor(pattern: Pattern, seq_len: int) -> Dilated:
     """The dilated factor of a pattern; a block layout alone has one segment of all tokens."""
     if isinstance(pattern, Dilated):
         return pattern

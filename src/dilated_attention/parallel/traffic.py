@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dilated_attention.cache import plan_cache
+from dilated_attention.call import dilated_factor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import TRANSPORTS, check_transport
 from dilated_attention.parallel import block_partition, partition
@@ -247,8 +248,8 @@ def exchange_plan(
     for name, value, least in (("seq_len", seq_len, 0), ("num_heads", num_heads, 1), ("world_size", world_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must lie in [0, {world_size}), the world size; got {rank!r}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank must be an integer in [0, {world_size}), the world size; got {rank!r}")
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if kv_heads < 1 or num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads!r}")
@@ -257,15 +258,13 @@ def exchange_plan(
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
-    dilated, layouts = pattern, []
+    dilated, layouts = dilated_factor(pattern, seq_len), []
     if isinstance(pattern, BlockLayout):
         pattern.check(batch, seq_len, num_heads)
-        dilated, layouts = Dilated((max(seq_len, 1),), (1,)), [pattern]
+        layouts = [pattern]
     elif isinstance(pattern, Product):
-        dilated = pattern.dilated
         counts = row_counts(dilated.segment_lengths, dilated.dilation_rates, dilated.offset_table(kv_heads), seq_len)
         layouts = [pattern.layout_of(count) for count in sorted(counts)]
-    assert isinstance(dilated, Dilated)
     sharding = Sharding(
         dilated.segment_lengths,
         dilated.dilation_rates,
