@@ -490,6 +490,19 @@ BAD = [
     (r"density must lie in \(0, 1\], got 0", lambda: routing.topk_blocks(Q, K, 0)),
     (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
     (r"mass must lie in \(0, 1\], got 0", lambda: routing.topp_blocks(Q, K, 0.0)),
+    (r"density must lie in \(0, 1\], got None", lambda: routing.topk_blocks(Q, K, None)),
+    (r"density must lie in \(0, 1\], got a", lambda: routing.vertical_slash(Q, K, "a")),
+    (r"mass must lie in \(0, 1\], got a", lambda: routing.topp_blocks(Q, K, "a")),
+    ("q must be a floating torch.Tensor .*; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
+    ("k must be a floating torch.Tensor .*; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
+    ("q must be a floating torch.Tensor .*; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
+    ("q must be .* whose values can be read; got torch.float32 on meta",
+     lambda: routing.lsh_blocks(Q.to("meta"), K.to("meta"))),
+    ("k must be .* can be read; got torch.float32 on meta", lambda: LearnedRouter(4, 8, 0.1)(Q, K.to("meta"))),
+    ("q must be a floating torch.Tensor .*; got NoneType", lambda: LearnedRouter(4, 8, 0.1)(None, K)),
+    ("scale must be a finite number.*got nan", lambda: routing.page_bounds(Q, K, 0.1, scale=math.nan)),
+    ("scale must be a finite number.*got 'a'", lambda: routing.topp_blocks(Q, K, 0.5, scale="a")),
+    ("heads of k must divide the 4 heads of q, got 0", lambda: routing.topk_blocks(Q, K[:, :, :0], 0.1)),
     ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),
     ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q[0], K[0], 0.1)),
     ("heads of k must divide the 3 heads of q, got 2", lambda: routing.topk_blocks(Q[:, :, :3], K, 0.1)),
@@ -506,7 +519,7 @@ BAD = [
     ("temperature must be positive, got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
     (r"density must lie in \(0, 1\]", lambda: LearnedRouter(4, 8, 2.0)),
     ("the router has 4 heads and 4 KV heads, got q with 4 and k with 2", lambda: LearnedRouter(4, 8, 0.1)(Q, K)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "call"), BAD)

@@ -18,8 +18,8 @@ from dilated_attention.layout.spans import (
     BlockGrid,
     Lists,
     Spans,
-    check_density,
     check_positive,
+    check_share,
     runs_of_spans,
 )
 
@@ -131,7 +131,7 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
 
 
 def random(grid: BlockGrid, density: float, seed: int) -> Lists:
-    check_density(density)
+    check_share("density", density)
     return _draw(grid.visible(), (grid.visible() * density).round().long().clamp_(min=1), seed)
 
 
@@ -150,7 +150,7 @@ def _size(
         check_positive(name, value)
         return min(value, largest)
     assert density is not None
-    check_density(density)
+    check_share("density", density)
     total = int(grid.visible().sum())
 
     def reached(size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -28,9 +29,9 @@ def check_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def check_density(density: float) -> None:
-    if not 0 < density <= 1:
-        raise ValueError(f"density must lie in (0, 1], got {density}")
+def check_share(name: str, value: float) -> None:
+    if not isinstance(value, Real) or not 0 < value <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
 
 def block_pair(block_size: BlockSize) -> tuple[int, int]:

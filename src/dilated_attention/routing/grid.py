@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockGrid, BlockSize, check_density, row_offsets
+from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share, row_offsets
 from dilated_attention.ranking import stable_topk
 
 Options = ParamSpec("Options")
@@ -27,9 +28,9 @@ def selector(choose: Callable[Options, BlockLayout]) -> Callable[Options, BlockL
 
     @wraps(choose)
     def chosen(*arguments: Options.args, **options: Options.kwargs) -> BlockLayout:
-        q: Any = arguments[0] if arguments else options["q"]
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            given = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+        given = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+        device = next((x.device.type for x in given if not x.is_meta), "cpu")
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             if any(x.ndim == 0 or len(x) for x in given):
                 return choose(*arguments, **options)
             # A batch of none has no lists: those of a batch of one, all but that one.
@@ -81,19 +82,21 @@ class Candidates(BlockGrid):
         last_key = self.edges[3]
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
-    def budget(self, density: float | None) -> Tensor:
-        """Blocks per row, `(rows,)`: round(density * visible), at least `floor` and the diagonal.
+    def least(self) -> Tensor:
+        """Blocks per row at least, `(rows,)`: `floor` and the diagonal."""
+        return self._blocks(0.0)
 
-        A causal last query block that is partial gets what it would get if it were whole, but for the diagonal blocks
-        that it lacks: it chooses as many others, however many tokens follow.
-        """
+    def budget(self, density: float) -> Tensor:
+        """Blocks per row, `(rows,)`: round(density * visible), or `least`."""
+        check_share("density", density)
+        return self._blocks(density)
+
+    def _blocks(self, density: float) -> Tensor:
+        """A causal last query block that is partial gets what it would get if it were whole, but for the diagonal
+        blocks that it lacks: it chooses as many others, however many tokens follow."""
         visible = self.visible().to(self.device)
         whole = (self.edges[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
-        wanted = torch.zeros_like(visible)
-        if density is not None:
-            check_density(density)
-            wanted = (whole * density).round().long()
-        present = wanted.clamp(min=self.floor) - (whole - visible)
+        present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)
         return torch.maximum(present, self.always.sum(-1)).minimum(visible)
 
     def ranked(self, at: slice, share: Tensor) -> Tensor:
@@ -116,17 +119,22 @@ def candidates(
     floor: int,
     scale: float | None = None,
 ) -> Candidates:
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta:
+            kind = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating torch.Tensor whose values can be read; got {kind}")
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "q and k must be (batch, seq, heads, head_dim) with equal batch, seq and head_dim, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if q.shape[2] % k.shape[2]:
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"the heads of k must divide the {q.shape[2]} heads of q, got {k.shape[2]}")
     if is_causal and not keep_diagonal:
         raise ValueError("keep_diagonal=False contradicts is_causal=True: no earlier token can judge the diagonal")
     if floor < 0:
         raise ValueError(f"floor must be at least 0, got {floor}")
+    checks.number("scale", scale)
     grid = BlockGrid.of(q.shape[1], block_size, is_causal)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)

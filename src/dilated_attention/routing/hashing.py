@@ -80,7 +80,7 @@ def lsh_blocks(
         count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
         share = ranked(collisions, grid.allowed, grid.always)
-        counts = torch.maximum((share > 0).sum(-1), grid.budget(None))
+        counts = torch.maximum((share > 0).sum(-1), grid.least())
         return grid.layout(largest(share, counts, int(counts.max())), counts)
 
     budget = grid.budget(density)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize, block_pair, check_density
+from dilated_attention.layout.spans import BlockSize, block_pair, check_share
 from dilated_attention.routing.estimates import part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates, largest
 
@@ -43,7 +43,7 @@ class LearnedRouter(nn.Module):
         floor: int = 1,
     ) -> None:
         super().__init__()
-        check_density(density)
+        check_share("density", density)
         block_pair(block_size)
         checks.boolean("is_causal", is_causal)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -93,12 +93,13 @@ class LearnedRouter(nn.Module):
         return torch.einsum("bhij,bjhd->bihd", probability, value)
 
     def _grid(self, q: Tensor, k: Tensor) -> Candidates:
+        grid = candidates(q, k, self.block_size, self.is_causal, True, self.floor)
         heads, kv_heads = self.query_map.shape[0], self.key_map.shape[0]
         if (q.shape[2], k.shape[2]) != (heads, kv_heads):
             raise ValueError(
                 f"the router has {heads} heads and {kv_heads} KV heads, got q with {q.shape[2]} and k with {k.shape[2]}"
             )
-        return candidates(q, k, self.block_size, self.is_causal, True, self.floor)
+        return grid
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
         """In the router's dtype, under autocast too: its rounding would change the choice, and a gate's row sums."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize
+from dilated_attention.layout.spans import BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import (
     QUERY_PARTS,
@@ -95,10 +95,9 @@ def topp_blocks(
 
     When causal, the shares are of the softmax over the blocks before the diagonal, and the diagonal comes on top.
     """
-    if not 0 < mass <= 1:
-        raise ValueError(f"mass must lie in (0, 1], got {mass}")
+    check_share("mass", mass)
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    least = grid.budget(None)
+    least = grid.least()
 
     def fewest(at: slice, share: Tensor) -> tuple[Tensor, Tensor]:
         ordered, order = grid.ranked(at, share).sort(dim=-1, descending=True)
