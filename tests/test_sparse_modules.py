@@ -350,6 +350,8 @@ def test_no_mesh(make):
         (lambda: native(2, 1, 1, num_selected=2), "num_selected=2 must have room for the first block and local_blocks"),
         (lambda: native(2, 1, 1, window=0), "window=0 must be at least 1"),
         (lambda: native(2, 1, 1, pattern=(8, 2)), r"pattern must be a Dilated without compat, or None; got \(8, 2\)"),
+        (lambda: native(2, 1, 1, backend="x"), "backend must be one of .*got 'x'"),
+        (lambda: mixture(2, 1, 1, backend="x"), "backend must be one of .*got 'x'"),
         (lambda: mixture(2, 1, 1, top_k=0), "top_k=0 must be at least 1"),
         (lambda: mixture(2, 1, 3), "query_block=3 must divide block_size=4"),
     ],

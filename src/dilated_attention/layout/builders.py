@@ -50,7 +50,10 @@ def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float 
         return leading(grid, int(tokens), density)
     if tokens is None:
         return leading(grid, None, density)
-    positions = torch.as_tensor(tokens, device="cpu")
+    try:
+        positions = torch.as_tensor(tokens, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"tokens must be a number of leading tokens or integer positions, got {tokens!r}") from error
     if positions.ndim == 0:
         number: Any = positions.tolist()
         return leading(grid, number, density)  # which refuses what is no whole number
@@ -110,6 +113,8 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
     if not levels:
         raise ValueError("levels must hold at least one (stride, window), got none")
+    if not all(isinstance(level, Sequence) and len(level) == 2 for level in levels):
+        raise ValueError(f"levels must be pairs (stride, window), got {levels!r}")
     for stride, window in levels:
         check_positive("a level's stride", stride)
         check_positive("a level's window", grid.seq_len if window is None else window)
@@ -168,7 +173,9 @@ def _size(
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
     """`wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
-    generator = torch.Generator().manual_seed(seed)
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    generator = torch.Generator().manual_seed(int(seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)
     draws = torch.empty(visible.numel(), 0, dtype=torch.int64, device="cpu")

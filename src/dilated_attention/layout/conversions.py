@@ -43,8 +43,9 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
 
 
 def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean (True: the block is active), got {mask.dtype}; use mask > threshold")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be a boolean tensor (True: the block is active), got {kind}; use mask > threshold")
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"mask must be ([batch,] [heads,] query blocks, key blocks), got shape {tuple(mask.shape)}")
     if seq_len is None:

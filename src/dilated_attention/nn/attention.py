@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import checks
+from dilated_attention.backends.table import check_name
 from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
@@ -34,6 +35,7 @@ class _Attention(nn.Module):
         super().__init__()
         checks.number("scale", scale)
         checks.probability("dropout", dropout)
+        check_name(backend)
         self.scale = scale
         self.dropout = dropout
         self.backend = backend

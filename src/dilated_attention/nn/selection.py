@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention.backends.table import check_name
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
 from dilated_attention.nn.positions import Tables
@@ -147,6 +148,7 @@ class SelectingAttention(nn.Module):
         # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
         if query_block < 1 or block_size % query_block:
             raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
+        check_name(backend)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block, self.backend = block_size, query_block, backend
