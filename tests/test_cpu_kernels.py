@@ -404,13 +404,15 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
         test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(ragged=True, compat=True)
     ),
     kind=st.sampled_from([*ALL, *((x, torch.float16) for x in TILES)]),
-    most_idle=st.sampled_from([0.0, math.inf]),
+    most_idle=st.sampled_from([0.0, 1.0, math.inf]),
 )
 def test_random_calls(call, kind, most_idle):
     instruction_set, dtype = kind
     with pytest.MonkeyPatch.context() as patch:
         force(instruction_set, patch)
         patch.setattr(cpu, "MOST_IDLE", most_idle)
+        if most_idle == 1.0:  # some launches of a call are for the kernel of five products, and some are not
+            patch.setattr(cpu.Launch, "idle", lambda launch, *_: 2.0 * (len(launch.weights) % 2))
         test_properties.check(call, dtype, "cpu")
 
 
@@ -573,6 +575,22 @@ def test_owners_share_no_queries():
             assert len(seen) >= 8  # two heads, four segments of 128
             plain = cpu.launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
+
+
+@both
+def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(is_causal, monkeypatch):
+    """As on a rank of a large world, whose shard has few rows of the farthest branches."""
+    force(IN_FLOAT32[0], monkeypatch)
+    monkeypatch.setattr(cpu, "FEW", (0, *(4,) * (len(cpu.FEW) - 1)))
+    monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
+    ran, run = [], cpu.run
+    monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch, layouts: (
+        ran.append((kernel, launch.few, kernel == "dkdv" and arguments.call.dq is not None)),
+        run(kernel, arguments, launch, layouts),
+    ))  # fmt: skip
+    check_dilated(2, 150, 4, 2, 24, (64, 150, 150), (1, 2, 64), torch.float32, is_causal)
+    backward = [x for x in ran if x[0] != "forward"]
+    assert sorted(backward[1:]) == [("dkdv", False, True)] * 2 + [("dkdv", True, False), ("dq", True, False)]
 
 
 def test_sums_in_float32_are_let_go_one_by_one():

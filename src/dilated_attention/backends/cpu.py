@@ -7,7 +7,7 @@ softmax. Tables are made once per plan and kernel.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -206,8 +206,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a plan from the merged out and lse. Other arguments as for `forward`.
 
-    Where the queries that tiles of keys share leave enough jobs for all threads, one kernel of five products computes
-    all three; else one for dk and dv and one for dq, of four and three.
+    In each launch where the queries that tiles of keys share leave enough jobs for all threads, one kernel of five
+    products computes all three; else one for dk and dv and one for dq, of four and three.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
@@ -215,12 +215,15 @@ def backward(
     """
     arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
     together = launches("keys", True, q, plan, is_causal, layouts)
-    one = all(not x.few and x.idle(arguments.call.threads, q.shape[0]) <= MOST_IDLE for x in together)
-    keys = together if one else launches("keys", False, q, plan, is_causal, layouts)
-    queries = () if one else launches("queries", False, q, plan, is_causal, layouts)
+    threads = arguments.call.threads
+    apart = tuple([i for i, x in enumerate(together) if x.few or x.idle(threads, q.shape[0]) > MOST_IDLE])
+    which = apart if len(apart) < len(together) else None
+    keys = launches("keys", False, q, plan, is_causal, layouts, which)
+    queries = launches("queries", False, q, plan, is_causal, layouts, which)
+    together = tuple([x for i, x in enumerate(together) if i not in apart])
 
-    add_dkdv = state is not None or len(keys) > 1
-    add_dq = state is not None or one or len(queries) > 1
+    add_dkdv = state is not None or len(together) + len(keys) > 1
+    add_dq = state is not None or bool(together) or len(queries) > 1
     covered = plan.covered and plan.square and key_bias is None and q.numel() > 0
     dq, dk, dv = state or (
         tiles.gradient(q, add_dq, plan.covered),
@@ -230,12 +233,13 @@ def backward(
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     stats = lse.new_empty((*lse.shape, 2))
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
-    if together:
-        run("stats", arguments, together[0], None)
-    arguments.set(dq=dq if one else None)
+    for launch in (*keys, *together)[:1]:
+        run("stats", arguments, launch, None)
     for launch in keys:
         run("dkdv", arguments, launch, layouts)
     arguments.set(dq=dq)
+    for launch in together:
+        run("dkdv", arguments, launch, layouts)
     for launch in queries:
         run("dq", arguments, launch, layouts)
     if state is not None:
@@ -290,10 +294,21 @@ class _Launches:
 
 
 def launches(
-    side: Side, owned: bool, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None
+    side: Side,
+    owned: bool,
+    q: Tensor,
+    plan: Plan,
+    is_causal: bool,
+    layouts: Layouts | None,
+    which: tuple[int, ...] | None = None,
 ) -> tuple[Launch, ...]:
-    """The launches of a plan. `owned`: the rows that a job's tiles see, no other job's tiles of its launch see."""
-    if not plan.groups or not q.numel():
+    """The launches of a plan.
+
+    Args:
+        owned: the rows that a job's tiles see, no other job's tiles of its launch see.
+        which: only for the groups of these launches of keys; None: all.
+    """
+    if not plan.groups or not q.numel() or which == ():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     own, few = _own(side, q, plan), FEW[_set_of(q.dtype)]
@@ -302,10 +317,13 @@ def launches(
 
     def make() -> _Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, shape, layouts, q.device, join=False)
+        of_keys = () if which is None else tiles.launched(plan, "keys", layouts)
+        some = plan if which is None else replace(plan, groups=tuple([x for i in which for x in of_keys[i]]))
+        tables = tiles.tables(some, side, is_causal, shape, layouts, q.device, join=False)
         return _Launches(plan, tuple(_launch(side, owned, few, together, table) for table in tables))
 
-    return plan_cache.get(("cpu", id(plan), blocks, side, owned, is_causal, own, few, together), make).launches
+    key = "cpu", id(plan), blocks, side, owned, is_causal, own, few, together, which
+    return plan_cache.get(key, make).launches
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:

@@ -85,12 +85,10 @@ def tables(
     if layouts is None:
         cells = _unions(plan, side, is_causal, shape, join and not is_causal)
         return [_span_table(parts, side, is_causal, shape, device) for parts in cells]
-    out = []
-    for turn in turns(plan.groups, side):
-        for count in sorted({group.queries.count for group in turn}, reverse=True):
-            groups = [group for group in turn if group.queries.count == count]
-            out.append(_block_table(groups, side, shape, layouts[count], device))
-    return out
+    return [
+        _block_table(groups, side, shape, layouts[groups[0].queries.count], device)
+        for groups in launched(plan, side, layouts)
+    ]
 
 
 def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape, device: torch.device) -> Table:
@@ -211,6 +209,18 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
             out.append([])
         out[turn].append(group)
     return out
+
+
+def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
+    """The groups of each launch, where none are joined: those of a turn, and of one layout."""
+    out = turns(plan.groups, side)
+    if layouts is None:
+        return out
+    return [
+        [group for group in turn if group.queries.count == count]
+        for turn in out
+        for count in sorted({group.queries.count for group in turn}, reverse=True)
+    ]
 
 
 def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape, join: bool) -> list[list[Part]]:

@@ -16,8 +16,9 @@ from dilated_attention_bench.results import Row
 from dilated_attention_bench.simulate import World, rehearse
 from dilated_attention_bench.suites import Step
 
-MEGABITS = 100
-"""Of the limited link: the exchange then takes about half of the compute beside it."""
+MEGABITS = 400
+"""Of the limited link: the exchange then takes about half of the compute beside it. With more there would be nothing to
+hide it behind."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
