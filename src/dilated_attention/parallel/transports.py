@@ -190,6 +190,8 @@ class Doubling:
                 gather.scatter((yield gather.part(saved)), sums)
             if transfer:
                 sums.index_add_(0, tables.sends[level + 1], transfer.wait()[: len(tables.sends[level + 1])])
+            if level == 0:  # gradients of the farther rounds go before the local branches need room for theirs
+                sums = sums[: tables.edges[1]].clone()
             message = sums[tables.edges[level] : tables.edges[level + 1]]
             transfer = self.link.swap(
                 message, tables.received[level], tables.sent[level], f"in backward's doubling round {level}"
