@@ -178,6 +178,12 @@ def test_bad_argument(name, backend):
     refused(arguments(**{"backend": backend} | changes), words)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_tensor_under_autocast(name):
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(arguments(**{name: [1.0]}), [name, "list", "torch.Tensor"])
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("name", PACKED)
 def test_bad_packing(name, backend):

@@ -241,7 +241,8 @@ def in_autocast(device: torch.device) -> bool:
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
-    if not isinstance(q, Tensor) or not in_autocast(q.device):
+    given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
+    if not given or not in_autocast(q.device):
         return q, k, v
     q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v

@@ -8,9 +8,7 @@ becomes a table of the rows of that file whose name contains the words and whose
 
     <!-- results: cpu-2-threads-amd-epyc/attention.jsonl name=dense seq_len=8192 -->1 ms<!-- end of results -->
 
-`met=false` takes the rows that miss their bars, and none is an error, so that words about them go when they are met.
-The word `spread` adds a column to a table, `variants` makes it that of `compare`. Two words write text: `bar` whether
-the rows meet theirs, `met in 2 of 3`; `when` the days of their measurement, and whether the C++ kernels were there.
+The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ from dilated_attention.storage import write_text
 from dilated_attention_bench import compare
 from dilated_attention_bench.results import Record, read
 
-FIRST_KERNELS = "2026-11-22T04:37"
-"""When `backend="auto"` had C++ kernels on a CPU; until then native served every call."""
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
 
 
@@ -38,10 +34,8 @@ def render(text: str, results: Path) -> str:
         rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
         if "bar" in words:
             body = verdict(rows)
-        elif "when" in words:
-            body = when(rows)
         elif "\n" in span["text"]:
-            body = variants(rows) if "variants" in words else table(rows, spread="spread" in words)
+            body = variants(rows) if "variants" in words else table(rows)
             body = f"\n{body}\n"
         elif len(rows) == 1:
             body = value(rows[0])
@@ -81,9 +75,6 @@ def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
         if key == "name":
             if value not in row["name"]:
                 return False
-        elif key == "met":
-            if json.dumps(row.get("met")) != value:
-                return False
         elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
             return False
     return True
@@ -97,27 +88,14 @@ def verdict(rows: list[Record]) -> str:
     return f"met in {sum(judged)} of {len(judged)}"
 
 
-def when(rows: list[Record]) -> str:
-    """The days on which rows were measured, and by what where that is no longer what a call does."""
-    dates = sorted(row["date"] for row in rows)
-    first, last = dates[0][:10], dates[-1][:10]
-    days = first if first == last else f"{first} to {last}"
-    return days if dates[0] >= FIRST_KERNELS else f"{days} with PyTorch's operators, before the C++ kernels"
-
-
-def table(rows: list[Record], *, spread: bool = False) -> str:
-    """Markdown: figure, case, value, its spread, ratios to others, bar; a column that no row fills is left out."""
+def table(rows: list[Record]) -> str:
+    """Markdown: figure, case, value, ratios to others, bar; a column that no row fills is left out."""
     others = sorted({name for row in rows for name in row.get("over", {})})
     columns: dict[str, list[str]] = {
         "figure": [row["name"] for row in rows],
         "case": [describe(row["parameters"]) for row in rows],
         "value": [value(row) for row in rows],
     }
-    if spread:
-        columns["10 to 90 %"] = [
-            f"{number(row['spread']['p10'])} to {number(row['spread']['p90'])}" if "spread" in row else ""
-            for row in rows
-        ]
     for name in others:
         columns[f"over {name}"] = [
             f"{number(row['over'][name]['median'])} x" if name in row.get("over", {}) else "" for row in rows
