@@ -28,5 +28,5 @@ def require(*packages: str) -> None:
             import_module(name)
         except ModuleNotFoundError:
             raise MissingPackageError(
-                f"{name} is not installed: pip install 'dilated-attention[cli]'", name=name
+                f"{name} is not installed: pip install matplotlib rich", name=name
             ) from None
