@@ -63,7 +63,7 @@ from dilated_attention.nn import (
 )
 from dilated_attention.routing import PageBounds
 from processes import run
-from test_checkpoints import Golden
+from test_checkpoints import Golden, longvit_weights
 from tolerances import TOLERANCE, relative_error
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore:Sparse BSR")]
@@ -821,3 +821,383 @@ def _(told):
         model()(x)
     for served in (model(xpos_scale_base=512.0), model(torch.float64), model(positions="rope")):
         assert served(x.to(served.norm.weight.dtype)).isfinite().all()
+
+
+# ---- over a mesh
+
+
+@remedy("sees one device; with a mesh use backend='auto'", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors()
+    mine = [shard(x, mesh) for x in (q, k, v)]
+    with told():
+        attention(*mine, PATTERN, mesh=mesh, backend="reference")
+    same(whole(attention(*mine, PATTERN, mesh=mesh, backend="auto"), mesh), oracle(q, k, v))
+
+
+@remedy("over a mesh it takes no {}; native does", ON_TWO_RANKS)
+def _(told, mesh):
+    if cpu._load()[3]:
+        told.heard += 1
+        return
+    q, k, v = tensors()
+    mine, hidden = [shard(x, mesh) for x in (q, k, v)], torch.arange(16)[None] % 5 == 0
+    with told():
+        attention(*mine, PATTERN, mesh=mesh, key_padding_mask=shard(hidden, mesh), backend="cpu")
+    out = attention(*mine, PATTERN, mesh=mesh, key_padding_mask=shard(hidden, mesh), backend="native")
+    same(whole(out, mesh), oracle(q, k, v, key_padding_mask=hidden))
+
+
+@remedy("for padding after the tokens give lengths", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(batch=2)
+    mine, hidden = [shard(x, mesh) for x in (q, k, v)], torch.arange(16) >= torch.tensor([[16], [11]])
+    pattern = Dilated((16,), (1,)) * (lambda length: BlockLayout.local(length, 5, 4))
+    for each in (pattern, BlockLayout.local(16, 5, 4)):
+        with told():
+            attention(*mine, each, mesh=mesh, key_padding_mask=shard(hidden, mesh))
+    out = whole(attention(*mine, BlockLayout.local(16, 5, 4), mesh=mesh, lengths=[16, 11]), mesh)
+    same(out[~hidden], oracle(q, k, v, BlockLayout.local(16, 5, 4), key_padding_mask=hidden)[~hidden])
+
+
+@remedy("is not supported; {}train with dropout_p=0.0", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors()
+    mine, layout = [shard(x, mesh) for x in (q, k, v)], BlockLayout.local(16, 5, 4)
+    with told():
+        attention(*mine, layout, mesh=mesh, dropout_p=0.5)
+    same(whole(attention(*mine, layout, mesh=mesh, dropout_p=0.0), mesh), oracle(q, k, v, layout))
+
+
+@remedy("with lengths over a mesh is not supported; pack the batch: cu_seqlens", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(batch=2)
+    with told():
+        attention(*(shard(x, mesh) for x in (q, k, v)), PATTERN, mesh=mesh, dropout_p=0.5, lengths=[16, 11])
+    packed = [torch.cat((x[0], x[1, :11]))[None] for x in (q, k, v)]
+    results = []
+    for options, given in (({}, packed), ({"mesh": mesh, "seq_len": 27}, [shard(x, mesh) for x in packed])):
+        torch.manual_seed(1)
+        results.append(attention(*given, PATTERN, dropout_p=0.5, cu_seqlens=torch.tensor([0, 16, 27]), **options))
+    same(parallel.unshard_sequence(results[1], mesh, seq_len=27), results[0])
+
+
+@remedy("holds no attention of this library; {}Use nn.MultiheadDilatedAttention or nn.DilatedAttention in it", ON_TWO_RANKS)
+def _(told, mesh):
+    with told():
+        parallel.set_context_parallel(nn.MultiheadAttention(16, 2), mesh)
+    theirs, ours = theirs_and_ours()
+    for x in theirs.state_dict().values():
+        dist.broadcast(x, 0, group=mesh)
+    parallel.set_context_parallel(ours, mesh)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 12, 16)
+    mine = shard(x, mesh)
+    same(whole(ours(mine, mine, mine)[0], mesh), theirs(x, x, x)[0])
+    module, (q, k, v) = DilatedAttention([8, 16], [1, 2]), tensors()
+    parallel.set_context_parallel(module, mesh)
+    same(whole(module(*(shard(x, mesh) for x in (q, k, v))), mesh), oracle(q, k, v))
+
+
+@remedy("is [{}, {}), {} tokens: see sequence_range", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(15)
+    wrong = [x[:, :7] for x in (q, k, v)]
+    with told():
+        attention(*wrong, PATTERN, mesh=mesh, seq_len=15)
+    start, stop = parallel.sequence_range(15, mesh)
+    out = attention(*(x[:, start:stop] for x in (q, k, v)), PATTERN, mesh=mesh, seq_len=15)
+    same(parallel.unshard_sequence(out, mesh, seq_len=15), oracle(q, k, v))
+
+
+@remedy("give every rank the same dtype, dim and shape, but for the length", ON_TWO_RANKS)
+def _(told, mesh):
+    x = torch.randn(2, 10, 3)
+    mine = shard(x, mesh)
+    with told():
+        parallel.unshard_sequence(mine.double() if dist.get_rank() else mine, mesh)
+    assert torch.equal(whole(mine, mesh), x)
+
+
+@remedy("give every rank the length of the whole sequence as seq_len", ON_TWO_RANKS)
+def _(told, mesh):
+    x = torch.randn(2, 11, 3)
+    mine = shard(x, mesh)
+    with told():
+        whole(mine, mesh)
+    assert torch.equal(parallel.unshard_sequence(mine, mesh, seq_len=11), x)
+
+
+@remedy("does not serve this call: {}; use transport='auto'", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(15)
+    start, stop = parallel.sequence_range(15, mesh)
+    mine = [x[:, start:stop] for x in (q, k, v)]
+    with told():
+        attention(*mine, PATTERN, mesh=mesh, seq_len=15, transport="doubling")
+    out = attention(*mine, PATTERN, mesh=mesh, seq_len=15, transport="auto")
+    same(parallel.unshard_sequence(out, mesh, seq_len=15), oracle(q, k, v))
+
+
+@remedy('Slice it: mesh["context"]', ON_TWO_RANKS)
+def _(told, _):
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
+    q, k, v = tensors()
+    with told():
+        attention(q, k, v, PATTERN, mesh=mesh)
+    mine = [shard(x, mesh["context"]) for x in (q, k, v)]
+    same(whole(attention(*mine, PATTERN, mesh=mesh["context"]), mesh["context"]), oracle(q, k, v))
+
+
+def language_model(**options: Any) -> LongNetLM:
+    config = {"vocab_size": 20, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "pattern": PATTERN}
+    return LongNetLM(LongNetConfig(**config | options)).eval()
+
+
+@remedy("lengths with a mesh is not supported; give samples of one length", ON_TWO_RANKS)
+def _(told, mesh):
+    model, tokens = language_model(), torch.randint(20, (2, 17))
+    expected = model.loss(tokens[:, :13])
+    parallel.set_context_parallel(model, mesh)
+    with told():
+        model.loss(tokens, lengths=[17, 13])
+    same(model.loss(tokens[:, :13]), expected)
+
+
+@remedy("{} with a mesh is not supported; call parallel.set_context_parallel(model, None) first", ON_TWO_RANKS)
+def _(told, mesh):
+    model, tokens = language_model(), torch.randint(20, (2, 16))
+    expected = model(tokens, lengths=[16, 11])
+    parallel.set_context_parallel(model, mesh)
+    with told():
+        model(shard(tokens, mesh), lengths=[16, 11])
+    parallel.set_context_parallel(model, None)
+    same(model(tokens, lengths=[16, 11]), expected)
+
+
+@remedy("packed samples with a mesh are not supported; call parallel.set_context_parallel(model, None) first")
+def _(told, one_rank):
+    model, x = language_model(), torch.randn(1, 16, 16)
+    parallel.set_context_parallel(model, one_rank)
+    with told():
+        model.packed(x, [10, 6], is_causal=True)
+    parallel.set_context_parallel(model, None)
+    (out,) = model.packed(x, [10, 6], is_causal=True)
+    same(out[:, :10], model.hidden(x[:, :10], is_causal=True)[0])
+
+
+def slide_encoder() -> GigaPathSlideEncoder:
+    inner = LongNetConfig(vocab_size=None, embed_dim=16, num_layers=1, num_heads=2, pattern=PATTERN, positions=None)
+    return GigaPathSlideEncoder(GigaPathConfig(in_chans=8, slide_ngrids=8, tile_size=256, encoder=inner)).eval()
+
+
+@remedy(
+    "Call parallel.set_context_parallel(model, None); or parallel.set_context_parallel(model.encoder, mesh), and give "
+    "model.encoder this rank's shard of what it reads",
+    ON_TWO_RANKS,
+)
+def _(told, mesh):
+    model, tiles, coords = slide_encoder(), torch.randn(1, 15, 8), 256 * torch.randint(8, (1, 15, 2))
+    expected, (rows, _) = model(tiles, coords), model.embed(tiles, coords)
+    states = model.encoder(rows)
+    with told():
+        parallel.set_context_parallel(model, mesh)
+        model(tiles, coords)
+    parallel.set_context_parallel(model, None)
+    same(model(tiles, coords), expected)
+    parallel.set_context_parallel(model.encoder, mesh)
+    same(whole(model.encoder(shard(rows, mesh)), mesh), states)
+
+
+# ---- models and checkpoints
+
+
+@remedy("encoder is in training mode, where dropout changes the attention: call encoder.eval()")
+def _(told):
+    model, tiles, coords = slide_encoder().train(), torch.randn(1, 15, 8), 256 * torch.randint(8, (1, 15, 2))
+    with told():
+        tile_attention(model, tiles, coords)
+    model.eval()
+    assert tile_attention(model, tiles, coords).heads.isfinite().all()
+
+
+@remedy("which hold every pixel; got {}: pass torch.as_tensor of them as they were read")
+def _(told):
+    model, tiles = slide_encoder(), torch.randn(1, 15, 8)
+    read = 256 * np.arange(30).reshape(1, 15, 2) % 2048
+    for coords in (read, torch.as_tensor(read).half()):
+        with told():
+            model(tiles, coords)
+    same(model(tiles, torch.as_tensor(read)), model(tiles, torch.as_tensor(read).float()))
+
+
+@remedy("must be a torch.Tensor; got {}: pass torch.as_tensor({})")
+def _(told):
+    model, tiles, coords = slide_encoder(), torch.randn(1, 15, 8), 256 * torch.randint(8, (1, 15, 2))
+    with told():
+        model(tiles.numpy(), coords)
+    assert torch.equal(model(torch.as_tensor(tiles.numpy()), coords), model(tiles, coords))
+
+
+@remedy("must have the model's dtype, {}; got {}: pass {}.to({}), or turn the model with model.to(dtype)")
+def _(told):
+    model, tiles, coords = slide_encoder(), torch.randn(1, 15, 8).double(), 256 * torch.randint(8, (1, 15, 2))
+    with told():
+        model(tiles, coords)
+    out = model(tiles.to(torch.float32), coords)
+    same(out, model.to(torch.float64)(tiles, coords))
+
+
+@remedy("samples of one token each; if it is (seq, batch, ...), pass x.transpose(0, 1)")
+def _(told):
+    model, x = language_model(), torch.randint(20, (256, 1))
+    with told(UserWarning):
+        model(x)
+    same(model(x.transpose(0, 1)), model(x.T.contiguous()))
+
+
+@remedy("vocab_size=None: a language model writes tokens; give their number")
+def _(told):
+    with told():
+        language_model(vocab_size=None)
+    assert language_model(vocab_size=20)(torch.randint(20, (1, 9))).shape == (1, 9, 20)
+
+
+def halves(**options: Any) -> LongNet:
+    config = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "pattern": PATTERN}
+    encoder = LongNetConfig(**config, vocab_size=None, **{"final_norm": True} | options.get("encoder", {}))
+    decoder = LongNetConfig(**config | {"vocab_size": 20} | options.get("decoder", {}))
+    return LongNet(EncoderDecoderConfig(encoder=encoder, decoder=decoder)).eval()
+
+
+@remedy("decoder: vocab_size=None: a decoder writes tokens; give their number")
+def _(told):
+    with told():
+        halves(decoder={"vocab_size": None})
+    assert halves(decoder={"vocab_size": 20})(torch.randn(1, 9, 16), torch.randint(20, (1, 5))).shape == (1, 5, 20)
+
+
+@remedy("encoder: final_norm=False: the decoder reads normed vectors; leave it True")
+def _(told):
+    with told():
+        halves(encoder={"final_norm": False})
+    assert halves(encoder={"final_norm": True})(torch.randn(1, 9, 16), torch.randint(20, (1, 5))).isfinite().all()
+
+
+@remedy("max_len=None: dense attention sees every earlier token; give the length to make room for")
+def _(told):
+    model, tokens = language_model(pattern=None), torch.randint(20, (1, 9))
+    with told():
+        model.prefill(tokens)
+    logits, cache = model.prefill(tokens[:, :8], max_len=9)
+    same(model.decode(tokens[:, 8], cache), model(tokens)[:, -1])
+    same(logits, model(tokens)[:, 7])
+
+
+@remedy("tokens do not fit a cache of max_len={}; make it with a larger one")
+def _(told):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    with told():
+        model.decode(tokens[:, 8], model.prefill(tokens[:, :8], max_len=8)[1])
+    same(model.decode(tokens[:, 8], model.prefill(tokens[:, :8], max_len=9)[1]), model(tokens)[:, -1])
+    assert KeyValueCache(model.config, 1, max_len=9).nbytes > 0
+
+
+@remedy("tokens: empty prompt; give at least one token a sample")
+def _(told):
+    model = language_model()
+    with told():
+        model.generate(torch.zeros(1, 0, dtype=torch.int64), 2)
+    token = torch.tensor([[3]])
+    assert model.generate(token, 1, temperature=0)[0, 1] == model(token)[0, -1].argmax()
+
+
+@remedy("cannot hold every one of vocab_size={}: pass tokens.long()")
+def _(told):
+    model, tokens = language_model(vocab_size=300), torch.randint(200, (1, 5), dtype=torch.uint8)
+    with told():
+        model.generate(tokens, 2, temperature=0)
+    longer = model.generate(tokens.long(), 1, temperature=0)
+    assert longer[0, -1] == model(tokens)[0, -1].argmax()
+
+
+def golden(**options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    case = Golden("ts_longnet_encoder_aligned")
+    return case.weights, case.options | options
+
+
+@remedy("not plain tensors: {}; save the model's state_dict alone")
+def _(told, tmp_path):
+    weights, options = golden()
+    torch.save({**weights, "step": 3}, tmp_path / "all")
+    with told():
+        load_torchscale(tmp_path / "all", **options)
+    torch.save(weights, tmp_path / "alone")
+    _loads(tmp_path / "alone", weights, options)
+
+
+def _loads(path: Path, weights: dict[str, Tensor], options: dict[str, Any]) -> None:
+    found, expected = (load_torchscale(x, **options).state_dict() for x in (path, weights))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@remedy("or a pickle of more than plain tensors, which is never run ({}); save the model's state_dict alone")
+def _(told, tmp_path):
+    weights, options = golden()
+    torch.save({"model": weights, "path": tmp_path}, tmp_path / "all")
+    with told():
+        load_torchscale(tmp_path / "all", **options)
+    torch.save({"model": weights}["model"], tmp_path / "alone")
+    _loads(tmp_path / "alone", weights, options)
+
+
+@remedy("save the model's state_dict alone, its tensors contiguous")
+def _(told, tmp_path):
+    weights, options = golden()
+    name = next(name for name, x in weights.items() if x.dim() == 1)
+    spread = {**weights, name: weights[name][:1].clone().expand_as(weights[name])}
+    with told():
+        load_torchscale(spread, **options)
+    torch.save({name: x.contiguous() for name, x in spread.items()}, tmp_path / "alone")
+    _loads(tmp_path / "alone", {name: x.contiguous() for name, x in spread.items()}, options)
+
+
+@remedy("num_heads: the weights do not tell; give the number of attention heads")
+def _(told):
+    weights, options = golden()
+    with told():
+        load_torchscale(weights, **{**options, "num_heads": None})
+    assert load_torchscale(weights, **options).config.num_heads == options["num_heads"]
+
+
+@remedy("not of a released model; give segment_lengths")
+def _(told):
+    weights = longvit_weights()
+    with told():
+        load_longvit(weights, num_heads=4)
+    model = load_longvit(weights, segment_lengths=[8, 16], dilation_rates=[1, 2], num_heads=4)
+    assert model(torch.randn(1, 3, 8, 8)).isfinite().all()
+
+
+@remedy("; if that was meant, delete {}")
+def _(told, tmp_path):
+    model = language_model()
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with told() as caught:
+        LongNetLM.from_pretrained(tmp_path)
+    (tmp_path / of(caught, r"delete (\w+)")).unlink()
+    tokens = torch.randint(20, (1, 9))
+    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), model(tokens))
+
+
+@remedy("weights must share one floating dtype; got {}: save it after model.to(dtype)")
+def _(told, tmp_path):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    expected = model(tokens)
+    model.norm.double()
+    with told():
+        model.save_pretrained(tmp_path)
+    model.to(torch.float32).save_pretrained(tmp_path)
+    same(LongNetLM.from_pretrained(tmp_path)(tokens), expected)
