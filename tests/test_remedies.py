@@ -10,11 +10,14 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +35,18 @@ from dilated_attention import (
     attention,
     attention_weights,
     block_sparse_attention,
-    dilated_attention as dilated,
+    cli,
     explain,
     parallel,
     suggest_pattern,
 )
+from dilated_attention import (
+    dilated_attention as dilated,
+)
 from dilated_attention.backends import cpu
 from dilated_attention.cli import main
 from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
+from dilated_attention.errors import require
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
@@ -62,6 +69,9 @@ from dilated_attention.nn import (
     SelectionCache,
 )
 from dilated_attention.routing import PageBounds
+from dilated_attention.training import session
+from dilated_attention.training.loop import Recipe, Training
+from dilated_attention.training.text import read_text
 from processes import run
 from test_checkpoints import Golden, longvit_weights
 from tolerances import TOLERANCE, relative_error
@@ -69,6 +79,19 @@ from tolerances import TOLERANCE, relative_error
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore:Sparse BSR")]
 
 SOURCE = Path(dilated_attention.__file__).parent
+
+
+class Later:
+    """A module that takes seconds to import, which the ranks below do without."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.name), name)
+
+
+transformers, huggingface = Later("transformers"), Later("dilated_attention.integrations.huggingface")
 PATTERN = Dilated((8, 16), (1, 2))
 
 
@@ -174,6 +197,75 @@ def of(caught: Any, pattern: str) -> str:
     text = str(caught.value) if hasattr(caught, "value") else str(caught[0].message)
     (found,) = re.findall(pattern, text)
     return found
+
+
+# ---- what the source says
+
+VERBS = (
+    "append|ask|begin|build|call|choose|compare|construct|convert|delete|destroy|fold|generate|give|install|leave|"
+    "lengthen|load|lower|make|pack|pad|pass|pip install|remove|run|save|see|set|shorten|slice|start|take|train|try|"
+    "turn|unite|use"
+)
+REMEDY = re.compile(rf"(?:^|[;:.,)(] |\b(?:or|and|then|mesh|mask|module|meant,) )(?:{VERBS})\b", re.IGNORECASE)
+
+FOLLOWED_ELSEWHERE = {
+    "config.sliding_window = None": "test_huggingface.py::test_families_that_dilate_refuses",
+    "choose a model without windows": "test_huggingface.py::test_families_that_dilate_refuses",
+    'config.layer_types = ["full_attention"] * config.num_hidden_layers{}. Compare its logits':
+        "test_huggingface.py::test_families_that_dilate_refuses",
+    "of the model's attention": "test_huggingface.py::test_refusals",
+    "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
+    "run under torchrun": "test_train_ranks.py::test_command_under_torchrun",
+    "Destroy it, start the lost ranks again (torchrun does) and resume":
+        "test_train_faults.py::test_all_ranks_start_again_with_the_store_of_those_that_were_lost",
+}  # fmt: skip
+
+NOT_FOLLOWED = {
+    "use float16, bfloat16 or float32": "needs a GPU",
+    "use float16 or bfloat16": "needs a GPU",
+    "use native or triton": "needs a GPU",
+    "pip install triton": "installs a package",
+    "then ask for it by name": "needs a GPU",
+    "install g++ or clang++": "installs a compiler",
+    "ask its owner": "needs another user",
+    "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
+    "run one rank of": "describes a command",
+}
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module without docstrings and the help of options; values in f-strings become {}."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("add_parser", "add_argument", "_plain", "_option")
+        ):
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            for part in node.values:
+                yield from texts(part)
+        else:
+            yield from texts(node)
+
+
+def test_every_remedy_has_a_case():
+    said = {
+        text: f"{file.relative_to(SOURCE)}: {text}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for text in texts(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    known = {**CASES, **ON_TWO_RANKS, **FOLLOWED_ELSEWHERE, **NOT_FOLLOWED}
+    patterns = {words: re.compile(".*".join(map(re.escape, words.split("{}"))), re.DOTALL) for words in known}
+    found = {text: [words for words, pattern in patterns.items() if pattern.search(text)] for text in said}
+    elsewhere = [place.split("::") for place in FOLLOWED_ELSEWHERE.values()]
+    remedies = [text for text in said if REMEDY.search(text) and len(text.split()) > 2]
+    assert not [said[text] for text in remedies if not found[text]]
+    assert all(f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8") for file, name in elsewhere)
+    assert not known.keys() - {words for several in found.values() for words in several}
 
 
 # ---- calls
@@ -365,7 +457,7 @@ def _(told):
         same(half, oracle(q, k, v, pattern)[:, :, 4:])
 
 
-@remedy("entries for heads {} to {}; of a larger module give head_offset")
+@remedy("; of a larger module give head_offset")
 def _(told):
     q, k, v = tensors(heads=8)
     table = Dilated((8, 16), (1, 2), [[0] * 8, [0, 0, 0, 0, 1, 1, 1, 1]])
@@ -740,9 +832,7 @@ def _(told):
     theirs = nn.MultiheadAttention(**arguments)
     with told() as caught:
         convert_attention(theirs, **BRANCHES)
-    ours = MultiheadDilatedAttention(
-        **arguments, batch_first=eval(of(caught, "batch_first=(True|False)")), **BRANCHES
-    )
+    ours = MultiheadDilatedAttention(**arguments, batch_first=eval(of(caught, "batch_first=(True|False)")), **BRANCHES)
     ours.load_state_dict(theirs.state_dict())
     same(ours(x, x, x)[0], theirs(x, x, x)[0])
 
@@ -814,7 +904,9 @@ def _(told, one_rank):
 def _(told):
     def model(dtype: torch.dtype = torch.float32, **options: Any) -> LongNetEncoder:
         config = {"vocab_size": None, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "positions": "xpos"}
-        return LongNetEncoder(LongNetConfig(**config | {"xpos_scale_base": 1.0, "pattern": PATTERN} | options)).to(dtype)
+        return LongNetEncoder(LongNetConfig(**config | {"xpos_scale_base": 1.0, "pattern": PATTERN} | options)).to(
+            dtype
+        )
 
     x = torch.randn(1, 200, 16)
     with told():
@@ -860,7 +952,7 @@ def _(told, mesh):
     same(out[~hidden], oracle(q, k, v, BlockLayout.local(16, 5, 4), key_padding_mask=hidden)[~hidden])
 
 
-@remedy("is not supported; {}train with dropout_p=0.0", ON_TWO_RANKS)
+@remedy("train with dropout_p=0.0", ON_TWO_RANKS)
 def _(told, mesh):
     q, k, v = tensors()
     mine, layout = [shard(x, mesh) for x in (q, k, v)], BlockLayout.local(16, 5, 4)
@@ -882,7 +974,9 @@ def _(told, mesh):
     same(parallel.unshard_sequence(results[1], mesh, seq_len=27), results[0])
 
 
-@remedy("holds no attention of this library; {}Use nn.MultiheadDilatedAttention or nn.DilatedAttention in it", ON_TWO_RANKS)
+@remedy(
+    "holds no attention of this library; {}Use nn.MultiheadDilatedAttention or nn.DilatedAttention in it", ON_TWO_RANKS
+)
 def _(told, mesh):
     with told():
         parallel.set_context_parallel(nn.MultiheadAttention(16, 2), mesh)
@@ -1201,3 +1295,436 @@ def _(told, tmp_path):
         model.save_pretrained(tmp_path)
     model.to(torch.float32).save_pretrained(tmp_path)
     same(LongNetLM.from_pretrained(tmp_path)(tokens), expected)
+
+
+# ---- transformers
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60, "intermediate_size": 48}
+WHOLE = {"segment_lengths": [64], "dilation_rates": [1]}
+NESTED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
+
+
+@pytest.fixture
+def llama():
+    return _model("Llama", num_key_value_heads=2)
+
+
+def _model(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
+    kind = getattr(transformers, name + head)
+    config = kind.config_class(**TINY, initializer_range=0.2, pad_token_id=0, **options)
+    return kind._from_config(config, attn_implementation="eager").eval()
+
+
+def _tokens(seq: int = 12, batch: int = 2) -> Tensor:
+    return torch.randint(3, 60, (batch, seq))
+
+
+def _dilated(model: Any, **branches: Any) -> Any:
+    return huggingface.dilate(copy.deepcopy(model), **branches or WHOLE)
+
+
+@remedy("the probabilities are never formed; use dilated_attention.attention_weights on q and k")
+def _(told):
+    model, tokens, seen = _model("Bert", "ForMaskedLM"), _tokens(), {}
+    ours = _dilated(model)
+    with told():
+        ours(tokens, output_attentions=True)
+    layer = ours.bert.encoder.layer[0].attention.self
+    for name in ("query", "key"):
+        project = getattr(layer, name)
+        project.register_forward_hook(lambda module, inputs, out, name=name: seen.update({name: out}))
+    ours(tokens)
+    q, k = (seen[name].unflatten(-1, (4, 8)) for name in ("query", "key"))
+    weights = attention_weights(q, k, Dilated((64,), (1,))).to_dense()
+    same(weights, model(tokens, output_attentions=True).attentions[0])
+
+
+@remedy("packed sequences are not supported; pad them and give attention_mask")
+def _(told, llama):
+    _packed(told, llama, cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
+
+
+@remedy("For packed sequences, pad them and give attention_mask; give it too under torch.compile, {}")
+def _(told, llama):
+    _packed(told, llama, position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False)
+
+
+def _packed(told: Told, llama: Any, **packing: Any) -> None:
+    tokens = _tokens(12, 1)
+    with told():
+        _dilated(llama)(tokens, **packing)
+    samples = [tokens[0, :5], tokens[0, 5:]]
+    padded = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    real = torch.arange(7) < torch.tensor([[5], [7]])
+    logits = _dilated(llama)(padded, attention_mask=real.long()).logits
+    for row, sample in zip(logits, samples, strict=True):
+        same(row[: len(sample)], llama(sample[None]).logits[0])
+
+
+@remedy("paged caches are not supported; generate with the dynamic cache")
+def _(told, llama):
+    ours, tokens = _dilated(llama), _tokens(6, 1)
+    with told():
+        ours(tokens, cache=object(), use_cache=False)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "do_sample": False}
+    out = ours.generate(tokens, cache_implementation="dynamic", **options)
+    assert torch.equal(out, llama.generate(tokens, **options))
+
+
+@remedy('with the dynamic cache, which holds all tokens, is supported: cache_implementation="dynamic"')
+def _(told, llama):
+    ours, tokens = _dilated(llama), _tokens(6, 1)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "do_sample": False}
+    with told():
+        ours.generate(tokens, cache_implementation="static", **options)
+    out = ours.generate(tokens, cache_implementation="dynamic", **options)
+    assert torch.equal(out, llama.generate(tokens, **options))
+
+
+@remedy("choose a model that hands it to its attention alone")
+def _(told, llama):
+    doge = transformers.DogeModel(transformers.DogeConfig(**TINY, num_key_value_heads=2))
+    tokens = _tokens()
+    with told():
+        _dilated(doge)(tokens)
+    same(_dilated(llama)(tokens).logits, llama(tokens).logits)
+
+
+@remedy("choose a model whose class has _supports_attention_backend")
+def _(told, llama):
+    with told():
+        _dilated(transformers.MPNetModel(transformers.MPNetConfig(**TINY)))
+    assert type(llama)._supports_attention_backend
+    tokens = _tokens()
+    same(_dilated(llama)(tokens).logits, llama(tokens).logits)
+
+
+@remedy("need a model's own attention; choose a model without one")
+def _(told, llama):
+    with told():
+        _dilated(_model("Gemma2", num_key_value_heads=2, head_dim=8))
+    assert getattr(llama.config, "attn_logit_softcapping", None) is None
+    _dilated(llama)
+
+
+@remedy('leave attn_implementation out, or call model.set_attn_implementation("{}")')
+def _(told, llama, tmp_path):
+    ours, tokens = _dilated(llama, **NESTED), _tokens(40)
+    ours.save_pretrained(tmp_path)
+    kind = type(llama)
+    with told(UserWarning):
+        other = kind.from_pretrained(tmp_path, attn_implementation="sdpa")
+    same(other(tokens).logits, llama(tokens).logits)
+    other.set_attn_implementation("dilated_attention")
+    assert torch.equal(kind.from_pretrained(tmp_path)(tokens).logits, ours(tokens).logits)
+    assert torch.equal(other(tokens).logits, ours(tokens).logits)
+
+
+@remedy("Of a module that holds one, give that one; nn.MultiheadAttention is for {}convert_attention")
+def _(told, llama):
+    holder, tokens = nn.ModuleDict({"model": llama}), _tokens()
+    expected = llama(tokens).logits
+    with told():
+        huggingface.dilate(holder, **WHOLE)
+    huggingface.dilate(holder["model"], **WHOLE)
+    same(holder["model"](tokens).logits, expected)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with told():
+        huggingface.dilate(layer, **WHOLE)
+    assert convert_attention(layer, **WHOLE) == ["self_attn"]
+
+
+@remedy("choose a model that counts from 0")
+def _(told):
+    with told():
+        huggingface.extend_positions(transformers.YosoModel(transformers.YosoConfig(**TINY)), 5000)
+    bert, tokens = _model("Bert", "ForMaskedLM", max_position_embeddings=16), _tokens(16)
+    expected = bert(tokens).logits
+    same(huggingface.extend_positions(bert, 40)(tokens).logits, expected)
+
+
+@remedy("an image model interpolates its own: give its forward interpolate_pos_encoding=True")
+def _(told):
+    vit = transformers.ViTModel(transformers.ViTConfig(**TINY, image_size=16, patch_size=4)).eval()
+    with told():
+        huggingface.extend_positions(transformers.T5EncoderModel(transformers.T5Config(d_model=8, num_layers=1)), 40)
+    out = _dilated(vit)(torch.randn(1, 3, 32, 32), interpolate_pos_encoding=True)
+    assert out.last_hidden_state.shape == (1, 65, 32)
+
+
+@remedy("and would change; the model takes longer texts as it is")
+def _(told):
+    rotation = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = _model("Llama", max_position_embeddings=16, rope_parameters=rotation)
+    with told():
+        huggingface.extend_positions(model, 40)
+    tokens = _tokens(40)
+    same(_dilated(model)(tokens).logits, model(tokens).logits)
+
+
+@remedy("shorten the text (tokenizer(..., truncation=True)), or lengthen the table: extend_positions(model, length)")
+def _(told):
+    bert, tokens = _model("Bert", "ForMaskedLM", max_position_embeddings=16), _tokens(20)
+    ours = _dilated(bert)
+    with told():
+        ours(tokens)
+    same(ours(tokens[:, :16]).logits, bert(tokens[:, :16]).logits)
+    huggingface.extend_positions(ours, 20)
+    same(ours(tokens[:, :16]).logits, bert(tokens[:, :16]).logits)
+    assert ours(tokens).logits.isfinite().all()
+
+
+@remedy("Set it, or call dilated_attention.integrations.huggingface.dilate(model, segment_lengths, dilation_rates)")
+def _(told, llama):
+    expected, tokens = _dilated(llama, **NESTED), _tokens(40)
+    bare = copy.deepcopy(llama)
+    bare.set_attn_implementation("dilated_attention")
+    with told():
+        bare(tokens)
+    bare.config.dilated_attention = NESTED
+    assert torch.equal(bare(tokens).logits, expected(tokens).logits)
+    huggingface.dilate(llama, *NESTED.values())
+    assert torch.equal(llama(tokens).logits, expected(tokens).logits)
+
+
+@remedy("with a cache: use model.eval(), or no past_key_values")
+def _(told):
+    model = _model("Llama", attention_dropout=0.5)
+    ours, tokens = _dilated(model).train(), _tokens()
+    with told():
+        ours(tokens[:, -1:], past_key_values=ours(tokens[:, :-1], use_cache=True).past_key_values)
+    ours.eval()
+    past = ours(tokens[:, :-1], use_cache=True).past_key_values
+    same(ours(tokens[:, -1:], past_key_values=past).logits, model(tokens).logits[:, -1:])
+    assert ours.train()(tokens).logits.isfinite().all()
+
+
+@remedy("masks over pairs are not supported; give a mask over tokens, (batch, seq)")
+def _(told, llama):
+    tokens, real = _tokens(), torch.ones(2, 12, dtype=torch.int64)
+    real[1, 8:] = 0
+    seen = real.bool()[:, None, None] & torch.ones(12, 12, dtype=torch.bool).tril()
+    pairs = torch.zeros(2, 1, 12, 12).masked_fill(~seen, -torch.inf)
+    with told():
+        _dilated(llama)(tokens, attention_mask=pairs)
+    out = _dilated(llama)(tokens, attention_mask=real).logits
+    same(out[real.bool()], llama(tokens, attention_mask=pairs).logits[real.bool()])
+
+
+# ---- commands
+
+
+def told_by_command(told: Told, capsys: Any, *words: object) -> str:
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    return told.printed(capsys.readouterr().err)
+
+
+def succeeds(capsys: Any, *words: object) -> str:
+    assert main([str(word) for word in words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+_SIZE = {
+    "--context": 64, "--steps": 2, "--layers": 1, "--dim": 16, "--heads": 2, "--warmup": 1, "--held-out": 1,
+    "--sample": 4,
+}  # fmt: skip
+TRAIN = [word for item in _SIZE.items() for word in item]
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(1 + i * i % 250 for i in range(5000)))
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def out(tmp_path, text, capsys):
+    """The folder of a run that has ended."""
+    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
+    return tmp_path / "out"
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+@remedy("{}: error: {}; see {} --help")
+def _(told, capsys):
+    said = told_by_command(told, capsys, "suggest", "--tokens", "x")
+    with pytest.raises(SystemExit, match="0"):
+        main(re.findall(r"see dilated-attention (.*--help)", said)[0].split())
+    assert "--tokens" in capsys.readouterr().out
+
+
+@remedy("the weights do not tell; give both")
+def _(told, tmp_path, capsys):
+    case = Golden("ts_longnet_decoder_xpos")
+    save_file(case.weights, tmp_path / "weights")
+    words = ["convert", tmp_path / "weights", tmp_path / "out", "--kind", "torchscale", "--heads", 4, "--tokens", 20]
+    told_by_command(told, capsys, *words)
+    lists = (",".join(map(str, case.options[name])) for name in ("segment_lengths", "dilation_rates"))
+    succeeds(capsys, *words, "--segments", next(lists), "--rates", next(lists))
+    LongNetLM.from_pretrained(tmp_path / "out")
+
+
+@remedy("--kind {} has only one: leave --architecture out")
+def _(told, tmp_path, capsys):
+    save_file(longvit_weights(), tmp_path / "weights")
+    words = ["convert", tmp_path / "weights", tmp_path / "out", "--kind", "longvit"]
+    branches = ["--heads", 4, "--segments", "8,16", "--rates", "1,2", "--tokens", 20]
+    told_by_command(told, capsys, *words, "--architecture", "encoder", *branches)
+    succeeds(capsys, *words, *branches)
+
+
+@remedy("exists: give --overwrite (overwrite=True), or another folder")
+def _(told, tmp_path, capsys):
+    save_file(longvit_weights(), tmp_path / "weights")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    branches = ["--kind", "longvit", "--heads", 4, "--segments", "8,16", "--rates", "1,2", "--tokens", 20]
+    told_by_command(told, capsys, "convert", tmp_path / "weights", tmp_path / "out", *branches)
+    succeeds(capsys, "convert", tmp_path / "weights", tmp_path / "out", *branches, "--overwrite")
+    succeeds(capsys, "convert", tmp_path / "weights", tmp_path / "other", *branches)
+
+
+@remedy("device={}: {}; use 'cpu'")
+def _(told, tmp_path, capsys):
+    language_model(vocab_size=256).save_pretrained(tmp_path / "model")
+    words = ["generate", tmp_path / "model", "--bytes", 2, "--device"]
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    told_by_command(told, capsys, *words, "cuda")
+    succeeds(capsys, *words, "cpu")
+
+
+@remedy("{} is not installed: pip install matplotlib rich")
+def _(told, monkeypatch):
+    for name in ("rich", "matplotlib"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, None)
+            with told(ImportError):
+                require("rich", "matplotlib")
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"^cli = \[(.*)\]", project, re.MULTILINE)
+    assert sorted(re.findall(r'"([a-z]+)', extra)) == ["matplotlib", "rich"]
+
+
+@remedy("exists: give --resume to continue it, --overwrite, or another --out")
+def _(told, text, out, capsys):
+    before = figures(out)
+    told_by_command(told, capsys, "train", text, "--out", out, *TRAIN)
+    succeeds(capsys, "train", "--out", out, "--resume", "--steps", 3)
+    assert [row["bits_per_byte"] for row in figures(out)][:2] == [row["bits_per_byte"] for row in before]
+    succeeds(capsys, "train", text, "--out", out.with_name("other"), *TRAIN)
+    succeeds(capsys, "train", text, "--out", out, *TRAIN, "--overwrite")
+    assert [row["bits_per_byte"] for row in figures(out)] == [row["bits_per_byte"] for row in before]
+
+
+@remedy("but no checkpoint: give --overwrite, or another --out")
+def _(told, text, out, capsys):
+    shutil.rmtree(out / "checkpoint")
+    told_by_command(told, capsys, "train", text, "--out", out, *TRAIN)
+    succeeds(capsys, "train", text, "--out", out, *TRAIN, "--overwrite")
+    succeeds(capsys, "train", text, "--out", out.with_name("other"), *TRAIN)
+
+
+@remedy("leave that option out to continue it")
+def _(told, text, out, capsys):
+    told_by_command(told, capsys, "train", "--out", out, "--resume", "--dim", 32)
+    succeeds(capsys, "train", "--out", out, "--resume")
+
+
+@remedy("give more steps")
+def _(told, text, out, capsys):
+    told_by_command(told, capsys, "train", "--out", out, "--resume", "--steps", 1)
+    succeeds(capsys, "train", "--out", out, "--resume", "--steps", 3)
+    assert len(figures(out)) == 3
+
+
+@remedy("or give another --out")
+def _(told, text, out, capsys):
+    told_by_command(told, capsys, "train", text, "--out", out, "--resume", "--dim", 32)
+    other = [*TRAIN, "--dim", 32, "--out", out.with_name("other")]
+    succeeds(capsys, "train", text, *other)
+
+
+@remedy("remove it to resume with the options' defaults")
+def _(told, out, capsys):
+    (out / "options.json").write_text("{")
+    told_by_command(told, capsys, "train", "--out", out, "--resume", "--steps", 3)
+    (out / "options.json").unlink()
+    succeeds(capsys, "train", "--out", out, "--resume", "--steps", 3)
+
+
+@remedy("it will be learned by heart; give more text or fewer --steps")
+def _(told, text):
+    config = LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, pattern=PATTERN)
+
+    def forecast(size: int, steps: int) -> str:
+        text.write_bytes(bytes(1 + i * i % 250 for i in range(size)))
+        recipe = Recipe(context=64, steps=steps, batch_size=1)
+        return session.forecast(Training(config, recipe, read_text([text]), device=torch.device("cpu")))
+
+    told.printed(forecast(5000, 10_000))
+    for size, steps in ((500_000, 10_000), (5000, 10)):
+        assert "by heart" not in forecast(size, steps)
+
+
+@remedy("one window to learn from and one held out; give more text or a shorter --context")
+def _(told, text, tmp_path, capsys):
+    text.write_bytes(b"0123456789" * 10)
+    told_by_command(told, capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
+    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN, "--context", 32)
+    text.write_bytes(b"0123456789" * 20)
+    succeeds(capsys, "train", text, "--out", tmp_path / "more", *TRAIN)
+
+
+@remedy("whose files would be read as text; give another --out")
+def _(told, text, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    text.rename(folder / "text")
+    told_by_command(told, capsys, "train", folder, "--out", folder, *TRAIN)
+    succeeds(capsys, "train", folder, "--out", tmp_path / "out", *TRAIN)
+
+
+@remedy("parameters need {} bytes to train, and {} has {}; make the model smaller")
+def _(told, text, tmp_path, capsys):
+    told_by_command(told, capsys, "train", text, "--out", tmp_path / "out", *TRAIN, "--dim", 1 << 20)
+    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN, "--dim", 16)
+
+
+@remedy("nothing is saved in {} yet: start again, without --resume")
+def _(told, text, tmp_path, capsys):
+    session.remember(tmp_path / "out", session.OPTIONS)  # lost before its first checkpoint
+    told.printed(cli._onwards(tmp_path / "out"))
+    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
+
+
+@remedy("which is not read; train anew, or continue with that version")
+def _(told, text, tmp_path, capsys):
+    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint" / "latest.json").write_text("{}")
+    told_by_command(told, capsys, "train", "--out", tmp_path / "out", "--resume")
+    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
+
+
+def _lower_rate(told: Told, text: Path, tmp_path: Path, capsys: Any, *options: object) -> None:
+    words = [*TRAIN, "--warmup", 0, *options]
+    assert main(["train", *map(str, [text, "--out", tmp_path / "high", *words, "--lr", "1e30"])]) == 1
+    told.printed(capsys.readouterr().err)
+    succeeds(capsys, "train", text, "--out", tmp_path / "low", *words, "--lr", "1e-3")
+
+
+@remedy("step {}: loss {}, gradient norm {}; try a lower --lr")
+def _(told, text, tmp_path, capsys):
+    _lower_rate(told, text, tmp_path, capsys, "--steps", 20)
+
+
+@remedy("held-out text takes {} bits per byte; try a lower --lr")
+def _(told, text, tmp_path, capsys):
+    _lower_rate(told, text, tmp_path, capsys, "--steps", 1)

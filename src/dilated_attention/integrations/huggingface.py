@@ -301,7 +301,7 @@ def _require_plain_attention(part: PreTrainedModel) -> None:
         raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_without_windows(config)}")
 
 
-def _without_windows(config: PreTrainedConfig) -> str:
+def _without_windows(config: Any) -> str:
     """Say how to make a model without windows that computes the same on texts shorter than the window.
 
     A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
