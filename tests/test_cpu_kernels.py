@@ -698,6 +698,17 @@ def test_the_pool_of_a_library_that_is_not_global(loaded):
 # ---- the build
 
 
+def test_the_structure_of_a_call_is_compared_with_the_compiled_one(monkeypatch):
+    cpu.assert_same_fields(cpu._LIBRARY)
+
+    class Swapped(ctypes.Structure):
+        _fields_ = [cpu._Call._fields_[-1], *cpu._Call._fields_[:-1]]
+
+    monkeypatch.setattr(cpu, "_Call", Swapped)
+    with pytest.raises(AssertionError, match=r"call\.h"):
+        cpu.assert_same_fields(cpu._LIBRARY)
+
+
 def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
     made = build.LIBRARY.read_bytes()
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "kernels.so")

@@ -77,6 +77,23 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
     )
 
 
+def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
+    """In particular not the compiler, which takes longer to load than the rest of PyTorch."""
+    loaded = fresh_python(
+        """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import dilated_attention
+        print(*sorted(sys.modules.keys() - before), sep="\\n")
+        """
+    ).split()
+    assert "dilated_attention.operators" in loaded
+    assert len(loaded) <= 100, loaded
+    assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "triton"))]
+
+
 def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_python):
     printed = fresh_python(
         """

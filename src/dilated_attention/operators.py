@@ -30,6 +30,7 @@ from dilated_attention.torch_internals import (
     in_batched_gradients,
     in_forward_mode,
     in_torch_func,
+    not_traced,
     observed,
     of_each_gradient,
 )
@@ -158,7 +159,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     return _run(_unpack(k, *packed), q, k, v)
 
 
-@torch.compiler.disable
+@not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
         with torch.autocast(q.device.type, enabled=False):
@@ -187,7 +188,7 @@ def _backward(
     return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
 
 
-@torch.compiler.disable
+@not_traced
 def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     saved: list[Tensor],

@@ -6,15 +6,19 @@ A name without an underscore serves none of these purposes in the oldest PyTorch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import DeviceMesh, ProcessGroup, Store
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip their Autograd kernels: an Autograd kernel calls its own operator."""
@@ -26,6 +30,31 @@ flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 """The operators under `scaled_dot_product_attention`, which itself returns no lse and takes no merged one."""
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Mark `function` so that `torch.compile` calls it once and keeps its result.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler to do so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def not_traced(function: Function) -> Function:
+    """Wrap `function` in `torch.compiler.disable` as soon as the compiler is loaded, and call it as it is before."""
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if disabled:
+            return disabled[0](*arguments)
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments)
+        disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments)
+
+    return call  # type: ignore[return-value]
 
 
 def in_torch_func() -> bool:

@@ -157,7 +157,7 @@ def code_of(variant: Variant) -> Any:
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
         "WIDE": False,
-        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "QB": 128, "KB": 128, "LH": 1,
+        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
         "BIAS": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
     } | ({"DQ": None} if variant.kernel == "dkdv" else {})  # fmt: skip
     if variant.head_dim % 16:

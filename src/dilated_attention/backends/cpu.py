@@ -97,6 +97,7 @@ def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
         return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
     if build.outdated():
         return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
+    assert_same_fields(library)
     for name in ("instruction_set", "has_amx", "run"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
@@ -340,7 +341,7 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
     few = rows <= most_few
     if not owned:
         order = _neighbours(lines)
-        ordered = tiles.replace(table, lines=torch.from_numpy(lines[order]))
+        ordered = replace(table, lines=torch.from_numpy(lines[order]))
         size = max(1, min(together, len(lines) // 64)) if few else 1
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
         weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
@@ -350,7 +351,7 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
     heaviest = np.argsort(-sums, kind="stable")
     sizes = np.diff(jobs)[heaviest]
     moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
-    ordered = tiles.replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
+    ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
     return Launch(side, ordered, starts, sums[heaviest], few, rows)
 
@@ -402,6 +403,15 @@ class _Call(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("keep_scale", ctypes.c_double),
     ]
+
+
+def assert_same_fields(library: ctypes.CDLL) -> None:
+    """Assert that `_Call` has the fields of the compiled `Call`, at the same places."""
+    library.dilated_attention_call_fields.restype = ctypes.c_char_p
+    places = [(name, getattr(_Call, name).offset) for name, *_ in _Call._fields_]
+    expected = " ".join(f"{name} {offset}" for name, offset in [*places, ("size", ctypes.sizeof(_Call))])
+    found = library.dilated_attention_call_fields().decode().strip()
+    assert found == expected, f"kernels/cpu/call.h has the fields {found}; backends/cpu.py has {expected}"
 
 
 # When this module is imported: torch.compile reads what `refusal` asks as constants.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dilated_attention import torch_internals
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.torch_internals import constant_when_traced
 
 Queries = Float[Tensor, "batch heads queries dim"]
 Keys = Float[Tensor, "batch heads keys dim"]
@@ -50,7 +51,7 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
     """What counts as the compute capability of a CUDA device."""
     return _capability_of(device)

@@ -27,6 +27,7 @@ from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kerne
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.value import Transposed
 from dilated_attention.plan import Plan
+from dilated_attention.torch_internals import constant_when_traced
 
 Tensors = Mapping[str, Any]
 """The arguments of a kernel that every call has anew: tensors, or None."""
@@ -82,7 +83,7 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _refusal_of(device: torch.device) -> str | None:
     """Why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
     if importlib.util.find_spec("triton") is None:
@@ -122,7 +123,7 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def architecture(device: torch.device) -> str:
     """The row of kernels/configurations.py that serves a device."""
     return _architecture(device)
@@ -317,7 +318,7 @@ class Launch:
             function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
             heads = q if side_of(self.kernel) == "queries" else k
             programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
-            settled = _numbers(tensors, scale, dropout) | _of_lists(layout, indptr, q)
+            settled = _numbers(tensors, scale, dropout) | self._of_lists(layout, indptr, q)
             return Bound(function, programs, settled | self._constants(tensors["BIAS"] is not None, chain, settled))
 
         probability = 0.0 if dropout is None else dropout.probability
@@ -331,12 +332,20 @@ class Launch:
         if side_of(self.kernel) == "queries":
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
         else:
-            sizes = {"BM": shape.loop, "BN": shape.own}
+            sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
         return sizes | {
             "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
             "EDGE": -1 if has_bias and side_of(self.kernel) == "queries" else table.edge,
-            "EVEN": table.even, "CHAIN": chain, **shape.options(architecture(table.lines.device)),
+            "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
+
+    def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
+        """The kernel's arguments that a layout settles; `indptr`: of the lists that the kernel reads."""
+        if layout is None or indptr is None:
+            return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
+        batch, heads, lines = indptr.shape
+        size = layout.k_block if side_of(self.kernel) == "queries" else layout.q_block
+        return {"lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,17 +449,6 @@ def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> 
     return steps | {
         "scale": scale, **_of_dropout(dropout), "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
         "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
-    }  # fmt: skip
-
-
-def _of_lists(layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-    """Those that the lists of a layout settle, whose `indptr` this is."""
-    if layout is None or indptr is None:
-        return {"lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
-    batch, heads, lines = indptr.shape
-    return {
-        "lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads,
-        "QB": layout.q_block, "KB": layout.k_block,
     }  # fmt: skip
 
 
