@@ -173,6 +173,3 @@ def _processor_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def wall_seconds(seconds: float, longest: float, jobs: int) -> float:
-    """What compiling takes in so many processes, at most: none waits for another but at the end."""
-    return math.ceil(seconds / jobs + longest)
