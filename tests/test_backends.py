@@ -24,14 +24,14 @@ def on_request(facts):
     return "slow; only on request"
 
 
-def forward(q, k, v, plan, **options):
-    out, lse = native.forward(q.double(), k.double(), v.double(), plan, **options)
+def forward(problem, q, k, v):
+    out, lse = native.forward(problem, q.double(), k.double(), v.double())
     return out.float(), lse.float()
 
 
-def backward(dout, dlse, q, k, v, out, lse, plan, **options):
-    wide = (None if x is None else x.double() for x in (dout, dlse, q, k, v, out, lse))
-    return tuple(x.float() for x in native.backward(*wide, plan, **options))
+def backward(problem, *tensors):
+    wide = (None if x is None else x.double() for x in tensors)
+    return tuple(x.float() for x in native.backward(problem, *wide))
 
 
 # The line of the registry.

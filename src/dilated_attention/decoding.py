@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.backends import native
+from dilated_attention.backends.problem import Problem
 from dilated_attention.call import as_one_width, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.merge import with_sinks
@@ -188,7 +189,7 @@ class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
+            out, lse = native.forward(Problem(plan, True, scale), q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         ctx.set_materialize_grads(False)
@@ -200,5 +201,5 @@ class _Cached(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         with torch.autocast(q.device.type, enabled=False):
-            gradients = native.backward(dout, dlse, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
+            gradients = native.backward(Problem(ctx.plan, True, ctx.scale), dout, dlse, q, k, v, out, lse)
         return (*gradients, None, None)

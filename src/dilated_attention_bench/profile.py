@@ -40,11 +40,11 @@ STAGES: dict[tuple[ModuleType | type, str], str] = {
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",
     (PlanCache, "get"): "finding the plan",
-    (blocks.Problem, "bias"): "masks",
-    (blocks.Problem, "keys"): "gathering blocks",
-    (blocks.Problem, "queries"): "gathering blocks",
-    (blocks.Problem, "store"): "scattering blocks",
-    (blocks.Problem, "add_to_keys"): "scattering blocks",
+    (blocks.Sequence, "bias"): "masks",
+    (blocks.Sequence, "keys"): "gathering blocks",
+    (blocks.Sequence, "queries"): "gathering blocks",
+    (blocks.Sequence, "store"): "scattering blocks",
+    (blocks.Sequence, "add_to_keys"): "scattering blocks",
 }
 _OPERATORS = {
     **dict.fromkeys(("empty", "empty_strided", "empty_like", "new_empty", "resize_"), "allocation"),

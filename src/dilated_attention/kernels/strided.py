@@ -137,13 +137,13 @@ def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
             qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
             CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. WQ (B, N, H · G, 2), WK: the words of dropout."""
+    """out and lse, contiguous. HIDDEN (B, M), bytes: not 0 hides a key. WQ (B, N, H · G, 2), WK: dropout."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -168,7 +168,7 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
                         j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
                     else:
                         j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
-                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                    k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
                         visible &= j[None, :] <= (i + diagonal)[:, None]
@@ -184,7 +184,7 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale,
                 B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                 CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -217,7 +217,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
                         j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
                     else:
                         j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
-                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                    k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
                         visible &= j[None, :] <= (i + diagonal)[:, None]
@@ -232,7 +232,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale,
+def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
                   scale, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                   EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -251,7 +251,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
     if WQ is not None:
         x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
     if DQ is not None:
-        real = shown(BIAS, b * M + token, inside)
+        real = shown(HIDDEN, b * M + token, inside)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
@@ -295,13 +295,13 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
                         dk, dv, ds = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
                                                  keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
                         if DQ is not None:
-                            if BIAS is not None or not EVEN:  # the scores of other keys may be infinite
+                            if HIDDEN is not None or not EVEN:  # the scores of other keys may be infinite
                                 ds = tl.where(real[:, None], ds, 0.0)
                             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
                             write_rows(DQ, stats * D, d, seen, dq * scale, D, True)
     token, inside = read_rows(T, i)
-    if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
-        real = shown(BIAS, b * M + token, inside)[:, None]
+    if HIDDEN is not None:  # what the loop gave to hidden keys is theirs alone
+        real = shown(HIDDEN, b * M + token, inside)[:, None]
         dk = tl.where(real, dk, 0.0)
         dv = tl.where(real, dv, 0.0)
     rows = ((b * M + token) * H + h) * D

@@ -130,9 +130,11 @@ class _Layer:
                     values[samples, held, row] = v[samples, 0, heads_]
                     seen = slice(0, row + 1)
                     part, part_lse = fused.forward(
-                        grouped[samples, heads_], keys[samples, held, seen], values[samples, held, seen], False,
-                        head_dim**-0.5, None,
-                    )  # fmt: skip
+                        fused.Scores(False, head_dim**-0.5),
+                        grouped[samples, heads_],
+                        keys[samples, held, seen],
+                        values[samples, held, seen],
+                    )
                     merge_into(out[samples, heads_], lse[samples, heads_], part, part_lse.to(statistic))
         return out.view(q.shape).to(q.dtype)
 
