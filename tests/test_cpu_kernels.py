@@ -586,9 +586,9 @@ def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(i
     monkeypatch.setattr(cpu, "FEW", (0, *(4,) * (len(cpu.FEW) - 1)))
     monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
     ran, run = [], cpu.run
-    monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch, layouts: (
+    monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch: (
         ran.append((kernel, launch.few, kernel == "dkdv" and arguments.call.dq is not None)),
-        run(kernel, arguments, launch, layouts),
+        run(kernel, arguments, launch),
     ))  # fmt: skip
     check_dilated(2, 150, 4, 2, 24, (64, 150, 150), (1, 2, 64), torch.float32, is_causal)
     backward = [x for x in ran if x[0] != "forward"]
@@ -648,6 +648,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         import os, threading, time, warnings
         import torch
         from dilated_attention.backends import cpu
+        from dilated_attention.backends.problem import Problem
         from dilated_attention.patterns import Dilated
         from dilated_attention.plan import plan_dilated
 
