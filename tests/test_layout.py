@@ -612,7 +612,7 @@ def test_copies_carry_content_alone(copied):
     attention(*(torch.randn(1, 100, 2, 8),) * 3, layout)
     hash(layout)
     other = copied(layout)
-    assert vars(other).keys() == {"indptr", "indices", "seq_len", "q_block", "k_block", "is_causal"}
+    assert vars(other).keys() == {"indptr", "indices", "seq_len", "q_block", "k_block", "is_causal", "_versions"}
     assert other == layout
 
 
@@ -632,12 +632,21 @@ def test_a_layout_of_another_process(fresh_python, tmp_path):
     """
     loaded = """
         out(BlockLayout.random(256, 0.3, 0, 16))
-        layout, same = torch.load(path, weights_only=False), BlockLayout.local(256, 16, 16)
+        layout, same = torch.load(path), BlockLayout.local(256, 16, 16)
         print(torch.equal(out(layout), out(same)), hash(layout) == hash(same))
     """
     fresh_python(source + saved)
     assert fresh_python(source + loaded).split() == ["True", "True"]
-    assert torch.load(tmp_path / "layout.pt", weights_only=False) == layout
+    assert torch.load(tmp_path / "layout.pt") == layout
+
+
+def test_a_file_with_lists_that_no_layout_has_is_refused(tmp_path):
+    """Kernels trust the lists."""
+    layout = BlockLayout.local(256, 16, 16)
+    layout.indices[0] = 2**40
+    torch.save(layout, tmp_path / "layout.pt")
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, 16\).*1099511627776"):
+        torch.load(tmp_path / "layout.pt")
 
 
 @BSR_IS_BETA

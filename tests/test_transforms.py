@@ -302,13 +302,19 @@ def test_scores_are_as_wide_under_autocast(segment, options, backend):
         assert dilated_attention(wide, wide, wide, [segment], [1], backend=backend).isfinite().all()
 
 
+def test_jit_trace_is_refused():
+    q = torch.randn(1, 16, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace.*torch\.export"):
+        torch.jit.trace(lambda q: dilated_attention(q, q, q, [8], [1]), (q,))
+
+
 def test_compiled_and_exported(fresh_python):
     """In one graph each, at lengths that change; masks are looked at when the graph runs."""
     fresh_python("""
         import warnings
         import torch
         from torch import nn
-        from dilated_attention import Dilated, UnsupportedError, dilated_attention
+        from dilated_attention import BlockLayout, Dilated, UnsupportedError, block_sparse_attention, dilated_attention
         from dilated_attention.integrations import convert_attention
         from dilated_attention.models import LongNetConfig, LongNetLM
         from dilated_attention.nn import MultiheadDilatedAttention, TransformerBlock
@@ -328,6 +334,24 @@ def test_compiled_and_exported(fresh_python):
                     gradients.append((out, model.in_proj_weight.grad, model.out_proj.weight.grad))
                 for a, b in zip(*gradients):
                     torch.testing.assert_close(a, b)
+
+        # Layouts with lists per head, per KV head and per sample, whose numbers are symbols in the graph.
+        for kv_heads, lead in ((4, (1, 4)), (2, (1, 2)), (2, (2, 1))):
+            q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, kv_heads, 8)
+            layout = BlockLayout.from_mask(torch.rand(*lead, 8, 8) < 0.5, 64, 8)
+            def sparse(q, k, layout):
+                return block_sparse_attention(q, k, k, layout, is_causal=True)
+            compiled = torch.compile(sparse, fullgraph=True, backend="eager", dynamic=True)
+            assert torch.equal(compiled(q, k, layout), sparse(q, k, layout))
+        for x in (q, k):
+            torch._dynamo.mark_dynamic(x, 0)
+        torch.compile(sparse, fullgraph=True, backend="eager")(q, k, layout)
+        try:
+            compiled(torch.randn(3, 64, 4, 8), torch.randn(3, 64, 2, 8), layout)
+        except ValueError as error:
+            assert "batch of 2" in str(error) and "got 3" in str(error)
+        else:
+            raise AssertionError("computed")
 
         # A scale of any sign; and a shape that eager calls warn of.
         for scale, heads in ((-0.4, 2), (0.0, 300)):

@@ -19,12 +19,17 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
 def name_of(thing: Any) -> int:
-    """A number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
+    """Return a number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
 
     Layouts are named by their tables: a tensor is the same object on both sides of the dispatcher, a layout is not.
     """
     name: int = _names.setdefault(thing, next(_numbers))
     return name
+
+
+def is_named(thing: Any) -> bool:
+    """Whether `thing` has a name already. A table without one may be written to by whoever made it."""
+    return thing in _names
 
 
 class CacheInfo(NamedTuple):

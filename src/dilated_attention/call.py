@@ -183,6 +183,14 @@ class Call:
                 raise ValueError(
                     f"cu_seqlens must ascend from 0 to {seq_len}, the tokens of the sequence; got {bounds}"
                 )
+            longest = max([stop - start for start, stop in pairwise(bounds)], default=0)
+            for layout in self.layouts:
+                if 0 < longest < layout.seq_len:
+                    raise ValueError(
+                        f"layout is for {layout.seq_len} tokens, but the longest sample of cu_seqlens has {longest}: "
+                        "every sample uses the lists of the first tokens, so later lists are never used. Give "
+                        f"layout.prefix({longest}) if that is meant, or make one call per sample, each with its layout"
+                    )
             for start, stop in pairwise(bounds):
                 yield slice(0, 1), slice(start, stop)
         elif self.lengths is not None:

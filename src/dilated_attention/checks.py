@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.torch_internals import in_torch_func, observed
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -19,6 +20,10 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     dense(q, k, v)
+    if torch.jit.is_tracing():  # sizes are tensors there
+        raise UnsupportedError(
+            "torch.jit.trace cannot record this call; use torch.export instead, with backend='reference' for ONNX"
+        )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
@@ -148,9 +153,16 @@ def number(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
 
 
+def readable(*tensors: Tensor) -> bool:
+    """Whether looking at values takes no wait: on the CPU, and not in a graph."""
+    if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
+        return False
+    return all(x.device.type == "cpu" for x in tensors)
+
+
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:
-    """Whole numbers in [least, stop), where looking at them takes no wait: on the CPU, and not in a graph."""
-    if values.device.type != "cpu" or torch.compiler.is_compiling() or in_torch_func() or observed(values):
+    """Whole numbers in [least, stop), where looking at them takes no wait."""
+    if not readable(values):
         return
     low, high = map(int, values.aminmax()) if values.numel() else (least, least)
     if low < least or high >= stop:

@@ -121,6 +121,8 @@ def layouts_of(
     """
     if not call.layouts:
         return None
+    for layout in call.layouts:
+        layout.check_batch(q.shape[0])
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
     for length in {group.queries.count for group in plan.groups}:

@@ -171,7 +171,8 @@ def block_sparse_attention(
 
     Args:
         layout: made for q's length. Its lists may be shared or differ by query head or key-value head, and by batch
-            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the layout of the first n.
+            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens, so lists
+            that were chosen by content for a whole pack are refused: choose and call once per sample.
         is_causal: blocks above the diagonal are left out; blocks that it cuts are masked by token.
     """
     if not isinstance(layout, BlockLayout):
