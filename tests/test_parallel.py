@@ -296,7 +296,7 @@ BLOCK_CASES = {
     "product": (Dilated((48, 250), (1, 2)) * random, 250, 8, 8, 1, None, None),
     "product, grouped queries": (Dilated((100, 240), (2, 3)) * local, 240, 16, 8, 1, None, None),
     "padded batch": (bigbird(1, 3, 140, 16), 140, 8, 8, 3, (140, 51, 0), None),
-    "packed batch": (local(140), 140, 8, 8, 1, None, (0, 30, 30, 111, 140)),
+    "packed batch": (local(81), 140, 8, 8, 1, None, (0, 30, 30, 111, 140)),
     # Samples of whole segments alone, all of one number of rows.
     "product, padded batch": (Dilated((24, 48), (1, 2)) * local, 96, 8, 8, 3, (96, 48, 0), None),
     "product, packed batch": (Dilated((24, 48), (1, 2)) * local, 144, 8, 8, 1, None, (0, 48, 48, 144)),

@@ -84,6 +84,13 @@ def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tens
     return tuple(torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*results, strict=True))
 
 
+def autograd_position() -> tuple[int, int | None]:
+    """Return autograd's next sequence number, and inside a backward that of the node that runs: recomputation for
+    activation checkpointing starts in a node of the forward that it repeats."""
+    node = torch._C._current_autograd_node()
+    return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
+
+
 def observed(*tensors: Tensor) -> bool:
     """Whether somebody follows the operators of eager code: a dispatch mode (fake tensors, selective checkpointing,
     counters of FLOPs), or a subclass of Tensor."""

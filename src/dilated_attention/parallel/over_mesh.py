@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
-from dilated_attention.parallel.comm import Link, link_of
+from dilated_attention.parallel.comm import Agreed, Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import StridedGroup
@@ -76,8 +75,17 @@ class _Rank:
         self.shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
 
-    def open(self, q: Tensor) -> Link:
-        """The link, once every rank has been found to make the same call."""
+    def open(self, q: Tensor, number: int | None = None) -> tuple[Link, int]:
+        """Return the link, once every rank has been found to make the same call, and the number of the forward.
+
+        Args:
+            number: of the forward, where this is its backward.
+        """
+        link = self.agree(q)[0]
+        return link, link.begin(self.shards.layer, number)
+
+    def agree(self, q: Tensor, wanted: bool | None = None) -> tuple[Link, Agreed]:
+        """Compare the call over the ranks; `wanted` as in `Link.agree`."""
         link, sharding, shards = link_of(self.group), self.sharding, self.shards
         start, stop = sharding.shard(link.rank)
         problem = None
@@ -90,8 +98,7 @@ class _Rank:
         key = ("description", sharding, len(shards.bounds), shards.lengths, self.shape, scores, self.transport)
         description = plan_cache.get(key, self._describe)
         link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
-        link.agree(description.text, problem, q.device)
-        return link
+        return link, link.agree(description.text, problem, q.device, wanted)
 
     def schedule(self, link: Link, device: torch.device) -> transports.Transport:
         return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
@@ -152,14 +159,8 @@ class _Pairs:
                 dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
 
     def _whole(self, link: Link, mask: Tensor) -> Tensor:
-        """The mask of the whole sequence, `(batch, seq)`, of those of the shards: a byte a token."""
-        sizes = [stop - start for start, stop in pairwise(self.sharding.bounds)]
-        own = mask.new_zeros(mask.shape[0], max(sizes), dtype=torch.uint8)
-        own[:, : mask.shape[1]] = mask
-        found = [torch.empty_like(own) for _ in sizes]
-        with link.guard("while gathering key_padding_mask"):
-            dist.all_gather(found, own, group=link.group)
-        return torch.cat([shard[:, :size] for shard, size in zip(found, sizes, strict=True)], 1).bool()
+        """Return the mask of the whole sequence, `(batch, seq)`, from the shards': one byte per token."""
+        return link.whole(mask.T.to(torch.uint8), self.sharding.bounds, "while gathering key_padding_mask").T.bool()
 
     def of(
         self, problem: Problem, q: Tensor, queries: Tensor | None = None, keys: Tensor | None = None, head: int = 0
@@ -254,20 +255,28 @@ class _Compute:
         return Problem(part.plan, self.is_causal, self.scale, hidden, {layout.seq_len: layout})
 
 
+def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
+    """Whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    return bool(_Rank(call, q, k).agree(q, wanted)[1].wanted)
+
+
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out; lse, `(batch, shard, heads)`; and what the backward needs of other ranks' rows: two flat tensors."""
+    """out; lse, `(batch, shard, heads)`; what the backward needs of other ranks' rows: two flat tensors; and the number
+    of this forward, int64 on the CPU."""
     rank = _Rank(call, q, k)
-    link = rank.open(q)
+    link, count = rank.open(q)
+    number = torch.tensor(count, device="cpu")
     if not len(q):
         wide = parts.statistic(q.dtype)
-        return [torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0), k.new_empty(0, dtype=wide)]
+        lse, empty = q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0, dtype=wide)
+        return [torch.empty_like(q), lse, k.new_empty(0), empty, number]
     if rank.transport == "ulysses":
         heads = Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
         whole_out, whole_lse = call.backend.forward(_whole_problem(rank, link, heads, q), q, k, v)
         out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
         saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
-        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
+        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten(), number]
     compute = _Compute(rank, link, q, k)
     state: State | None = None
 
@@ -277,7 +286,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
     saved = _drive(rank.schedule(link, k.device).forward(k, v), add)
     assert state is not None
-    return [*state, saved.flatten(), state[1].new_empty(0)]
+    return [*state, saved.flatten(), state[1].new_empty(0), number]
 
 
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
@@ -287,8 +296,12 @@ def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Proble
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 
-def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `forward` gives for the backward, as fake tensors."""
+    return *_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     wide = parts.statistic(q.dtype)
     if call.layouts:  # what is saved depends on the lists
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
@@ -313,9 +326,9 @@ def backward(
     results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the shard, from what `forward` gave."""
-    out, lse, saved, saved_lse = results
+    out, lse, saved, saved_lse, number = results
     rank = _Rank(call, q, k)
-    link = rank.open(q)
+    link, _ = rank.open(q, int(number))
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if rank.transport == "ulysses":
