@@ -143,10 +143,25 @@ def test_decoding_by_pages():
         lists[:, :, -1] = chosen
         layout = BlockLayout.from_topk(lists, (4, 4), seq_len=23)
         torch.testing.assert_close(found, block_sparse_attention(q, k, v, layout)[:, -1:], rtol=0, atol=1e-12)
-    none = torch.full((2, 1, 2), -1)
-    assert not listed_attention(newest, k, v, none).any()
-    v[:, 0] = math.nan
-    assert listed_attention(newest, k, v, torch.tensor([[[5, -1]]]), size).isfinite().all()
+        for again in (torch.cat([chosen, chosen.flip(-1)], -1), torch.cat([chosen[..., :1]] * 2 + [chosen], -1)):
+            torch.testing.assert_close(listed_attention(newest, k, v, again, size), found, rtol=0, atol=1e-12)
+
+
+def test_keys_that_no_list_names_reach_nothing():
+    """NaN in their k and v changes neither out nor a gradient; an empty list gives 0."""
+    q, k, v = make(23, 4, 2)
+    chosen, size = torch.tensor([[[5, -1, 2]]]), 4
+    dirty = [x.clone() for x in (k, v)]
+    for x in dirty:
+        x[:, :8] = x[:, 12:20] = math.nan
+    results = []
+    for keys, values in ((k, v), dirty):
+        leaves = [x.clone().requires_grad_() for x in (q[:, -1:], keys, values)]
+        out = listed_attention(*leaves, chosen, size)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        assert not listed_attention(q[:, -1:], keys, values, torch.full((2, 1, 2), -1)).any()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_pages_of_a_prompt_read_under_inference_mode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -288,6 +289,31 @@ def test_a_cache_of_a_call_that_failed_is_free(make):
         layer(torch.randn(2, 5, 8), cache=cache)  # not the layer's dtype
     layer(torch.randn(1, 5, 8, dtype=torch.float64), cache=cache)
     assert cache.length == 5
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("make", [native, mixture])
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was(make, new, monkeypatch):
+    """Refused at its last token, wherever that lies in a block; the same call then goes on as if nothing had been."""
+    layer, x = make(2, 1, 1), torch.randn(1, 30, 8, dtype=torch.float64)
+    whole, module = layer(x), sys.modules[type(layer).__module__]
+    attend = module.listed_attention
+    for start in range(8, 27):
+        cache, calls = SelectionCache(), iter(range(new))
+        layer(x[:, :start], cache=cache)
+
+        def refusing(*arguments, calls=calls):
+            if next(calls) == new - 1:
+                raise ValueError("refused")
+            return attend(*arguments)
+
+        monkeypatch.setattr(module, "listed_attention", refusing)
+        with pytest.raises(ValueError, match="refused"):
+            layer(torch.randn(1, new, 8, dtype=torch.float64), cache=cache)
+        monkeypatch.setattr(module, "listed_attention", attend)
+        assert cache.length == start
+        torch.testing.assert_close(layer(x[:, start:], cache=cache), whole[:, start:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [native, mixture])

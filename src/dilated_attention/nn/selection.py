@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -105,6 +107,16 @@ class SelectionCache:
             raise ValueError(f"cache holds {self.user[1]} samples, got x with {batch}; begin with an empty one")
         return self.length > 0
 
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Go back to the tokens held before the block if it raises: later queries must not see a refused token."""
+        before = self.length, self.chosen, {name: copy(rows) for name, rows in self.rows.items()}
+        try:
+            yield
+        except BaseException:
+            self.length, self.chosen, self.rows = before
+            raise
+
     def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
         self.rows.setdefault(name, Rows(keep)).append(x)
 
@@ -169,7 +181,8 @@ class SelectingAttention(nn.Module):
 
         cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
         those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
-        No gradient flows into the cache.
+        No gradient flows into the cache. If the call raises, the cache is as it was before; those of a model's earlier
+        layers, whose calls returned, hold x's tokens already.
 
         Raises ValueError where x is not `(batch, seq, embed_dim)`, or rotary not of its tokens.
         """
@@ -184,10 +197,13 @@ class SelectingAttention(nn.Module):
                 )
         if not x.numel():
             return self.output(x)
-        if cache is None or not cache.used_by(self, x.shape[0]):
-            return self._whole(x, rotary, cache)
-        rows = [slice(i, i + 1) for i in range(x.shape[1])]
-        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+        if cache is None:
+            return self._whole(x, rotary, None)
+        with cache.restored_on_error():
+            if not cache.used_by(self, x.shape[0]):
+                return self._whole(x, rotary, cache)
+            rows = [slice(i, i + 1) for i in range(x.shape[1])]
+            return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """The rows of the first tokens."""
