@@ -455,7 +455,7 @@ def test_dropout_while_training():
 
 REFUSED = {
     "output_attentions": (("Llama", {}), {"output_attentions": True}, "probabilities are never formed"),
-    "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window=8: a window and segments"),
+    "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window=8: windows cannot be combined"),
     "sliding layers": (
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}), {}, "sliding_attention",
     ),
@@ -537,17 +537,13 @@ def test_a_model_that_computes_with_its_mask():
 
 
 GROUPED = {**WIDTH, **MLP, "num_key_value_heads": 2}
-FULL = {"layer_types": ["full_attention"] * 2}
+FULL, SLIDING = ({"layer_types": [kind] * 2} for kind in ("full_attention", "sliding_attention"))
+BERT_IDS = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 REFUSED_BY_DILATE = {
     "Mistral": ("MistralForCausalLM", GROUPED, "sliding_window=4096", {"sliding_window": None}),
     "Qwen2": (
         "Qwen2ForCausalLM",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        "sliding_attention", FULL,
-    ),
-    "Gemma3": ("Gemma3ForCausalLM", {**GROUPED, "head_dim": 8}, "sliding_attention", FULL),
-    "ModernBert": (
-        "ModernBertForMaskedLM", {**WIDTH, **MLP, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
         "sliding_attention", FULL,
     ),
     "Llama4": (
@@ -555,31 +551,77 @@ REFUSED_BY_DILATE = {
         {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2},
         "chunked_attention", FULL,
     ),
-    "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, r"attn_logit_softcapping=50\.0", None),
     "GptOss": (
         "GptOssForCausalLM", {**GROUPED, "head_dim": 8, "num_local_experts": 4}, "sliding_attention", FULL,
     ),
+    "Gemma3, all layers slide": (
+        "Gemma3ForCausalLM", {**GROUPED, "head_dim": 8, **SLIDING}, "sliding_attention",
+        {**FULL, "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (
+            "full_attention", "sliding_attention")}},
+    ),
+    "Gemma3": (
+        "Gemma3ForCausalLM", {**GROUPED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "sliding_attention.*rotary positions of full_attention and sliding_attention layers differ", None,
+    ),
+    "ModernBert": ("ModernBertForMaskedLM", {**WIDTH, **MLP, **BERT_IDS}, "sliding_attention", None),
+    "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, r"attn_logit_softcapping=50\.0", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_DILATE)
 def test_families_that_dilate_refuses(name):
-    """Nothing is changed; and where the error has advice, the model that follows it is dilated."""
+    """Nothing is changed; and where the error has advice, the model that follows it computes what it did before on a
+    text that fits into the window, and is dilated."""
     class_name, options, message, advice = REFUSED_BY_DILATE[name]
     kind = getattr(transformers, class_name)
-    model = kind._from_config(kind.config_class(**options), attn_implementation="eager")
+    model = kind._from_config(kind.config_class(**options, initializer_range=0.2), attn_implementation="eager").eval()
     with pytest.raises(UnsupportedError, match=message) as raised:
         dilate(model, **WHOLE)
     assert model.config._attn_implementation == "eager"
     assert not hasattr(model.config, "dilated_attention")
     if advice is None:
         assert "choose a model without" in str(raised.value)
+        assert "config.layer_types" not in str(raised.value)
         return
-    (setting,) = advice
-    assert f"config.{setting} = " in str(raised.value)
-    eager = kind._from_config(kind.config_class(**options | advice), attn_implementation="eager").eval()
+    for setting in advice:
+        assert f"config.{setting}" in str(raised.value)
+    eager = kind._from_config(
+        kind.config_class(**options | advice, initializer_range=0.2), attn_implementation="eager"
+    ).eval()
+    eager.load_state_dict(model.state_dict())
     tokens = torch.randint(3, 60, (2, SEQ))
-    same(dilate(copy.deepcopy(eager), **WHOLE)(tokens).logits, eager(tokens).logits)
+    same(eager(tokens).logits, model(tokens).logits)
+    same(dilate(eager, **WHOLE)(tokens).logits, model(tokens).logits)
+
+
+def test_a_layer_s_type_may_decide_more_than_its_window():
+    """Cohere 2 rotates queries and keys in sliding layers alone: the error says to compare, and comparing tells."""
+    options = {**GROUPED, "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2}
+    models = [
+        transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**options | changes)).eval()
+        for changes in ({}, FULL)
+    ]
+    with pytest.raises(UnsupportedError, match="Compare its logits with this model's on a text shorter"):
+        dilate(models[0], **WHOLE)
+    models[1].load_state_dict(models[0].state_dict())
+    tokens = torch.randint(3, 60, (2, SEQ))
+    before, after = (model(tokens).logits for model in models)
+    assert not torch.allclose(before, after, atol=1e-3 * before.std().item())
+
+
+def test_a_longer_table_of_sinusoids(tmp_path):
+    model = transformers.RoFormerForMaskedLM(
+        transformers.RoFormerConfig(**WIDTH, **MLP, embedding_size=32, max_position_embeddings=16)
+    ).eval()
+    with pytest.raises(UnsupportedError, match="ignore_mismatched_sizes=True"):
+        extend_positions(model, 40)
+    model.save_pretrained(tmp_path)
+    longer = transformers.RoFormerForMaskedLM.from_pretrained(
+        tmp_path, max_position_embeddings=40, ignore_mismatched_sizes=True
+    )
+    tokens = torch.randint(3, 60, (2, 16))
+    assert torch.equal(longer(tokens).logits, model(tokens).logits)
+    assert longer(torch.randint(3, 60, (2, 40))).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["Bert", "GPT2", "Electra", "DistilBert"])

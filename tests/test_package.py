@@ -60,7 +60,7 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
 
         q = torch.randn(1, 16, 2, 8)
         assert dilated_attention(q, q, q, [8, 16], [1, 2]).shape == q.shape
-        remedy = "is not installed: pip install 'dilated-attention[cli]'"
+        remedy = "is not installed: pip install matplotlib rich"
         for draw in (lambda: BlockLayout.local(64, 16, 16).plot(), lambda: Dilated((8,), (1,)).plot(16)):
             try:
                 draw()

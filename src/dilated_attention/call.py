@@ -124,9 +124,12 @@ class Call:
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
         if ranks is not None and not isinstance(pattern, Dilated):
-            for name, given in (("key_padding_mask", key_padding_mask is not None), ("dropout_p", dropout_p != 0)):
+            for name, given, remedy in (
+                ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
+                ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
+            ):
                 if given:
-                    raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; leave it out")
+                    raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; {remedy}")
         if ranks is not None and dropout_p and lengths is not None:
             raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
         checks.mask(q, key_padding_mask)

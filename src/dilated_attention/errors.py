@@ -27,6 +27,4 @@ def require(*packages: str) -> None:
         try:
             import_module(name)
         except ModuleNotFoundError:
-            raise MissingPackageError(
-                f"{name} is not installed: pip install 'dilated-attention[cli]'", name=name
-            ) from None
+            raise MissingPackageError(f"{name} is not installed: pip install matplotlib rich", name=name) from None

@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -136,7 +136,7 @@ class Dilated:
         given = head_offset is not None
         if given and (isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0):
             raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
-        offsets = "head_block" if self.compat == "torchscale" and self.offsets == "head" else self.offsets
+        offsets = _offsets(self)
         if given and (self.head_groups or offsets == "head_block"):
             raise ValueError(
                 f"head_offset={head_offset} needs offsets that do not depend on the total number of heads; "
@@ -203,7 +203,7 @@ class Dilated:
                 (group.head_stride * seq_len, rows.segment, rows.stride),
                 group.head * seq_len + rows.start,
             ).add_(group.keys.count)
-        warn_of_blind(keys, "A branch of dilation rate 1 covers every token")
+        warn_of_blind(keys, _covering(self))
         return keys
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
@@ -256,6 +256,22 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
     )
 
 
+def without_padding(pattern: Dilated) -> Dilated:
+    """The exact pattern in place of one with compat: the same offsets, and no padding is attended."""
+    return replace(pattern, compat=None, offsets=_offsets(pattern))
+
+
+def _offsets(pattern: Dilated) -> Offsets:
+    return "head_block" if pattern.compat == "torchscale" and pattern.offsets == "head" else pattern.offsets
+
+
+def _covering(pattern: Dilated) -> str:
+    """What lets every token of every head see a key."""
+    if pattern.head_groups:  # each head has one branch
+        return "With head_groups=True, dilation rate 1 in every branch covers every token"
+    return "A branch of dilation rate 1 covers every token"
+
+
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """The layout for `length` tokens; `plan_cache` keeps what a callable returns for as long as the callable lives.
 
@@ -297,7 +313,7 @@ class Product:
         if self.dilated.compat is not None:
             raise ValueError(
                 f"compat={self.dilated.compat!r} attends the padding of whole segments, of which a layout shows parts; "
-                "leave compat out of a product"
+                f"use {without_padding(self.dilated)!r}, which has the same offsets"
             )
 
     def layout_of(self, length: int) -> BlockLayout:
@@ -323,7 +339,7 @@ class Product:
             num_kv_heads: heads of k and v, which the offsets belong to; default: num_heads.
         """
         keys = self._seen(seq_len, num_heads, num_kv_heads, False)
-        warn_of_blind(keys, "A branch of dilation rate 1, with a layout without empty rows, covers every token")
+        warn_of_blind(keys, f"{_covering(self.dilated)}, if the layout has no empty rows")
         return keys
 
     def flops(

@@ -12,7 +12,7 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Product
+from dilated_attention.patterns import Dilated, Product, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_dilated
 
 
@@ -45,7 +45,7 @@ def attention_weights(
     if isinstance(pattern, Dilated) and pattern.compat is not None:
         raise UnsupportedError(
             f"compat={pattern.compat!r}: a part of each row's weight lies on padding that the matrix has no column "
-            "for; leave compat out"
+            f"for; use {without_padding(pattern)!r}, whose weights are those without padding"
         )
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     with torch.autocast(device, enabled=False):

@@ -45,15 +45,8 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 """Arguments that models pass to every attention function and that do not affect attention."""
 
-_NO_WINDOWS = (
-    "a window and segments contradict each other; make the model from a configuration without windows: with "
-    'config.layer_types = ["full_attention"] * config.num_hidden_layers where it lists layers, else with '
-    "config.sliding_window = None"
-)
-
 _REMEDIES = {
-    "sliding_window": _NO_WINDOWS,
-    "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights, or eager",
+    "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights on q and k",
     "softcap": "scores are not capped",
     "position_bias": "no bias is added to scores",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
@@ -231,8 +224,8 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
         name, places = type(owner).__name__, getattr(owner, "position_ids", None)
         if "Sinusoidal" in type(table).__name__:
             raise UnsupportedError(
-                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; make the model with a "
-                "larger config.max_position_embeddings"
+                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
+                "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
             )
         if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
             raise UnsupportedError(
@@ -305,7 +298,36 @@ def _require_plain_attention(part: PreTrainedModel) -> None:
     else:
         windows = [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
     if windows:
-        raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_NO_WINDOWS}")
+        raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_without_windows(config)}")
+
+
+def _without_windows(config: PreTrainedConfig) -> str:
+    """Say how to make a model without windows that computes the same on texts shorter than the window.
+
+    A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
+    ModernBERT). One type's entry can take the place of another's; several cannot share one.
+    """
+    conflict = "windows cannot be combined with dilated segments"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return f"{conflict}; make the model with config.sliding_window = None"
+    rotations = getattr(config, "rope_parameters", None) or {}
+    by_kind = kinds & set(rotations)
+    if by_kind and any(rotations[kind] != rotations.get("full_attention") for kind in by_kind):
+        if len(kinds) > 1:
+            return (
+                f"{conflict}, and the rotary positions of {' and '.join(sorted(kinds))} layers differ, so that no "
+                "configuration without windows computes the same; choose a model without windows"
+            )
+        (kind,) = kinds
+        also = f' and config.rope_parameters["full_attention"] = config.rope_parameters["{kind}"]'
+    else:
+        also = ""
+    return (
+        f'{conflict}; make the model with config.layer_types = ["full_attention"] * config.num_hidden_layers{also}. '
+        "Compare its logits with this model's on a text shorter than the window: in some models a layer's type "
+        "decides more"
+    )
 
 
 def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
@@ -389,7 +411,7 @@ def visibility(
                 "only encoders and decoders alone are supported"
             )
     if local_size is not None:
-        return UnsupportedError(f"a window or chunks of {local_size} tokens: {_NO_WINDOWS}")
+        return UnsupportedError(f"a window or chunks of {local_size} tokens: {_without_windows(config)}")
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         raise UnsupportedError(
             "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
@@ -449,6 +471,8 @@ def attention_forward(
     head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            if name == "sliding_window":
+                raise UnsupportedError(f"{name}={given}: {_without_windows(module.config)}")
             remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
             raise UnsupportedError(f"{name}: {remedy}")
     pattern, backend = pattern_of(module.config)

@@ -41,7 +41,8 @@ def convert_attention(
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError(
             "model is itself an nn.MultiheadAttention, and cannot be replaced inside itself; make a "
-            "MultiheadDilatedAttention of the same arguments and load its state_dict"
+            f"MultiheadDilatedAttention of the same arguments, with batch_first={model.batch_first}, and load its "
+            "state_dict"
         )
     made: dict[nn.MultiheadAttention, MultiheadDilatedAttention] = {}
     places: list[tuple[nn.Module, str, nn.MultiheadAttention]] = []

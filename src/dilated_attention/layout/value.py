@@ -396,7 +396,9 @@ class BlockLayout:
         num_heads = checks.positive("num_heads", num_heads)
         self.check(self.batch_size, seq_len, num_heads)
         keys = self.seen.expand(-1, num_heads, -1)
-        warn_of_blind(keys, "Unite with a layout that covers every row, such as BlockLayout.local(seq_len, 1)")
+        causal = ", is_causal=True" * self.is_causal
+        local = f"BlockLayout.local({self.seq_len}, 1, {self.block_size}{causal})"
+        warn_of_blind(keys, f"Unite with a layout that covers every row, such as {local}")
         return keys if self.batch_size > 1 else keys[0]
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
