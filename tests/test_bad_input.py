@@ -281,7 +281,7 @@ HIDING = {
     "layout": (BlockLayout.local(64, 20, 8), {}),
     "product": (Dilated((32, 64), (1, 2)) * (lambda n: BlockLayout.local(n, 8, 8)), {}),
     "packed": (Dilated((32, 64), (1, 2)), {"cu_seqlens": ids(0, 24, 64)}),
-    "packed layout": (BlockLayout.local(64, 20, 8), {"cu_seqlens": ids(0, 24, 64)}),
+    "packed layout": (BlockLayout.local(40, 20, 8), {"cu_seqlens": ids(0, 24, 64)}),
     "sinks": (Dilated((32, 64), (1, 2)), {"sinks": torch.zeros(HEADS)}),
 }
 

@@ -182,7 +182,7 @@ def test_positions_that_cannot_be_extended():
             extend_positions(model, 64)
         assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     model = model_of("Bert", max_position_embeddings=16)
-    for length, message in ((16, "above the 16 tokens"), (8.0, "an integer; got 8.0"), (True, "got True")):
+    for length, message in ((16, "above the 16 tokens"), (8.0, "positive integer; got 8.0"), (True, "got True")):
         with pytest.raises(ValueError, match=message):
             extend_positions(model, length)
     with pytest.raises(ValueError, match="must be a transformers PreTrainedModel; got Linear"):

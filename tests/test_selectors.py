@@ -253,7 +253,7 @@ BAD = [
     (r"k must have the batch, .*; got torch.float32 of shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.append(Q)),
     ("k must have the batch, .* and dtype .*; got torch.float64", lambda: FULL_PAGES.append(K.double())),
     (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
-    ("top_k=0 must be positive", lambda: routing.Indexer(8, top_k=0)),
+    ("top_k must be a positive integer; got 0", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
     (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; got \(1, 3, 2\)",
      lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
@@ -277,7 +277,7 @@ BAD = [
     (r"q and k must have .* q \(1, 64, 32\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q.flatten(2), K)),
     (r"x must be \(batch, seq, embed_dim=8\); got shape \(64, 8\)", lambda: routing.Indexer(8)(torch.zeros(64, 8))),
     (r"x must be .* got shape \(1, 64, 7\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 7), Q, K)),
-    ("new=5 must lie between 0 and the 3 tokens", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
+    ("new must be.*from 0 to 3; got 5", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
     ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,10 +104,10 @@ class PlanCache:
 
     def resize(self, max_bytes: int) -> None:
         """Set the limit, in bytes, and evict what no longer fits."""
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, Integral) or max_bytes < 0:
             raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
         with self._lock:
-            self._max_bytes = max_bytes
+            self._max_bytes = int(max_bytes)
             self._evict()
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
 from dilated_attention.backends import table
@@ -135,6 +136,7 @@ class Call:
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
+        head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
         branches = dilated_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         needs = {
             "key_padding_mask": key_padding_mask is not None,
@@ -301,8 +303,7 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     check_transport(transport)
     if seq_len is None:
         return q.shape[1] * dist.get_world_size(group)
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a non-negative integer, the length over all ranks; got {seq_len!r}")
+    seq_len = checks.integer("seq_len", seq_len, 0)
     if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
         raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
@@ -316,7 +317,19 @@ def dilated_factor(pattern: Pattern, seq_len: int) -> Dilated:
         return Dilated((max(seq_len, 1),), (1,))
     if isinstance(pattern, Product):
         return pattern.dilated
-    raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
+    raise ValueError(
+        f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}"
+        f"{layout_remedy(pattern)}"
+    )
+
+
+def layout_remedy(given: Any) -> str:
+    """How to make a layout of what other packages take in its place."""
+    if isinstance(given, BlockMask):
+        return "; give BlockLayout.from_block_mask of it"
+    if isinstance(given, Tensor):
+        return "; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor"
+    return ""
 
 
 def _work(branches: Branches, q: Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks, operators
-from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, layout_remedy
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import with_sinks
 from dilated_attention.parallel.over_mesh import refuse
@@ -184,5 +184,5 @@ def block_sparse_attention(
         is_causal: blocks above the diagonal are left out; blocks that it cuts are masked by token.
     """
     if not isinstance(layout, BlockLayout):
-        raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}")
+        raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}{layout_remedy(layout)}")
     return attention(q, k, v, layout, **options)

@@ -21,13 +21,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
@@ -212,8 +213,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise ValueError(f"length must be a number of tokens, an integer; got {length!r}")
+    length = checks.positive("length", length)
     found = [
         (owner, table)
         for owner in model.modules()
@@ -472,7 +472,7 @@ def attention_forward(
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             if name == "sliding_window":
-                raise UnsupportedError(f"{name}={given}: {_without_windows(module.config)}")
+                raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
             remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
             raise UnsupportedError(f"{name}: {remedy}")
     pattern, backend = pattern_of(module.config)

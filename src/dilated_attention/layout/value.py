@@ -77,7 +77,10 @@ class BlockLayout:
     _versions: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        rows = BlockGrid.of(self.seq_len, self.block_size, self.is_causal).rows
+        grid = BlockGrid.of(self.seq_len, self.block_size, self.is_causal)
+        for name in ("seq_len", "q_block", "k_block"):  # as plain integers
+            object.__setattr__(self, name, getattr(grid, name))
+        rows = grid.rows
         if self.indptr.dtype != torch.int64 or self.indices.dtype != torch.int64:
             raise ValueError(f"indptr and indices must be int64, got {self.indptr.dtype} and {self.indices.dtype}")
         if self.indptr.ndim != 3 or self.indptr.shape[-1] != rows + 1:
@@ -389,13 +392,12 @@ class BlockLayout:
 
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
-        `(batch, num_heads, seq_len)`.
+        `(batch, num_heads, seq_len)`. Lists of fewer heads, which divide num_heads, are those of KV heads.
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
         num_heads = checks.positive("num_heads", num_heads)
-        self.check(self.batch_size, seq_len, num_heads)
-        keys = self.seen.expand(-1, num_heads, -1)
+        keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
         causal = ", is_causal=True" * self.is_causal
         local = f"BlockLayout.local({self.seq_len}, 1, {self.block_size}{causal})"
         warn_of_blind(keys, f"Unite with a layout that covers every row, such as {local}")
@@ -404,13 +406,18 @@ class BlockLayout:
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
 
-        For one batch element, or for all of them if each has its own lists.
+        For one batch element, or for all of them if each has its own lists. Heads as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
-        self.check(self.batch_size, seq_len, num_heads)
-        layout = self.causal() if is_causal else self
-        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // self.num_heads)
+        layout = self._for_queries(seq_len, num_heads)
+        layout = layout.causal() if is_causal else layout
+        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
+
+    def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
+        """This layout for `num_heads` query heads, checked."""
+        self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
+        return self.for_heads(num_heads)
 
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
         """Raise unless the layout fits tensors of this batch size, length and number of heads.
@@ -420,7 +427,10 @@ class BlockLayout:
         if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
             raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
         if seq_len != self.seq_len:
-            raise ValueError(f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length")
+            swapped = ". If q is (batch, heads, seq, head_dim), give q.transpose(1, 2)" * (num_heads == self.seq_len)
+            raise ValueError(
+                f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length{swapped}"
+            )
         heads = self.num_heads  # compared one by one: `in` does not compare the symbols of torch.compile by value
         if heads != 1 and heads != num_heads and (num_kv_heads is None or heads != num_kv_heads):
             raise ValueError(f"layout has lists for {self.num_heads} heads, got {num_heads}; give 1 or {num_heads}")

@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.backends import fused
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import Mesh, context_group
@@ -167,8 +169,7 @@ class KeyValueCache:
     ) -> None:
         if config.pattern is None and max_len is None:
             raise ValueError("max_len=None: dense attention sees every earlier token; give the length to make room for")
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"max_len={max_len}: must be a positive number of tokens, or None")
+        max_len = None if max_len is None else checks.positive("max_len", max_len)
         self.config = config
         self.batch_size = batch_size
         self.max_len = max_len
@@ -259,11 +260,11 @@ class KeyValueCache:
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """ValueError naming the argument that `sample` cannot take."""
-    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+    if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature!r}: must be a finite number >= 0")
-    if top_k is not None and (type(top_k) is not int or top_k < 1):
-        raise ValueError(f"top_k={top_k!r}: must be a positive integer, or None for all tokens")
-    if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
+    if top_k is not None:
+        checks.positive("top_k", top_k)
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}: must be a probability in (0, 1], or None")
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import mesh_size
@@ -292,8 +293,7 @@ class LongNetLM(LongNetStack):
         The prompts are read once; each further token costs the same at any position. Over a mesh the ranks share the
         reading, and all compute each further token, which the first one draws. Arguments as in `generate`.
         """
-        if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer >= 0")
+        max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         generation.check_sampling(temperature, top_k, top_p)
         require_tokens(tokens)
         first, cache = self.prefill(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.call import in_autocast
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
@@ -54,9 +55,10 @@ def padded(
 
 def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
     """lengths as a list; ValueError unless they are `batch` integers in [0, seq]."""
-    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    if not isinstance(values, list) or len(values) != batch or any(type(value) is not int for value in values):
-        raise ValueError(f"lengths must be {batch} integers, one per sample; got {values!r}")
+    wanted = f"{batch} integers, one per sample"
+    values = list(checks.integers("lengths", lengths, wanted))
+    if len(values) != batch:
+        raise ValueError(f"lengths must hold {wanted}; got {values!r}")
     if any(not 0 <= value <= seq for value in values):
         raise ValueError(f"lengths must lie in [0, {seq}], the padded length; got {values}")
     return values

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
@@ -149,16 +150,17 @@ class SelectingAttention(nn.Module):
         backend: str,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
+        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
+        if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
                 "num_heads"
             )
-        if not 1 <= block_size <= MAX_BLOCK:
-            raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
+        block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
+        query_block = checks.positive("query_block", query_block)
         # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
-        if query_block < 1 or block_size % query_block:
+        if block_size % query_block:
             raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
         check_name(backend)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.parallel.comm import compare_texts, link_of
 from dilated_attention.parallel.partition import balanced_bounds
@@ -19,8 +20,7 @@ from dilated_attention.torch_internals import flattened
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
     """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's
     start."""
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a non-negative integer; got {seq_len!r}")
+    seq_len = checks.integer("seq_len", seq_len, 0)
     group = context_group(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return rank * seq_len // size, (rank + 1) * seq_len // size
