@@ -648,6 +648,15 @@ def test_a_file_with_lists_that_no_layout_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"indices must lie in \[0, 16\).*1099511627776"):
         torch.load(tmp_path / "layout.pt")
 
+    class Late:  # lists that come after the constructor
+        def __reduce__(self):
+            good = BlockLayout.local(256, 16, 16)
+            return *good.__reduce__(), {"indices": good.indices + 2**40}
+
+    torch.save(Late(), tmp_path / "late.pt")
+    with pytest.raises(ValueError, match="tables alone"):
+        torch.load(tmp_path / "late.pt")
+
 
 @BSR_IS_BETA
 def test_bad_sparse_tensors():

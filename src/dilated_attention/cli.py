@@ -428,6 +428,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
     )
+    parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
     parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
     _plain(parser, "tokens", _positive, 300, "of the random input")
     _plain(parser, "seed", _seed, 0, "of the random input")
@@ -445,6 +446,7 @@ def _convert(options: argparse.Namespace) -> int:
         "segment_lengths": options.segments,
         "dilation_rates": options.rates,
         "architecture": options.architecture,
+        "prefix": options.prefix or None,
         "surplus": "warn" if options.leave_surplus else None,
     }
     if options.kind == "torchscale" and (options.segments is None or options.rates is None):

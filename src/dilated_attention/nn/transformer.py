@@ -19,6 +19,7 @@ from dilated_attention.mesh import mesh_size
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated
+from dilated_attention.torch_internals import hooked
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
 # A compiled graph has one piece: with more it would be of one length.
@@ -165,6 +166,26 @@ def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) 
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
+class Source:
+    """What a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
+
+    keep: let each layer keep the keys and values that it makes of them, for decoding.
+    """
+
+    def __init__(self, states: Float[Tensor, "batch keys embed_dim"], *, keep: bool = False) -> None:
+        self.states, self.keep = states, keep
+        self._kept: dict[CrossAttention, tuple[Tensor, Tensor]] = {}
+
+    def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
+        """The keys and values that `layer` makes of the states."""
+        found = self._kept.get(layer)
+        if found is None:
+            found = layer.project(self.states)
+            if self.keep:
+                self._kept[layer] = found
+        return found
+
+
 class CrossAttention(nn.Module):
     """W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
 
@@ -179,7 +200,7 @@ class CrossAttention(nn.Module):
         self.source = nn.Linear(embed_dim, 2 * num_kv_heads * self.head_dim, bias=bias)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    def read(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
+    def project(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
         """The keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
         k, v = self.source(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads[1], 1)
         return k, v
@@ -187,16 +208,16 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
-        source: tuple[Tensor, Tensor],
+        source: Source,
         mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """source: from `read`. mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
+        """mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = source.read(self)
         if cu_seqlens is None:
-            out = self._attend(q, *source, mask)
+            out = self._attend(q, k, v, mask)
         else:  # each its own source
-            k, v = source
             masks = [None] * len(k) if mask is None else mask.split(1)
             samples = [
                 self._attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
@@ -269,7 +290,7 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         memory: Memory | None = None,
-        source: tuple[Tensor, Tensor] | None = None,
+        source: Source | None = None,
         source_mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
@@ -284,10 +305,10 @@ class TransformerBlock(nn.Module):
             x = x + self.dropout(read)
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and self.dropout.p > 0
-        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling()
+        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling() or hooked(self.mlp, self.mlp_norm)
         if whole or x.shape[0] * x.shape[1] <= _ROWS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):
-            rows += self.dropout(self.mlp(self.mlp_norm(rows.clone())))  # a hook may keep what the norm reads
+            rows += self.dropout(self.mlp(self.mlp_norm(rows)))
         return x
