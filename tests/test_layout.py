@@ -533,7 +533,7 @@ BAD = [
     ("layout is for 256 tokens, got seq_len=512", lambda: LOCAL.check(1, 512, 8)),
     ("lists for 3 heads, got 8", lambda: whole(1, 3).check(1, 256, 8)),
     ("lists for a batch of 2, got 3", lambda: whole(2, 1).check(3, 256, 8)),
-    ("block_size, .*must be an integer from 1 to 256; got 0", lambda: L.local(256, 32, 0)),
+    ("block_size must be an integer from 1 to 256; got 0", lambda: L.local(256, 32, 0)),
     ("block_size.*got 512", lambda: L.local(256, 32, 512)),
     (r"block_size.*from 1 to 256; got 0 in \[64, 0\]", lambda: L.local(256, 32, (64, 0))),
     ("block_size.*got 64.0", lambda: L.local(256, 32, 64.0)),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.call import dtype_of_products
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
@@ -51,7 +51,7 @@ class LongNetAttention(Pretrained):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Called by `parallel.set_context_parallel`, which also reaches the attention inside."""
-        self.mesh = mesh
+        self.mesh = held_mesh(mesh)
 
     def forward(
         self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False, *, seq_len: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.packing import (
@@ -27,7 +28,8 @@ from dilated_attention.models.packing import (
 )
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import Source, TransformerBlock
-from dilated_attention.parallel.sharding import sequence_range
+from dilated_attention.nn.transformer import ShardDropout
+from dilated_attention.parallel.sharding import agreed_seed, sequence_range
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
@@ -117,7 +119,7 @@ class LongNetStack(Pretrained):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Called by `parallel.set_context_parallel`; use that, since it also reaches the attention of every block."""
-        self.mesh = mesh
+        self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
         """Tokens through the embedding; without an embedding, the vectors as they are."""
@@ -230,6 +232,10 @@ class LongNetStack(Pretrained):
             lengths = [whole] * len(x) if counts is None else counts
             shard = None if self.mesh is None else sequence_range(whole, self.mesh)
             cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
+        dropped = None
+        if self.mesh is not None and self.training and self.config.dropout:
+            start = sequence_range(x.shape[1] if seq_len is None else seq_len, self.mesh)[0]
+            dropped = ShardDropout(agreed_seed(self.mesh, x.device), start)
         states = [x]
         for i, block in enumerate(self.blocks):
             options = {
@@ -239,6 +245,7 @@ class LongNetStack(Pretrained):
                 "source": source,
                 "source_mask": source_mask,
                 "first_only": first_only and block is self.blocks[-1],
+                "shard_dropout": None if dropped is None else replace(dropped, layer=i),
             }
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)
