@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
+from dilated_attention.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -388,3 +389,14 @@ def test_heads_and_tokens_that_look_exchanged_are_warned_of(shape):
 def test_shapes_of_models_are_not(shape, kv_heads):
     q, k = torch.empty(shape, device="meta"), torch.empty(*shape[:2], kv_heads, 4, device="meta")
     dilated_attention(q, k, k, [8], [1])
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu"])
+@pytest.mark.parametrize("pattern", [Dilated((64,), (1,)), BlockLayout.local(64, 20, 4)], ids=["dilated", "blocks"])
+def test_tokens_that_overlap_in_memory(pattern, backend):
+    """As windows over a signal, `unfold`: matrix products read garbage where a row begins inside the one before."""
+    if backend == "cpu" and cpu.missing() is not None:
+        pytest.skip(cpu.missing())
+    q, k, v = (torch.randn(96).as_strided((1, 64, 4, 8), (0, 1, 8, 1)) for _ in range(3))
+    found = attention(q, k, v, pattern, backend=backend)
+    torch.testing.assert_close(found, attention(q, k, v, pattern, backend="reference"), rtol=1e-5, atol=1e-5)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import processes
@@ -599,3 +600,23 @@ def ragged_language_model():
 
 def test_a_language_model_over_a_mesh_takes_lengths_positions_and_packed_samples():
     processes.run(2, ragged_language_model)
+
+
+def sharded_arguments():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q = distribute_tensor(torch.randn(1, 64, 4, 4), mesh, [Shard(1)])
+    with pytest.raises(ValueError, match=r"q must be a plain tensor; got a DTensor.*q\.to_local"):
+        dilated_attention(q, q, q, (16,), (1,), mesh=mesh)
+    model = model_of(config(vocab_size=31))
+    tokens = torch.randint(31, (1, 20))
+    expected = model.generate(tokens, 3, temperature=0.0)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+    assert torch.equal(model.generate(tokens, 3, temperature=0.0), expected)
+
+
+def test_what_is_sharded_by_pytorch():
+    processes.run(2, sharded_arguments)

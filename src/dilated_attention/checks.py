@@ -59,6 +59,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
             )
+        if type(x) is not Tensor and hasattr(x, "to_local"):
+            raise ValueError(
+                f"{name} must be a plain tensor; got a DTensor. Give {name}.to_local(), this rank's shard, and mesh="
+            )
         if x.layout is not torch.strided:
             raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
         if x.dtype != q.dtype or not x.is_floating_point():
