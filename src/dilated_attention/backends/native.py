@@ -260,8 +260,8 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x, copied only if its last dimension is strided or tokens overlap: the fused operators read rows as dense vectors,
-    and matrix products want the next row at least a row's length away."""
+    """x, copied only if its last dimension is strided or its tokens overlap: the fused operators read rows as dense
+    vectors, and matrix products want the next row at least a row's length away."""
     apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
