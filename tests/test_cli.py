@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dilated_attention import cli, environment, pictures
@@ -365,6 +367,29 @@ def test_picture_of_a_pattern(tmp_path):
         product.plot(128, head=2, num_heads=2)
     pictures.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
+    causal = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert abs(causal - np.tril(exact).reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
+    dense = Dilated((64,), (2,)) * BlockLayout.local(32, 32, 32)
+    pairs = dense.plot(128, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert pairs.sum() == 2 * 32 * 33 / 2
+    with pytest.raises(ValueError, match="is_causal must be"):
+        dense.plot(128, is_causal=1)
+
+
+def test_what_is_seen_at_all_is_drawn_as_the_explorer_draws_it():
+    """However few of a pixel's pairs are seen; and the two branches of one pattern can be told apart."""
+    axes = Dilated((64, 262144), (1, 16)).plot(1 << 20, num_heads=16)
+    (image,) = axes.images
+    dark, mean = image.norm(image.get_array()), image.get_array()
+    assert np.array_equal(dark > 0, mean > 0)
+    assert (mean > 0).mean() > 0.24
+    assert dark[mean > 0].min() >= 0.22
+    np.testing.assert_allclose(dark[mean > 0], 0.22 + 0.78 * np.sqrt(mean[mean > 0] / mean.max()))
+    assert dark[0, 0] == 1 > dark[0, 9] + 0.2
+    page = (Path(__file__).parents[1] / "docs" / "explorer.html").read_text(encoding="utf-8")
+    assert f"({pictures.FAINTEST} + {1 - pictures.FAINTEST} * Math.sqrt(mean / most))" in page
+    (image,) = BlockLayout.random(1 << 18, 0.001, 0, 64).plot().images
+    assert image.norm(image.get_array()).max() == 1
 
 
 @pytest.mark.parametrize(
@@ -374,7 +399,10 @@ def test_picture_of_a_pattern(tmp_path):
         ("dilated --segments 64,256 --rates 2,4 --head 1 --heads 4 --tokens 256", "128 tokens see none"),
         ("dilated --segments 64,256 --rates 1,2 --head-groups --head 1 --tokens 256", "sees 0 to 128 keys"),
         ("dilated --segments 64,256 --rates 1,4 --offsets head_block --tokens 256", "sees 64 to 128 keys"),
+        ("dilated --segments 64,256 --rates 1,4 --causal --tokens 256", "sees 2 to 125 keys"),
+        ("local --window 16 --block-size 16 --segments 64 --rates 1 --causal --tokens 64", "sees 1 to 32 keys"),
         ("local --window 65 --block-size 16 --tokens 256", "sees 80 to 144 keys"),
+        ("strided --stride 127", "; every block is active, as in dense attention"),
         ("local --density 0.5 --causal --tokens 4096", "sees 1 to"),
         ("global --global-tokens 16 --block-size 16,32", "sees 32 to 1,024 keys"),
         ("strided --stride 128", "sees 512 to 512 keys"),
@@ -403,7 +431,7 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
         ("random --density 2", "density must lie in (0, 1], got 2.0"),
-        ("local --window 3 --block-size 0", "block_size must be"),
+        ("local --window 3 --block-size 0", "an integer from 1 to 256; got 0"),
         ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
