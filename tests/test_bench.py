@@ -682,6 +682,29 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
     assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}
 
 
+def test_steps_are_told_without_a_terminal_before_they_are_done(monkeypatch, tmp_path, capsys):
+    """With brackets printed as they are: in labels, reasons and paths."""
+    told = []
+
+    class Suite:
+        @staticmethod
+        def steps(device, quick):
+            def measure():
+                told.append(capsys.readouterr().out)
+                yield row(1.0, name="[red] figure", refused="[/b] why")
+
+            return [Step("step [a]", measure), Step("step [/b]", measure)]
+
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    out = tmp_path / "exp[lr]1"
+    assert exit_code("bench", "foundation", "--out", out) == 0
+    assert told == ["1 of 2: step [a]\n", "2 of 2: step [/b]\n"]
+    printed = capsys.readouterr().out
+    assert f"rows in {out}/" in printed
+    assert "[red] figure" in printed
+    assert "[/b] why" in printed
+
+
 def test_a_series_looks_the_same_whatever_else_a_file_holds(tmp_path):
     """In whatever order its rows come; and what FlexAttention computes is said."""
     styles = []

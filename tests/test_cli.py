@@ -20,6 +20,7 @@ from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
+from dilated_attention.terminal import console
 from dilated_attention.training import demo, recall, session
 from dilated_attention.training.text import read_text
 
@@ -462,6 +463,34 @@ def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     assert failure(capsys, *words, tmp_path / "folder").endswith("folder: Is a directory")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "name"]
+
+
+@pytest.mark.parametrize("folder", ["exp[lr]1", "sweep[a,b]", "run[/b]"])
+def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["train", text, "--out", folder, *TINY]) == 0
+    assert f"\nsaved in {folder}: model/" in capsys.readouterr().out
+    for name in ("_text", "_table", "sentences", "save_recall_and_context"):
+        monkeypatch.setattr(demo, name, lambda *arguments: {})
+    found = {field.name: 0 for field in dataclasses.fields(demo.Demo) if field.name != "tokens"}
+    monkeypatch.setattr(demo, "_recall", lambda *arguments: {**found, "by_distance": {"dilated": {}}})
+    assert exit_code(["demo", "--out", folder]) == 0
+    assert f"saved in {folder}: figures.jsonl" in capsys.readouterr().out
+    assert exit_code(["bench", "check", "--baseline", f"{folder}/none.json"]) == 2
+    assert f"{folder}/none.json" in capsys.readouterr().err
+
+
+def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
+    """Training takes a little longer than the time that it was given."""
+    monkeypatch.setattr(demo, "PLAIN_SECONDS", 0.0)
+    for total in (2.0, 0.0):
+        with demo._bar(console(), "text", total) as advance:
+            advance(0.0, "begun")
+            time.sleep(0.02)
+            advance(200.0, "done")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert not [line for line in lines if "-" in line]
 
 
 def test_divergence_is_one_line(capsys, tmp_path, text):
