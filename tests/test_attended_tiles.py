@@ -180,3 +180,11 @@ def test_under_autocast():
     expected = attended_tiles._sums_of_rows(q, k, weights, pattern)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(attended_tiles._sums_of_rows(q, k, weights, pattern), expected)
+
+
+def test_blocks_that_are_compiled():
+    model, (x, coords) = encoder(), slide(1, 50)
+    expected = tile_attention(model, x, coords)
+    for i, block in enumerate(model.encoder.blocks):
+        model.encoder.blocks[i] = torch.compile(block, backend="eager")
+    assert torch.equal(tile_attention(model, x, coords).heads, expected.heads)

@@ -121,6 +121,15 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
 
 
+def test_resume_starts_a_run_that_has_no_checkpoint_yet(tmp_path, text):
+    """One command, before and after a restart."""
+    words = ["train", text, "--out", tmp_path / "run", *TINY, "--resume"]
+    assert exit_code(words) == 0
+    held = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())
+    assert exit_code([*words, "--steps", "6"]) == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())[-1] > held[-1]
+
+
 def test_train_again_and_resume(capsys, tmp_path, text):
     out = ["--out", tmp_path / "run"]
     assert exit_code(["train", text, *out, *TINY, "--segments", "16,64", "--rates", "1,2"]) == 0

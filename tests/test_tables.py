@@ -66,6 +66,15 @@ def run(seed):
         is_causal, backend = draw.random() < 0.7, draw.choice(BACKENDS)
         check(layout, blocks, is_causal, backend, inputs)
         held.append((layout, blocks))
+        if draw.random() < 0.3:  # the layout's own table is written to, and a new layout is made of it
+            turned = order.flip(0) if heads > 1 else (order + 1) % ROWS
+            layout.indices.copy_(turned.sort(-1)[0].flatten())
+            with pytest.raises(ValueError, match="written to"):
+                check(layout, blocks, is_causal, backend, inputs)
+            blocks = torch.zeros(heads, ROWS, ROWS, dtype=torch.bool).scatter_(2, turned, True)
+            layout = BlockLayout(layout.indptr, layout.indices, N, BLOCK, BLOCK)
+            held[-1] = layout, blocks
+            check(layout, blocks, is_causal, backend, inputs)
         if draw.random() < 0.3:
             held.clear()
             del layout, indices, indptr
@@ -90,8 +99,9 @@ def test_the_tables_of_a_layout_are_its_own():
 def test_a_layout_that_was_written_to_is_refused():
     layout, q = BlockLayout.local(N, 4, BLOCK), torch.randn(1, N, HEADS, 8)
     layout.indices[0] = 1
-    with pytest.raises(ValueError, match=r"layout.*written to.*new BlockLayout"):
-        block_sparse_attention(q, q, q, layout)
+    for use in (lambda: block_sparse_attention(q, q, q, layout), layout.causal, lambda: layout | layout):
+        with pytest.raises(ValueError, match=r"layout.*written to.*new BlockLayout"):
+            use()
 
 
 def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
@@ -117,6 +127,17 @@ def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
             compiled, expected = torch.compile(layers, fullgraph=True), layers(x)
             for _ in range(2):
                 torch.testing.assert_close(compiled(x), expected)
+
+            # A layout that was written to, which no graph can see.
+            layout = BlockLayout.local(256, 16, 16)
+            def call(x, layout):
+                return block_sparse_attention(x, x, x, layout)
+            compiled = torch.compile(call, fullgraph=True, backend="eager")
+            compiled(x, layout)
+            layout.indices[1] = 2
+            torch.testing.assert_close(
+                compiled(x, layout), call(x, BlockLayout(layout.indptr, layout.indices, 256, 16, 16))
+            )
         """
     )
 

@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Value = TypeVar("Value")
@@ -20,17 +21,26 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
 def name_of(thing: Any) -> int:
-    """Return a number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
+    """Return a number that stands for `thing` as long as it lives, or for a tensor until it is written to.
 
     Layouts are named by their tables: a tensor is the same object on both sides of the dispatcher, a layout is not.
     """
-    name: int = _names.setdefault(thing, next(_numbers))
+    version = _version(thing)
+    name, named = _names.get(thing, (0, None))
+    if named is None or named != version:
+        name = next(_numbers)
+        _names[thing] = name, version
     return name
 
 
-def is_named(thing: Any) -> bool:
-    """Whether `thing` has a name already. A table without one may be written to by whoever made it."""
-    return thing in _names
+def is_named(table: Tensor) -> bool:
+    """Whether a table has a name and still is what it was. One without may be written to by whoever made it."""
+    named = _names.get(table)
+    return named is not None and named[1] == _version(table)
+
+
+def _version(thing: Any) -> int:
+    return thing._version if isinstance(thing, Tensor) and not thing.is_inference() else 0
 
 
 class CacheInfo(NamedTuple):

@@ -176,8 +176,9 @@ def _add_train(commands: Any) -> None:
     begin.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out with its options and text; more --steps extend even a finished run, whose "
-        "learning rate then follows the schedule of the larger number",
+        help="continue the run in --out with its options and text, or start it if there is none yet and text is given: "
+        "one command for a run that may be restarted. More --steps extend even a finished run, whose learning rate "
+        "then follows the schedule of the larger number",
     )
     begin.add_argument(
         "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
@@ -283,11 +284,12 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
         model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
     elif options.dense:
         model["pattern"] = None
-    kept = session.chosen_options(options.out if options.resume else None, given)
-    ranks = _connect(options, kept, watch)
+    continues = options.resume and (session.saved(options.out) or not options.paths)
+    kept = session.chosen_options(options.out if continues else None, given)
+    ranks = _connect(options, kept, watch, continues)
     where = {"device": kept["device"], "backend": kept["backend"], "ranks": ranks}
     first = ranks is None or ranks.first
-    if options.resume:
+    if continues:
         training = session.resume(options.paths, options.out, model, recipe, **where)
         if first:
             session.remember(options.out, kept)
@@ -310,7 +312,9 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     return code
 
 
-def _connect(options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None) -> Ranks | None:
+def _connect(
+    options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
+) -> Ranks | None:
     """This process's place in a run of several, all started with the same options and versions; None if alone."""
     if watch is None and options.context_parallel == 1:
         return None
@@ -319,11 +323,13 @@ def _connect(options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch 
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
     if watch is None:
         return None
-    names = ("out", "resume", "overwrite", "context_parallel", "timeout")
+    names = ("out", "overwrite", "context_parallel", "timeout")
     here = environment()
     versions = {"torch": here["torch"], "dilated_attention": here["dilated_attention"]}
     python = ".".join(map(str, sys.version_info[:2]))
-    watch.agree({**{name: vars(options)[name] for name in names}, **kept, **versions, "python": python})
+    watch.agree(
+        {"resume": continues, **{name: vars(options)[name] for name in names}, **kept, **versions, "python": python}
+    )
     return Ranks.connect(watch, options.context_parallel, torch.device(kept["device"]))
 
 
@@ -333,7 +339,7 @@ def _onwards(out: Path) -> str:
 
     if session.saved(out):
         return f"--resume continues {out}"
-    return f"nothing is saved in {out} yet: start again, without --resume"
+    return f"nothing is saved in {out} yet: start again"
 
 
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
@@ -423,6 +429,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
     )
+    parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
     parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
     _plain(parser, "tokens", _positive, 300, "of the random input")
     _plain(parser, "seed", _seed, 0, "of the random input")
@@ -439,6 +446,7 @@ def _convert(options: argparse.Namespace) -> int:
         "segment_lengths": options.segments,
         "dilation_rates": options.rates,
         "architecture": options.architecture,
+        "prefix": options.prefix or None,
         "surplus": "warn" if options.leave_surplus else None,
     }
     if options.kind == "torchscale" and (options.segments is None or options.rates is None):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import DeviceMesh, ProcessGroup, Store
 
@@ -89,6 +89,13 @@ def autograd_position() -> tuple[int, int | None]:
     activation checkpointing starts in a node of the forward that it repeats."""
     node = torch._C._current_autograd_node()
     return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
+
+
+def hooked(*modules: nn.Module) -> bool:
+    """Whether a forward hook waits for what a module, or one inside it, reads or returns."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return True
+    return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
 
 
 def observed(*tensors: Tensor) -> bool:

@@ -18,6 +18,7 @@ plainly bidirectional cannot be expressed this way, and is refused.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,9 +280,21 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [x for x in sets if isinstance(x, dict) and "rope_type" in x]
 
 
+def _calls_the_interface(part: PreTrainedModel) -> bool:
+    """Whether every attention of a model whose class has no flag for it calls transformers' attention interface.
+
+    About 75 files of transformers do and lack the flag, Wav2Vec2 and HuBERT among them; others, such as SAM, hold an
+    attention that does not.
+    """
+    modules = [x for x in part.modules() if type(x).__name__.endswith("Attention")]
+    own = [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+    return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
+
+
 def _require_plain_attention(part: PreTrainedModel) -> None:
     name, config = type(part).__name__, part.config
-    if not part._supports_attention_backend or not part._can_set_attn_implementation():
+    calls = part._supports_attention_backend or _calls_the_interface(part)
+    if not calls or not part._can_set_attn_implementation():
         raise UnsupportedError(
             f"{name} does not call transformers' attention interface, and would go on with its own attention; choose a "
             "model whose class has _supports_attention_backend"

@@ -31,13 +31,12 @@ def check_share(name: str, value: float) -> None:
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
     """(q_block, k_block) of a pair or of one number, which is both unless `q_block` is given."""
-    name = "block_size, a number of tokens or a pair (q_block, k_block),"
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
-        k_block = checks.integer(name, block_size, 1, MAX_BLOCK)
+        k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
-    pair = checks.integers(name, block_size, f"integers from 1 to {MAX_BLOCK}", 1)
+    pair = checks.integers("block_size", block_size, f"(q_block, k_block), integers from 1 to {MAX_BLOCK}", 1)
     if len(pair) != 2 or max(pair) > MAX_BLOCK:
-        raise ValueError(f"{name} must hold two integers from 1 to {MAX_BLOCK}; got {block_size}")
+        raise ValueError(f"block_size must hold two integers from 1 to {MAX_BLOCK}; got {block_size}")
     return pair[0], pair[1]
 
 

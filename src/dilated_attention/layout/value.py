@@ -424,8 +424,7 @@ class BlockLayout:
 
         With one list per KV head, all query heads that share a KV head use its list.
         """
-        if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
-            raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
+        self._require_unchanged()
         if seq_len != self.seq_len:
             swapped = ". If q is (batch, heads, seq, head_dim), give q.transpose(1, 2)" * (num_heads == self.seq_len)
             raise ValueError(
@@ -436,6 +435,11 @@ class BlockLayout:
             raise ValueError(f"layout has lists for {self.num_heads} heads, got {num_heads}; give 1 or {num_heads}")
         if not torch.compiler.is_compiling():  # a graph keeps the batch symbolic, and the operator checks it
             self.check_batch(batch_size)
+
+    def _require_unchanged(self) -> None:
+        """Raise if a table was written to: what was derived from it is of its old content."""
+        if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
+            raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
 
     def check_batch(self, batch_size: int) -> None:
         """Raise unless the layout fits this batch size."""
@@ -453,6 +457,7 @@ class BlockLayout:
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """The lists of these batch elements and heads alone."""
+        self._require_unchanged()
         if batch is heads is None:
             return self
         indptr = self.indptr[slice(None) if batch is None else list(batch)]
@@ -473,6 +478,7 @@ class BlockLayout:
 
     def prefix(self, seq_len: int) -> BlockLayout:
         """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
+        self._require_unchanged()
         if seq_len > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
         if seq_len == self.seq_len:
@@ -509,6 +515,7 @@ class BlockLayout:
 
     def causal(self) -> BlockLayout:
         """Without later keys: blocks wholly above the diagonal are dropped, blocks that it cuts are masked by token."""
+        self._require_unchanged()
         if self.is_causal:
             return self
         keep = ~self.grid.above(self.row, self.indices)
@@ -534,6 +541,10 @@ class BlockLayout:
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
         """Without what is derived: `key` names tables of this process, and hashes differ between processes."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse: `__reduce__` writes none, and a file that has one would put lists past the constructor's checks."""
+        raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
     def __repr__(self) -> str:
         lead = "".join(
@@ -628,6 +639,7 @@ class BlockLayout:
     def _keys(self, lead: tuple[int, int]) -> Tensor:
         """row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
+        self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
         return layout.row.mul_(self.key_blocks).add_(layout.indices)
 

@@ -164,7 +164,8 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     layers: list[_Layer] = []
     for block in encoder.encoder.blocks:
-        assert isinstance(block, TransformerBlock)
+        block = getattr(block, "_orig_mod", block)  # a compiled block's own: the layers write to a file
+        assert isinstance(block, TransformerBlock), f"a block is a {type(block).__name__}"
         layers.append(_Layer(pattern, encoder.encoder.backend, file, lse[len(layers)]))
         if len(layers) < len(encoder.encoder.blocks):
             x = block(x, memory=layers[-1])

@@ -24,6 +24,7 @@ from dilated_attention.backends import fused
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.nn import Source
 from dilated_attention.parallel.sharding import from_rank
 from dilated_attention.plan import progressions
 
@@ -179,7 +180,7 @@ class KeyValueCache:
         self.branches = _branches(config, max_len)
         self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.sources: list[tuple[Tensor, Tensor]] | None = None  # of cross-attention, one a layer
+        self.source: Source | None = None  # of cross-attention
         self.source_mask: Tensor | None = None
 
         def make(shape: Sequence[int]) -> Tensor:

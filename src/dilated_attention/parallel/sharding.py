@@ -39,6 +39,15 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     return x
 
 
+def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
+    """A random int64, the same on every rank of the mesh, each of which draws one from its own generator."""
+    link = link_of(context_group(mesh))
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
+    with link.guard("while agreeing on the seed of dropout"):
+        dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=link.group)
+    return seed
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, seq_len: int) -> Tensor:
