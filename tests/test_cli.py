@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dilated_attention import cli, environment, pictures
@@ -18,6 +20,7 @@ from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
+from dilated_attention.terminal import console
 from dilated_attention.training import demo, recall, session
 from dilated_attention.training.text import read_text
 
@@ -374,6 +377,29 @@ def test_picture_of_a_pattern(tmp_path):
         product.plot(128, head=2, num_heads=2)
     pictures.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
+    causal = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert abs(causal - np.tril(exact).reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
+    dense = Dilated((64,), (2,)) * BlockLayout.local(32, 32, 32)
+    pairs = dense.plot(128, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert pairs.sum() == 2 * 32 * 33 / 2
+    with pytest.raises(ValueError, match="is_causal must be"):
+        dense.plot(128, is_causal=1)
+
+
+def test_what_is_seen_at_all_is_drawn_as_the_explorer_draws_it():
+    """However few of a pixel's pairs are seen; and the two branches of one pattern can be told apart."""
+    axes = Dilated((64, 262144), (1, 16)).plot(1 << 20, num_heads=16)
+    (image,) = axes.images
+    dark, mean = image.norm(image.get_array()), image.get_array()
+    assert np.array_equal(dark > 0, mean > 0)
+    assert (mean > 0).mean() > 0.24
+    assert dark[mean > 0].min() >= 0.22
+    np.testing.assert_allclose(dark[mean > 0], 0.22 + 0.78 * np.sqrt(mean[mean > 0] / mean.max()))
+    assert dark[0, 0] == 1 > dark[0, 9] + 0.2
+    page = (Path(__file__).parents[1] / "docs" / "explorer.html").read_text(encoding="utf-8")
+    assert f"({pictures.FAINTEST} + {1 - pictures.FAINTEST} * Math.sqrt(mean / most))" in page
+    (image,) = BlockLayout.random(1 << 18, 0.001, 0, 64).plot().images
+    assert image.norm(image.get_array()).max() == 1
 
 
 @pytest.mark.parametrize(
@@ -383,7 +409,10 @@ def test_picture_of_a_pattern(tmp_path):
         ("dilated --segments 64,256 --rates 2,4 --head 1 --heads 4 --tokens 256", "128 tokens see none"),
         ("dilated --segments 64,256 --rates 1,2 --head-groups --head 1 --tokens 256", "sees 0 to 128 keys"),
         ("dilated --segments 64,256 --rates 1,4 --offsets head_block --tokens 256", "sees 64 to 128 keys"),
+        ("dilated --segments 64,256 --rates 1,4 --causal --tokens 256", "sees 2 to 125 keys"),
+        ("local --window 16 --block-size 16 --segments 64 --rates 1 --causal --tokens 64", "sees 1 to 32 keys"),
         ("local --window 65 --block-size 16 --tokens 256", "sees 80 to 144 keys"),
+        ("strided --stride 127", "; every block is active, as in dense attention"),
         ("local --density 0.5 --causal --tokens 4096", "sees 1 to"),
         ("global --global-tokens 16 --block-size 16,32", "sees 32 to 1,024 keys"),
         ("strided --stride 128", "sees 512 to 512 keys"),
@@ -412,7 +441,7 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
         ("random --density 2", "density must lie in (0, 1], got 2.0"),
-        ("local --window 3 --block-size 0", "block_size must be"),
+        ("local --window 3 --block-size 0", "an integer from 1 to 256; got 0"),
         ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
@@ -443,6 +472,34 @@ def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     assert failure(capsys, *words, tmp_path / "folder").endswith("folder: Is a directory")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "name"]
+
+
+@pytest.mark.parametrize("folder", ["exp[lr]1", "sweep[a,b]", "run[/b]"])
+def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["train", text, "--out", folder, *TINY]) == 0
+    assert f"\nsaved in {folder}: model/" in capsys.readouterr().out
+    for name in ("_text", "_table", "sentences", "save_recall_and_context"):
+        monkeypatch.setattr(demo, name, lambda *arguments: {})
+    found = {field.name: 0 for field in dataclasses.fields(demo.Demo) if field.name != "tokens"}
+    monkeypatch.setattr(demo, "_recall", lambda *arguments: {**found, "by_distance": {"dilated": {}}})
+    assert exit_code(["demo", "--out", folder]) == 0
+    assert f"saved in {folder}: figures.jsonl" in capsys.readouterr().out
+    assert exit_code(["bench", "check", "--baseline", f"{folder}/none.json"]) == 2
+    assert f"{folder}/none.json" in capsys.readouterr().err
+
+
+def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
+    """Training takes a little longer than the time that it was given."""
+    monkeypatch.setattr(demo, "PLAIN_SECONDS", 0.0)
+    for total in (2.0, 0.0):
+        with demo._bar(console(), "text", total) as advance:
+            advance(0.0, "begun")
+            time.sleep(0.02)
+            advance(200.0, "done")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert not [line for line in lines if "-" in line]
 
 
 def test_divergence_is_one_line(capsys, tmp_path, text):

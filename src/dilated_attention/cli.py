@@ -31,6 +31,7 @@ from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
 from dilated_attention.suggestion import suggest_pattern
+from dilated_attention.terminal import console, show
 from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -149,8 +150,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dilated_attention.training.demo import demo
 
     for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0)):
@@ -158,7 +157,7 @@ def _demo(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(options, name)}: must lie in [{least}, {most:g}]")
     device = require_device(options.device)
     return demo(
-        options.out, Console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
+        options.out, console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
     )
 
 
@@ -272,8 +271,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
     """Train; with several processes, each of them runs this."""
-    from rich.console import Console
-
     from dilated_attention.training import session
 
     given = vars(options)
@@ -303,7 +300,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     code: int = session.run(
         training,
         options.out,
-        Console(quiet=not first),
+        console(quiet=not first),
         save_every=kept["save_every"],
         keep=kept["keep"],
         held_out_windows=kept["held_out"],
@@ -384,8 +381,6 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dilated_attention.training import writing
 
     try:
@@ -395,7 +390,7 @@ def _generate(options: argparse.Namespace) -> int:
             prompt = sys.stdin.buffer.read()
         else:
             prompt = read_bytes(options.prompt_file)
-        with Console(stderr=True).status("reading the model and the prompt"):
+        with console(stderr=True).status("reading the model and the prompt"):
             model = writing.load(options.model, require_device(options.device), options.backend)
             pieces = writing.write(
                 model,
@@ -442,7 +437,6 @@ def _add_convert(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from dilated_attention.conversion import convert
@@ -462,7 +456,7 @@ def _convert(options: argparse.Namespace) -> int:
             f"--architecture {options.architecture} is of --kind torchscale; --kind {options.kind} has only one: leave "
             "--architecture out"
         )
-    with Console(stderr=True).status("converting and comparing"):
+    with console(stderr=True).status("converting and comparing"):
         model, found = convert(
             options.checkpoint,
             options.out,
@@ -478,7 +472,7 @@ def _convert(options: argparse.Namespace) -> int:
         table.add_column(heading, justify="right")
     for row in found:
         table.add_row(row.name, f"{row.greatest:.2g}", f"{row.relative:.2g}")
-    Console().print(table)
+    show(table)
     print(f"written: {options.out}/config.json, model.safetensors")
     return 0
 

@@ -182,11 +182,15 @@ class Dilated:
         """Block sparsity inside the dilated subsequences; see `Product`."""
         return Product(self, layout)
 
-    def coverage(self, seq_len: int, num_heads: int) -> Tensor:
+    def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
         """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+
+        Args:
+            is_causal: count only the keys that do not come after the token.
         """
+        checks.boolean("is_causal", is_causal)
         plan = self._plan(seq_len, num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan.groups:
@@ -195,7 +199,7 @@ class Dilated:
                 (group.heads, rows.segments, rows.count),
                 (group.head_stride * seq_len, rows.segment, rows.stride),
                 group.head * seq_len + rows.start,
-            ).add_(group.keys.count)
+            ).add_(torch.arange(1, rows.count + 1, device="cpu") if is_causal else group.keys.count)
         warn_of_blind(keys, _covering(self))
         return keys
 
@@ -210,14 +214,24 @@ class Dilated:
         """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
-    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
             num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
                 with `head_groups` at least one per branch.
+            is_causal: hide the keys after each query.
         """
-        return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
+        checks.boolean("is_causal", is_causal)
+        return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
 
     def _plan(self, seq_len: int, num_heads: int) -> Plan:
         seq_len = checks.positive("seq_len", seq_len)
@@ -343,13 +357,25 @@ class Product:
         checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
 
-    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
             num_heads: heads of q and as many of k and v; default: as of `Dilated.plot`.
+            is_causal: hide the keys after each query, even if the layout is not causal.
         """
-        return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
+        checks.boolean("is_causal", is_causal)
+        return plot_counts(
+            self.dilated, seq_len, head, num_heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
+        )
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
         seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)

@@ -95,7 +95,8 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
     console.print(_table(found))
     console.print("\n".join(sentences(found)), highlight=False)
-    console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", highlight=False)
+    said = f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -242,7 +243,8 @@ def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
             now = time.perf_counter()
             if not console.is_terminal and now - printed > PLAIN_SECONDS:
                 printed = now
-                tell(f", at most {(now - begin) * (total / done - 1):.0f} s left")
+                left = max(0.0, (now - begin) * (total / done - 1)) if done else 0.0
+                tell(f", at most {left:.0f} s left")
 
         yield advance
     if not console.is_terminal:
