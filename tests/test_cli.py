@@ -90,7 +90,8 @@ def test_suggest(capsys):
     assert exit_code(words) == 0
     assert capsys.readouterr().out == f"{suggest_pattern(32768, 8, budget=0.1, is_causal=True)}\n"
     said = failure(capsys, *words[:-1], "64")
-    assert said.startswith("dilated-attention suggest: error: budget=64 is too small for 32,768 tokens and 8 heads")
+    assert said.startswith("dilated-attention suggest: error: --budget 64 is too small for 32,768 tokens and 8 heads")
+    assert "--budget 1 is one key per query. Give 1.0" in failure(capsys, *words[:-1], "1")
     assert "argument --budget: invalid number value: 'much'" in failure(capsys, *words[:-1], "much")
 
 
@@ -101,17 +102,21 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "invalid int value: 'x'" in failure(capsys, "train", "--steps", "x")
     assert "invalid positive integer value: '0'" in failure(capsys, "train", "--save-every", "0")
     assert "invalid list of integers value: '4,x'" in failure(capsys, "train", "--segments", "4,x")
+    said = failure(capsys, "train", "--stpes", "3")
+    assert said.startswith("dilated-attention train: error: unrecognized arguments: --stpes; did you mean --steps?")
+    assert said.endswith("see dilated-attention train --help")
+    assert "--prompt is empty" in failure(capsys, "generate", "--prompt", "")
     assert "not allowed with" in failure(capsys, "train", "--resume", "--overwrite")
     for words, message in {
-        "--steps 0": "steps=0",
-        "--lr nan": "learning_rate=nan",
+        "--steps 0": "--steps 0: must be",
+        "--lr nan": "--lr nan: must be",
         "--segments 64": "--segments and --rates go together",
         "--segments 64 --rates 1 --dense": "not with --dense",
-        "--segments 64,8 --rates 1": "segment_lengths",
-        "--heads 3": "embed_dim=16: must be a multiple of 2 x num_heads=6",
-        "--device warp": "device='warp'",
-        "--device meta": "device='meta': meta is not supported",
-        "--backend magic": "backend must be one of",
+        "--segments 64,8 --rates 1": "--segments and --rates must have one entry per branch each",
+        "--heads 3": "--dim 16: must be a multiple of 2 x --heads = 6",
+        "--device warp": "--device warp: ",
+        "--device meta": "--device meta: meta is not supported",
+        "--backend magic": "--backend must be one of",
         "--context 4999": "has 5,000 bytes: a context of 4,999 needs at least 10,000",
     }.items():
         assert message in failure(capsys, "train", text, *out, *TINY, *words.split())
@@ -436,11 +441,13 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("dilated --segments 64", "--segments and --rates go together"),
         ("dilated", "'dilated' needs --segments and --rates"),
         ("dilated --segments 64 --rates 1 --window 3", "--window is not of 'dilated'"),
-        ("local", "give either window or density"),
+        ("local", "'local' needs --window or --density"),
+        ("global", "'global' needs --global-tokens or --density"),
+        ("local --window 3 --out text/below/a.png", "--out text/below: cannot be written (Not a directory)"),
         ("local --window 3 --stride 4", "--stride is not of 'local'"),
         ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
-        ("random --density 2", "density must lie in (0, 1], got 2.0"),
+        ("random --density 2", "--density must lie in (0, 1], got 2.0"),
         ("local --window 3 --block-size 0", "an integer from 1 to 256; got 0"),
         ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
@@ -461,7 +468,27 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
 )
 def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").touch()
     assert said in failure(capsys, "plot", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "said"),
+    [
+        (
+            "train",
+            "a/steps=3/b.json: a checkpoint with steps=4, not 2",
+            "a/steps=3/b.json: a checkpoint with --steps 4, not 2",
+        ),
+        ("train", "segment_lengths=(64, 8): the seed of a context", "--segments 64,8: the seed of a context"),
+        ("suggest", "num_heads must be positive; got num_kv_heads=2", "--heads must be positive; got num_kv_heads=2"),
+        ("suggest", "tokens: runs/num_heads/a, x_tokens=1", "--tokens: runs/num_heads/a, x_tokens=1"),
+        ("info", "num_heads=2: must be 3", "num_heads=2: must be 3"),
+    ],
+)
+def test_errors_name_options(command, message, said):
+    """Of the command; paths stay as they are, and arguments that it has no option for."""
+    assert cli._in_options(command, message) == said
 
 
 def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
@@ -545,6 +572,24 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     monkeypatch.setattr(cli, "report", interrupt)
     assert exit_code(["info"]) == 130
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
+
+
+@pytest.mark.parametrize("module", ["torch", "dilated_attention.cli", "matplotlib.figure"])
+def test_interrupted_while_it_starts(module, tmp_path):
+    """By Ctrl-C at the moment when a module is about to be loaded."""
+    source = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder)
+from dilated_attention_command import main
+sys.exit(main(["plot", "local", "--window", "64", "--out", {str(tmp_path / "a.png")!r}]))
+"""
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dilated-attention: interrupted\n")
 
 
 def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monkeypatch):

@@ -144,7 +144,7 @@ def test_convert_command(tmp_path, capsys):
         (["convert", path, out, "--kind", "torchscale", "--overwrite"], "--segments and --rates"),
         (["convert", path, out, "--kind", "gigapath", "--overwrite"], "of no LongNet of torchscale"),
         (["convert", tmp_path / "nowhere", out, "--kind", "gigapath", "--overwrite"], "cannot be read"),
-        ([*words, "--heads", 8], "num_heads=8"),
+        ([*words, "--heads", 8], "--heads 8"),
         ([*words, "--architecture", "encoder"], "surplus: output_projection.weight"),
         ([*words, "--kind", "bert"], "invalid choice"),
         ([*words, "--kind", "gigapath", "--architecture", "encoder"], "--architecture encoder is of --kind torchscale"),
@@ -184,12 +184,12 @@ def test_wrong_generate(folder, tmp_path, capsys):
     for words, message in (
         (["generate", tmp_path / "nowhere"], "neither a model nor a run of `train` (no config.json"),
         (["generate", tmp_path / "words"], "vocab_size=50; text is written by one of bytes, 256"),
-        (["generate", folder, "--temperature", "-1"], "temperature=-1.0"),
-        (["generate", folder, "--top-p", "2"], "top_p=2.0"),
+        (["generate", folder, "--temperature", "-1"], "--temperature -1.0: must be"),
+        (["generate", folder, "--top-p", "2"], "--top-p 2.0: must be"),
         (["generate", folder, "--top-k", "0"], "invalid positive integer value"),
-        (["generate", folder, "--prompt", ""], "empty prompt"),
+        (["generate", folder, "--prompt", ""], "--prompt is empty"),
         (["generate", folder, "--prompt-file", tmp_path / "no"], "No such file"),
-        (["generate", folder, "--device", "abacus"], "device='abacus'"),
+        (["generate", folder, "--device", "abacus"], "--device abacus: "),
     ):
         code, printed, error = run(capsys, *words)
         assert (code, printed) == (2, "")

@@ -56,7 +56,7 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
         sys.modules["rich"] = sys.modules["matplotlib"] = None
         import torch
         from dilated_attention import BlockLayout, Dilated, dilated_attention
-        from dilated_attention.cli import main
+        from dilated_attention.cli import MEASURING, main
 
         q = torch.randn(1, 16, 2, 8)
         assert dilated_attention(q, q, q, [8, 16], [1, 2]).shape == q.shape
@@ -73,6 +73,10 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
                 assert main(words) == 2
             assert told.getvalue() == f"dilated-attention: error: rich {remedy}\\n", told.getvalue()
         assert main(["info"]) == 0
+        for name in ("demo", "train", "generate", "convert", "suggest", "info", *MEASURING):
+            with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+                main([name, "--help"])
+            assert told.getvalue().startswith(f"usage: dilated-attention {name} "), name
         """
     )
 

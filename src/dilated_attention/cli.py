@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +48,18 @@ MEASURING = {
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
 }
 """The commands of the benchmark, which is loaded when one of them is called."""
+ARGUMENTS = {
+    "batch_size": "--batch",
+    "dilation_rates": "--rates",
+    "embed_dim": "--dim",
+    "first_segment": "--segment",
+    "is_causal": "--causal",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "segment_lengths": "--segments",
+    "seq_len": "--tokens",
+}
+"""Arguments of the library: the option that gives each, in the commands that have it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +76,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         self.complete()
-        return super().parse_known_args(*arguments, **options)
+        found, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:  # here, where the options of the command are known
+            near = [get_close_matches(word, self._option_string_actions, 1) for word in unknown]
+            meant = [word for words in near for word in words]
+            hint = f"; did you mean {' '.join(meant)}?" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -92,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
-        print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
+        print(f"dilated-attention {options.command}: error: {_in_a_line(options.command, error)}", file=sys.stderr)
         return 2
     return code
 
@@ -113,10 +133,29 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _in_a_line(error: ValueError | OSError) -> str:
+def _in_a_line(command: str, error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+    return _in_options(command, " ".join(str(error).split()))
+
+
+def _in_options(command: str, message: str) -> str:
+    """Return an error of the library with the names of Python's arguments replaced by the command's options."""
+    (commands,) = (x for x in command_line()._actions if isinstance(x, argparse._SubParsersAction))
+    parser = commands.choices[command]
+    parser.complete()
+    names = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    names |= {name: option for name, option in ARGUMENTS.items() if option in parser._option_string_actions}
+    alone, name = r"(?<![\w/.-])", "|".join(names)
+
+    def given(found: re.Match[str]) -> str:
+        return f"{names[found[1]]} {found[3] if found[2] is None else found[2].replace(' ', '')}"
+
+    message = re.sub(rf"{alone}({name})=(?:\((\d[\d, ]*\d)\)|'([^' ]+)')", given, message)
+    message = re.sub(rf"{alone}({name})= ?", lambda found: f"{names[found[1]]} ", message)
+    long = "|".join(word for word in names if "_" in word) or name
+    message = re.sub(rf"{alone}({long})\b(?![/.-]\w)", lambda found: names[found[1]], message)
+    return re.sub(rf"^({name})(?= must\b|:)", lambda found: names[found[1]], message)
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
@@ -125,7 +164,6 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _load_measuring(name: str, parser: _Parser) -> None:
-    require("rich", "matplotlib")
     import_module("dilated_attention_bench.command").add_options(name, parser)
 
 
@@ -345,7 +383,7 @@ def _onwards(out: Path) -> str:
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
     """Say why `train` ends, in one line. One of several processes exits here, without the collective goodbye that the
     others may not answer."""
-    print(f"dilated-attention train: error: {' '.join(problem.split())}", file=sys.stderr)
+    print(f"dilated-attention train: error: {_in_options('train', ' '.join(problem.split()))}", file=sys.stderr)
     if watch is not None:
         watch.leave(problem)
         sys.stdout.flush()
@@ -383,27 +421,26 @@ def _add_generate(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> int:
     from dilated_attention.training import writing
 
-    try:
-        if options.prompt_file is None:
-            prompt = os.fsencode(options.prompt)
-        elif str(options.prompt_file) == "-":
-            prompt = sys.stdin.buffer.read()
-        else:
-            prompt = read_bytes(options.prompt_file)
-        with console(stderr=True).status("reading the model and the prompt"):
-            model = writing.load(options.model, require_device(options.device), options.backend)
-            pieces = writing.write(
-                model,
-                prompt,
-                options.bytes,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
-            )
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention generate: error: {error}", file=sys.stderr)
-        return 2
+    if options.prompt_file is None:
+        prompt = os.fsencode(options.prompt)
+    elif str(options.prompt_file) == "-":
+        prompt = sys.stdin.buffer.read()
+    else:
+        prompt = read_bytes(options.prompt_file)
+    if not prompt:
+        source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
+        raise ValueError(f"{source} is empty: give at least one character")
+    with console(stderr=True).status("reading the model and the prompt"):
+        model = writing.load(options.model, require_device(options.device), options.backend)
+        pieces = writing.write(
+            model,
+            prompt,
+            options.bytes,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -498,6 +535,8 @@ def _add_suggest(commands: Any) -> None:
 
 
 def _suggest(options: argparse.Namespace) -> int:
+    if options.budget == 1 and type(options.budget) is int and options.tokens > 1:
+        raise ValueError("--budget 1 is one key per query. Give 1.0 for the cost of dense attention")
     print(
         suggest_pattern(
             options.tokens,

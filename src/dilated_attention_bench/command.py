@@ -11,17 +11,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from dilated_attention.environment import device_name, require_device, unavailable
 from dilated_attention.mesh import TRANSPORTS
 from dilated_attention.terminal import console, show
-from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
+from dilated_attention_bench import check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
@@ -44,6 +41,10 @@ from dilated_attention_bench.suites import (
     strategies,
 )
 from dilated_attention_bench.tables import describe, number, write
+
+if TYPE_CHECKING:  # help does without rich and matplotlib
+    from rich.table import Table
+    from rich.text import Text
 
 Item = TypeVar("Item")
 _METHODS: dict[str, Method] = {
@@ -182,6 +183,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     device = require_device(options.device)
     others = [peer for argument in options.peer for peer in peers.load(argument)]
     chosen = [setting for setting in compare.settings(options.quick) if options.only in setting.label]
@@ -269,6 +272,8 @@ def _check(path: Path, update: bool) -> int:
 
 def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Item, None, None]:
     """Yield the items one after another, under a progress bar; without a terminal, print a line before each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     bar = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     terminal = console(stderr=True)
     with Progress(*bar, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
@@ -282,6 +287,8 @@ def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Ite
 
 
 def _table(title: str, first: str, *others: str) -> Table:
+    from rich.table import Table
+
     shown = Table(title=title, title_justify="left")
     shown.add_column(first)
     for heading in others:
@@ -290,6 +297,8 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def _bold(text: str) -> Text:
+    from rich.text import Text
+
     return Text(text, "bold")
 
 
@@ -364,6 +373,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"--{name} must be positive and finite; got {getattr(options, name)}")
@@ -433,6 +444,8 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 
 def _plot(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     if options.what in pattern_options.NAMES:
         for name, given in (("patterns", options.patterns), ("documents", options.documents is not None)):
             if given:
@@ -440,6 +453,7 @@ def _plot(options: argparse.Namespace) -> int:
                     f"--{name} is of a folder of results, not of {options.what!r}; it would change nothing"
                 )
         path = options.out or Path("runs/pattern.png")
+        _writable(path.parent)
         print(pattern_options.picture(options.what, vars(options), path))
         print(f"written: {path}")
         return 0
@@ -541,6 +555,8 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
+    from rich.text import Text
+
     shown = _table(title, "figure", "value", "10 to 90 %", "GFLOP/s", "bar")
     case = ""
     for row in rows:

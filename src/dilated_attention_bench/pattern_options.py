@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product
 
@@ -29,6 +27,7 @@ MOST_TOKENS, MOST_HEADS = 1 << 20, 1 << 10  # what a picture can show is drawn i
 # What the builders' own arguments are called on the command line.
 OPTIONS = {name: name for name in ("window", "stride", "reach", "levels", "density", "random_blocks", "seed")}
 OPTIONS |= {"tokens": "global_tokens", "global_tokens": "global_tokens", "rates": "block_rates"}
+EITHER = {"local": "--window or --density", "global": "--global-tokens or --density"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +70,8 @@ def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Pr
     given = {"seed": 0, **options}
     values = {key: given[OPTIONS[key]] for key in parameters if OPTIONS[key] in given}
     missing = [f"--{OPTIONS[key]}" for key, p in parameters.items() if p.default is p.empty and key not in values]
+    if name in EITHER and not values:
+        raise ValueError(f"{name!r} needs {EITHER[name]}")
     if missing:
         raise ValueError(f"{name!r} needs {', '.join(missing)}".replace("_", "-"))
     block = options.get("block_size", (64,))
@@ -91,6 +92,8 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
     if not 0 <= head < options.get("heads", MOST_HEADS):
         raise ValueError(f"--head must lie in [0, {options.get('heads', MOST_HEADS)}); got {head}")
     pattern, causal = pattern_of(name, options), options.get("causal", False)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5, 5.3), layout="constrained")
     axes = figure.add_subplot()
     least = 1 if not isinstance(pattern, Dilated) or not pattern.head_groups else len(pattern.segment_lengths)
@@ -105,7 +108,6 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
         given = {"is_causal": causal} if isinstance(pattern, Dilated) else {}
         keys = pattern.coverage(tokens, heads, **given)[head]
     figure.suptitle(f"{name}, {tokens:,} tokens", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it adds a suffix
     blind = f"; {int((keys == 0).sum()):,} tokens see none" if caught and bool((keys == 0).any()) else ""
     is_full = isinstance(pattern, BlockLayout) and pattern.density == 1

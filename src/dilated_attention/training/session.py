@@ -16,8 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dilated_attention.backends import table
 from dilated_attention.backends.facts import Facts
@@ -31,6 +29,8 @@ from dilated_attention.training.loop import OPTIONS, Recipe, Training, read_chec
 from dilated_attention.training.text import Text, read_text, readable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dilated_attention.training.ranks import Ranks
 
 PROMPT_BYTES = 128
@@ -345,6 +345,8 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
                 console.file.flush()  # to a pipe it would come pages later
             yield step
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         MofNCompleteColumn(),
         BarColumn(),
