@@ -414,6 +414,13 @@ def compose():
     whole.mul(x * (rank + 1)).sum().backward()
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
+    answers["a sequence of one dimension"] = torch.equal(unshard_sequence(shard[0], mesh, 0, 25), x[0])
+    for shape in ((2, 25, 0), (0, 25, 3), (2, 1, 3)):  # no columns, no samples, ranks without a token
+        empty = torch.randn(shape, requires_grad=True)
+        part = shard_sequence(empty, mesh)
+        found = unshard_sequence(part, mesh, seq_len=shape[1])
+        found.sum().backward()
+        answers[f"shape {shape}"] = torch.equal(found, empty)
     answers["unshard"] = torch.equal(whole, x) and torch.equal(shard.grad, x[:, start:stop] * weight)
 
     # A model of one weight: the mean of (w x)^2 over the valid labels, against the same on the whole sequence.

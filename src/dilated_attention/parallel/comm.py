@@ -189,6 +189,7 @@ class Link:
     place: str = ""
     calls: int = 0
     _agreed: dict[int, Agreed] = field(default_factory=dict)
+    _functions: dict[str, Forwards] = field(default_factory=dict)
     _call: int = 0
     _compared_first: bool = False
     _collectives: int = 0
@@ -256,7 +257,9 @@ class Link:
     def enter(self, name: str, number: int | None = None) -> int:
         """Begin a call of a function that is no attention; `number` as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
-        return self.begin("", number)
+        number = self._functions.setdefault(name, Forwards()).next() if number is None else number
+        self._call = fingerprint(f"{number} {name}")
+        return number
 
     def begin(self, layer: str, number: int | None = None) -> int:
         """Put the layer and the number of the call into the seals that follow, and return the number.
@@ -265,8 +268,7 @@ class Link:
             number: of the forward, where this is its backward.
         """
         if number is None:
-            agreed = self._agreed.setdefault(self.fingerprint, Agreed())
-            number = agreed.layers.setdefault(layer, Forwards()).next()
+            number = self._agreed[self.fingerprint].layers.setdefault(layer, Forwards()).next()
         self._call = fingerprint(f"{number} {layer}")
         return number
 
@@ -303,6 +305,8 @@ class Link:
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
         """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, to the whole on every rank."""
+        if not rows.shape[1:].numel():
+            return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
         seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
         framing = Framing((self.rank,), (max(sizes),), seal)
@@ -315,12 +319,14 @@ class Link:
         """Exchange what every rank has of all shards, rows `(seq, columns, ...)` each: return what all ranks have of
         this rank's shard, `(ranks, shard, columns, ...)`."""
         counts = [stop - start for start, stop in pairwise(bounds)]
+        if not rows.shape[1:].numel():
+            return rows.new_empty(1, counts[self.rank], *rows.shape[1:])
         seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
         sent, received = Framing.of(counts, seal), Framing.of([counts[self.rank]] * self.size, seal)
         message = rows.new_empty(sent.rows, *rows.shape[1:])
         message[torch.from_numpy(sent.positions).to(rows.device)] = rows
         buffer = self.all_to_all(message, sent, received, what).wait()
-        return buffer[torch.from_numpy(received.positions).to(rows.device)].unflatten(0, (self.size, -1))
+        return buffer[torch.from_numpy(received.positions).to(rows.device)].unflatten(0, (self.size, counts[self.rank]))
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
