@@ -121,7 +121,7 @@ def attention(
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     if spoiled is not None:
-        unknown = torch.where(lse == -torch.inf, 0.0, torch.nan)
+        unknown = torch.full_like(lse, torch.nan).masked_fill(lse == -torch.inf, 0.0)
         out = torch.where(spoiled[..., None], unknown[..., None].to(out.dtype), out)
         lse = torch.where(spoiled, lse.detach() + unknown, lse)
     return (out, lse.transpose(1, 2)) if return_lse else out
