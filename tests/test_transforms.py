@@ -74,6 +74,23 @@ def test_vmap_of_blocks_and_products():
         assert torch.equal(vmap(function)(*inputs), one_by_one(function, *inputs))
 
 
+@pytest.mark.parametrize("combined", [
+    lambda: BlockLayout.longformer(17, 4, 2, 4), lambda: BlockLayout.bigbird(17, 4, 2, 1, 0, 4),
+    lambda: BlockLayout.local(17, 4, 4) & BlockLayout.global_(17, 6, 4),
+])  # fmt: skip
+def test_layouts_that_are_combined_inside_a_transform(combined):
+    inputs = tensors(2)
+
+    def loss(q, k, v, make):
+        return attention(q, k, v, make()).sin().sum()
+
+    made = combined()
+    expected = [grad(loss, (0, 1, 2))(*x, lambda: made) for x in zip(*inputs, strict=True)]
+    assert all(map(torch.equal, grad(loss, (0, 1, 2))(*(x[0] for x in inputs), combined), expected[0]))
+    mapped = vmap(grad(lambda *x: loss(*x, combined), (0, 1, 2)), randomness="same")(*inputs)
+    assert all(map(torch.equal, mapped, map(torch.stack, zip(*expected, strict=True))))
+
+
 def test_gradients_under_vmap():
     """vmap of grad, grad of vmap, and a Jacobian, which maps over the gradient of out alone."""
     inputs = tensors(3)
