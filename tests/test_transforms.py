@@ -221,6 +221,24 @@ def module(**options) -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(16, 4, **NESTED, **options)
 
 
+@pytest.mark.parametrize(("pattern", "backend"), [
+    (Dilated((8, 16), (1, 2)) * (lambda length: BlockLayout.local(length, window=16, block_size=16)), "native"),
+    (Dilated((8, 16), (1, 2)), "reference"),
+])  # fmt: skip
+def test_lengths_that_vmap_maps_where_their_values_are_read(pattern, backend):
+    q, k, v = tensors(3)
+
+    def run(q, k, v, lengths):
+        return attention(q, k, v, pattern, lengths=lengths, backend=backend)
+
+    lengths = torch.tensor([[3, 17], [0, 5], [17, 1]])
+    with pytest.raises(UnsupportedError, match=r"lengths.*torch\.func\.vmap.*fold.*batch"):
+        vmap(run)(q, k, v, lengths)
+    folded = run(*(x.flatten(0, 1) for x in (q, k, v)), lengths.flatten())  # what the error says to do
+    assert torch.equal(folded.unflatten(0, (3, 2)), one_by_one(run, q, k, v, lengths))
+    assert vmap(lambda *x: run(*x, torch.tensor([3, 17])))(q, k, v).shape == q.shape
+
+
 def test_an_ensemble_of_modules():
     models = [module(**F64) for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)

@@ -26,6 +26,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import Mesh, check_transport, context_group
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
+from dilated_attention.torch_internals import is_mapped
 
 Pattern = Dilated | BlockLayout | Product
 
@@ -199,6 +200,11 @@ class Call:
             for start, stop in pairwise(bounds):
                 yield slice(0, 1), slice(start, stop)
         elif self.lengths is not None:
+            if is_mapped(self.lengths):
+                raise UnsupportedError(
+                    "lengths is mapped by torch.func.vmap, and a product and backend='reference' read its values; "
+                    "fold the mapped dimension into the batch instead"
+                )
             values = self.lengths.tolist()
             if any(not 0 <= length <= seq_len for length in values):
                 raise ValueError(f"lengths must lie in [0, {seq_len}], the padded length; got {values}")

@@ -62,6 +62,11 @@ def in_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps a tensor: its values differ from element to element, and cannot be read."""
+    return torch._C._functorch.is_batchedtensor(x)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are formed: an operator without a rule for them would drop them silently."""
     return forward_ad._current_level >= 0
