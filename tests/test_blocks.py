@@ -140,7 +140,7 @@ class Call:
             None if self.padding is None else torch.rand(self.batch, self.seq_len, generator=generator) < self.padding
         )
         return {
-            "lengths": None if self.lengths is None else torch.tensor(self.lengths),
+            "lengths": None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int64),
             "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens),
             "key_padding_mask": mask,
         }
