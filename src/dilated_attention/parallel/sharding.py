@@ -64,7 +64,7 @@ class _Unshard(torch.autograd.Function):
         link.enter("unshard_sequence", ctx.number)
         rows = gradient.movedim(ctx.dim, 0)
         shards = link.transposed(rows.flatten(1) if gradient.dim() > 1 else rows[:, None], ctx.bounds, "in backward")
-        return shards.sum(0).view(-1, *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
+        return shards.sum(0).view(shards.shape[1], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
