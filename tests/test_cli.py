@@ -143,8 +143,8 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert sorted(path.name for path in folder.iterdir()) == ["step-0", "step-4"]
     before = (folder / "step-4" / "index.json").stat().st_mtime_ns
     assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
-    assert "with steps=4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
-    assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
+    assert "with --steps 4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
+    assert "with --layers 1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
     assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
     text.write_bytes(text.read_bytes()[:-1])
     assert "another text" in failure(capsys, "train", *out, "--resume")
@@ -477,8 +477,8 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
     [
         (
             "train",
-            "a/steps=3/b.json: a checkpoint with steps=4, not 2",
-            "a/steps=3/b.json: a checkpoint with --steps 4, not 2",
+            "a/steps=3/b: a checkpoint with steps=4, not 2",
+            "a/steps=3/b: a checkpoint with --steps 4, not 2",
         ),
         ("train", "segment_lengths=(64, 8): the seed of a context", "--segments 64,8: the seed of a context"),
         ("suggest", "num_heads must be positive; got num_kv_heads=2", "--heads must be positive; got num_kv_heads=2"),

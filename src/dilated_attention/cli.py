@@ -140,7 +140,10 @@ def _in_a_line(command: str, error: ValueError | OSError) -> str:
 
 
 def _in_options(command: str, message: str) -> str:
-    """Return an error of the library with the names of Python's arguments replaced by the command's options."""
+    """Return an error of the library with the names of Python's arguments replaced by the command's options; one about
+    the fields of a file as it is."""
+    if re.match(r"\S+\.json: ", message):
+        return message
     (commands,) = (x for x in command_line()._actions if isinstance(x, argparse._SubParsersAction))
     parser = commands.choices[command]
     parser.complete()
