@@ -16,6 +16,7 @@ from dilated_attention.models import (
     GigaPathSlideEncoder,
     LongNetConfig,
     LongNetEncoder,
+    TileAttention,
     attended_tiles,
     tile_attention,
 )
@@ -124,13 +125,29 @@ def test_the_picture_shows_the_tiles_at_their_places():
         ({"layer": 0, "head": 3}, found.heads[1, 0, 3, :30], "layer 0, head 3"),
     ):
         axes = found.plot(1, **options)
-        (points,) = axes.collections[:1]
-        assert np.array_equal(points.get_offsets(), coords[1, :30])
-        assert np.allclose(points.get_array(), 30 * values.float())
+        (tiles,) = axes.collections[:1]
+        corners = np.array([path.vertices for path in tiles.get_paths()])
+        assert np.array_equal(corners.min(1), coords[1, :30])
+        assert np.array_equal(corners.max(1), coords[1, :30] + 16)  # squares of the model's tile_size
+        assert np.allclose(tiles.get_array(), 30 * values.float())
         assert axes.get_title() == title
         matplotlib.pyplot.close(axes.figure)
     with pytest.raises(ValueError, match="head=1 needs a layer"):
         found.plot(head=1)
+
+
+def test_an_outlier_does_not_darken_the_other_tiles():
+    heads, rolled_up = torch.zeros(1, 1, 1, 200), torch.linspace(0.5, 1.5, 200)[None] / 200
+    rolled_up[0, 7] = 10.0
+    found = TileAttention(heads, rolled_up, torch.arange(400).reshape(1, 200, 2) * 16, (200,), 16)
+    axes = found.plot()
+    least, most = axes.collections[0].get_clim()
+    assert (least, axes.collections[0].colorbar.extend) == (0, "max")
+    assert 1.4 < most < 1.6
+    matplotlib.pyplot.close(axes.figure)
+    axes = TileAttention(heads, rolled_up * 0, found.coords, (200,), 16).plot()  # nothing attended: no division by 0
+    axes.figure.canvas.draw()
+    matplotlib.pyplot.close(axes.figure)
 
 
 def test_wrong_input_is_named():
@@ -163,3 +180,11 @@ def test_under_autocast():
     expected = attended_tiles._sums_of_rows(q, k, weights, pattern)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(attended_tiles._sums_of_rows(q, k, weights, pattern), expected)
+
+
+def test_blocks_that_are_compiled():
+    model, (x, coords) = encoder(), slide(1, 50)
+    expected = tile_attention(model, x, coords)
+    for i, block in enumerate(model.encoder.blocks):
+        model.encoder.blocks[i] = torch.compile(block, backend="eager")
+    assert torch.equal(tile_attention(model, x, coords).heads, expected.heads)

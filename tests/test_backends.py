@@ -24,14 +24,14 @@ def on_request(facts):
     return "slow; only on request"
 
 
-def forward(q, k, v, plan, **options):
-    out, lse = native.forward(q.double(), k.double(), v.double(), plan, **options)
+def forward(problem, q, k, v):
+    out, lse = native.forward(problem, q.double(), k.double(), v.double())
     return out.float(), lse.float()
 
 
-def backward(dout, dlse, q, k, v, out, lse, plan, **options):
-    wide = (None if x is None else x.double() for x in (dout, dlse, q, k, v, out, lse))
-    return tuple(x.float() for x in native.backward(*wide, plan, **options))
+def backward(problem, *tensors):
+    wide = (None if x is None else x.double() for x in tensors)
+    return tuple(x.float() for x in native.backward(problem, *wide))
 
 
 # The line of the registry.
@@ -122,6 +122,33 @@ def test_another_default_device(backend, is_grad, ends):
     with torch.device("meta"):
         found = values()
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype(dtype, backend):
+    """What a call computes in follows from its tensors, whatever torch.set_default_dtype says."""
+    q = torch.linspace(-1, 1, 40 * 16, dtype=torch.float32).sin().view(1, 40, 2, 8).requires_grad_()
+    ragged = [{"key_padding_mask": torch.arange(40)[None] % 3 == 0}, {"lengths": [30]}, {"cu_seqlens": [0, 9, 40]}]
+    calls = [{}, *ragged, {"dropout_p": 0.3}, {"sinks": torch.zeros(2)}]
+
+    def values():
+        found = []
+        for given in calls:
+            torch.manual_seed(0)
+            pair = attention(q, q, q, Dilated((32, 40), (1, 2)), backend=backend, return_lse=True, **given)
+            finite = torch.where(pair[1] == -torch.inf, 0, pair[1])
+            found += [*pair, torch.autograd.grad(pair[0].sum() + finite.sum(), q)[0]]
+        return found
+
+    expected, before = values(), torch.get_default_dtype()
+    plan_cache.clear()
+    torch.set_default_dtype(dtype)
+    try:
+        found = values()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 def test_the_call_names_every_backend():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
+from dilated_attention.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -276,6 +277,48 @@ def test_a_hidden_key_reaches_nothing(number, is_causal, backend, dtype):
         assert torch.equal(a, b)
 
 
+HIDING = {
+    "dilated": (Dilated((32, 64), (1, 2)), {}),
+    "layout": (BlockLayout.local(64, 20, 8), {}),
+    "product": (Dilated((32, 64), (1, 2)) * (lambda n: BlockLayout.local(n, 8, 8)), {}),
+    "packed": (Dilated((32, 64), (1, 2)), {"cu_seqlens": ids(0, 24, 64)}),
+    "packed layout": (BlockLayout.local(40, 20, 8), {"cu_seqlens": ids(0, 24, 64)}),
+    "sinks": (Dilated((32, 64), (1, 2)), {"sinks": torch.zeros(HEADS)}),
+}
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_hidden_token_spoils_only_its_own_row(number, name, is_causal, backend):
+    """Nothing finite in q, k, v and the gradient of a hidden token: other rows are as if its gradient were 0."""
+    pattern, options = HIDING[name]
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(1, 64, HEADS, DIM, generator=generator) for _ in "qkvo"]
+    hidden = torch.zeros(1, 64, dtype=torch.bool)
+    hidden[:, [0, 10, 40]] = True
+    clean[3][hidden] = 0
+    results = []
+    for q, k, v, dout in (clean, [x.masked_fill(hidden[:, :, None, None], number) for x in clean]):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = attention(
+            *leaves, pattern, is_causal=is_causal, key_padding_mask=hidden, return_lse=True, backend=backend, **options
+        )
+        lse = lse.transpose(1, 2)
+        seen = lse > -math.inf
+        gradients = torch.autograd.grad((out, lse), leaves, (dout, torch.where(seen, dout[..., 0], 0.0)))
+        results.append([out, lse, *gradients])
+    expected, (out, lse, *gradients) = results
+    for a, b in zip(expected, (out, lse, *gradients), strict=True):
+        assert torch.equal(a[~hidden], b[~hidden])
+    empty = expected[1][hidden] == -math.inf
+    for x, of_empty in ((out, 0.0), (lse, -math.inf)):
+        assert x[hidden][~empty].isnan().all()
+        assert (x[hidden][empty] == of_empty).all()
+    assert all(not gradient[hidden].any() for gradient in gradients)
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32])
@@ -346,3 +389,14 @@ def test_heads_and_tokens_that_look_exchanged_are_warned_of(shape):
 def test_shapes_of_models_are_not(shape, kv_heads):
     q, k = torch.empty(shape, device="meta"), torch.empty(*shape[:2], kv_heads, 4, device="meta")
     dilated_attention(q, k, k, [8], [1])
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu"])
+@pytest.mark.parametrize("pattern", [Dilated((64,), (1,)), BlockLayout.local(64, 20, 4)], ids=["dilated", "blocks"])
+def test_tokens_that_overlap_in_memory(pattern, backend):
+    """As windows over a signal, `unfold`: matrix products read garbage where a row begins inside the one before."""
+    if backend == "cpu" and cpu.missing() is not None:
+        pytest.skip(cpu.missing())
+    q, k, v = (torch.randn(96).as_strided((1, 64, 4, 8), (0, 1, 8, 1)) for _ in range(3))
+    found = attention(q, k, v, pattern, backend=backend)
+    torch.testing.assert_close(found, attention(q, k, v, pattern, backend="reference"), rtol=1e-5, atol=1e-5)

@@ -268,7 +268,7 @@ def test_wrong_arguments(capsys):
     assert exit_code("bench", "warp") == 2
     assert "invalid choice: 'warp'" in capsys.readouterr().err
     assert exit_code("bench", "foundation", "--device", "warp") == 2
-    assert "device='warp'" in capsys.readouterr().err
+    assert "--device warp: " in capsys.readouterr().err
 
 
 def test_a_step_that_had_too_little_memory_leaves_no_row_once_it_has_enough(tmp_path, monkeypatch):
@@ -529,7 +529,7 @@ def test_profile_command(tmp_path, capsys, monkeypatch):
     assert exit_code("profile", "dilated", "--tokens", 10**9) == 2
     assert "GiB are free" in capsys.readouterr().err
     assert exit_code("profile", "dilated", "--tokens", 0) == 2
-    assert "seq_len must be positive; got 0" in capsys.readouterr().err
+    assert "--tokens must be positive; got 0" in capsys.readouterr().err
     assert exit_code("profile", "dilated", "--segments", "64") == 2
     assert "one entry per branch" in capsys.readouterr().err
 
@@ -680,6 +680,47 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
     assert exit_code("plot", tmp_path, "--out", tmp_path / "pictures", "--documents") == 0
     drawn = {path.stem for path in (tmp_path / "pictures").rglob("*.png")}
     assert drawn == {"time", "memory", "density", "dilation", "strategies", "profile-dilated"}
+
+
+def test_steps_are_told_without_a_terminal_before_they_are_done(monkeypatch, tmp_path, capsys):
+    """With brackets printed as they are: in labels, reasons and paths."""
+    told = []
+
+    class Suite:
+        @staticmethod
+        def steps(device, quick):
+            def measure():
+                told.append(capsys.readouterr().out)
+                yield row(1.0, name="[red] figure", refused="[/b] why")
+
+            return [Step("step [a]", measure), Step("step [/b]", measure)]
+
+    monkeypatch.setitem(command.SUITES, "foundation", Suite)
+    out = tmp_path / "exp[lr]1"
+    assert exit_code("bench", "foundation", "--out", out) == 0
+    assert told == ["1 of 2: step [a]\n", "2 of 2: step [/b]\n"]
+    printed = capsys.readouterr().out
+    assert f"rows in {out}/" in printed
+    assert "[red] figure" in printed
+    assert "[/b] why" in printed
+
+
+def test_a_series_looks_the_same_whatever_else_a_file_holds(tmp_path):
+    """In whatever order its rows come; and what FlexAttention computes is said."""
+    styles = []
+    for methods in (["block-sparse", "flex"], ["dense", "flex", "block-sparse dilated", "block-sparse"]):
+        rows = []
+        for method in methods:
+            case = Case(
+                method=method, seq_len=4096, blocks="local", density=0.1, segment_lengths=(2048,), dilation_rates=(1,)
+            )
+            over = {"dense": {"median": 0.5}}
+            rows.append({"name": f"forward: {method}", "parameters": case.parameters, "value": 1.0, "over": over})
+        axes = charts._density(rows).axes[0]
+        styles.append({x.get_label(): (x.get_linestyle(), x.get_marker(), x.get_color()) for x in axes.lines})
+    both = styles[0].keys() & styles[1].keys()
+    assert {"block-sparse", "FlexAttention, blocks of block-sparse"} <= both
+    assert {name: styles[0][name] for name in both} == {name: styles[1][name] for name in both}
 
 
 @pytest.mark.parametrize(

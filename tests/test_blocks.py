@@ -127,8 +127,12 @@ class Call:
 
     def pattern(self):
         if not self.branches:
-            return self.layout(self.seq_len)
+            layout = self.layout(self.seq_len)
+            return layout if self.cu_seqlens is None else layout.prefix(max(map(int.__sub__, *self._edges())))
         return Dilated(*map(tuple, zip(*self.branches, strict=True))) * self.layout
+
+    def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.cu_seqlens[1:], self.cu_seqlens[:-1]
 
     def options(self) -> dict[str, Tensor | None]:
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -136,7 +140,7 @@ class Call:
             None if self.padding is None else torch.rand(self.batch, self.seq_len, generator=generator) < self.padding
         )
         return {
-            "lengths": None if self.lengths is None else torch.tensor(self.lengths),
+            "lengths": None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int64),
             "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens),
             "key_padding_mask": mask,
         }
@@ -478,3 +482,14 @@ def test_compiles_in_one_graph(fresh_python):
         assert after.misses == before.misses and after.hits > before.hits
         """
     )
+
+
+def test_lists_that_no_packed_sample_can_use_are_refused():
+    """As those chosen by content for the whole pack: sample 2 would be computed with the lists of sample 1."""
+    q, layout = torch.randn(1, 64, 2, HEAD_DIM), BlockLayout.local(64, 8, 16)
+    edges = torch.tensor([0, 40, 64])
+    with pytest.raises(ValueError, match=r"64 tokens.*cu_seqlens has 40.*layout\.prefix\(40\)"):
+        attention(q, q, q, layout, cu_seqlens=edges)
+    shared = attention(q, q, q, layout.prefix(40), cu_seqlens=edges)
+    apart = [attention(q[:, a:b], q[:, a:b], q[:, a:b], layout.prefix(b - a)) for a, b in ((0, 40), (40, 64))]
+    torch.testing.assert_close(shared, torch.cat(apart, 1))

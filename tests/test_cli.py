@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dilated_attention import cli, environment, pictures
@@ -18,6 +20,7 @@ from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
+from dilated_attention.terminal import console
 from dilated_attention.training import demo, recall, session
 from dilated_attention.training.text import read_text
 
@@ -87,7 +90,8 @@ def test_suggest(capsys):
     assert exit_code(words) == 0
     assert capsys.readouterr().out == f"{suggest_pattern(32768, 8, budget=0.1, is_causal=True)}\n"
     said = failure(capsys, *words[:-1], "64")
-    assert said.startswith("dilated-attention suggest: error: budget=64 is too small for 32,768 tokens and 8 heads")
+    assert said.startswith("dilated-attention suggest: error: --budget 64 is too small for 32,768 tokens and 8 heads")
+    assert "--budget 1 is one key per query. Give 1.0" in failure(capsys, *words[:-1], "1")
     assert "argument --budget: invalid number value: 'much'" in failure(capsys, *words[:-1], "much")
 
 
@@ -98,17 +102,21 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "invalid int value: 'x'" in failure(capsys, "train", "--steps", "x")
     assert "invalid positive integer value: '0'" in failure(capsys, "train", "--save-every", "0")
     assert "invalid list of integers value: '4,x'" in failure(capsys, "train", "--segments", "4,x")
+    said = failure(capsys, "train", "--stpes", "3")
+    assert said.startswith("dilated-attention train: error: unrecognized arguments: --stpes; did you mean --steps?")
+    assert said.endswith("see dilated-attention train --help")
+    assert "--prompt is empty" in failure(capsys, "generate", "--prompt", "")
     assert "not allowed with" in failure(capsys, "train", "--resume", "--overwrite")
     for words, message in {
-        "--steps 0": "steps=0",
-        "--lr nan": "learning_rate=nan",
+        "--steps 0": "--steps 0: must be",
+        "--lr nan": "--lr nan: must be",
         "--segments 64": "--segments and --rates go together",
         "--segments 64 --rates 1 --dense": "not with --dense",
-        "--segments 64,8 --rates 1": "segment_lengths",
-        "--heads 3": "embed_dim=16: must be a multiple of 2 x num_heads=6",
-        "--device warp": "device='warp'",
-        "--device meta": "device='meta': meta is not supported",
-        "--backend magic": "backend must be one of",
+        "--segments 64,8 --rates 1": "--segments and --rates must have one entry per branch each",
+        "--heads 3": "--dim 16: must be a multiple of 2 x --heads = 6",
+        "--device warp": "--device warp: ",
+        "--device meta": "--device meta: meta is not supported",
+        "--backend magic": "--backend must be one of",
         "--context 4999": "has 5,000 bytes: a context of 4,999 needs at least 10,000",
     }.items():
         assert message in failure(capsys, "train", text, *out, *TINY, *words.split())
@@ -116,6 +124,15 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "no checkpoint of `train`" in failure(capsys, "train", "--resume", *out)
     assert not (tmp_path / "run").exists()
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
+
+
+def test_resume_starts_a_run_that_has_no_checkpoint_yet(tmp_path, text):
+    """One command, before and after a restart."""
+    words = ["train", text, "--out", tmp_path / "run", *TINY, "--resume"]
+    assert exit_code(words) == 0
+    held = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())
+    assert exit_code([*words, "--steps", "6"]) == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())[-1] > held[-1]
 
 
 def test_train_again_and_resume(capsys, tmp_path, text):
@@ -126,8 +143,8 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert sorted(path.name for path in folder.iterdir()) == ["step-0", "step-4"]
     before = (folder / "step-4" / "index.json").stat().st_mtime_ns
     assert "exists: give --resume" in failure(capsys, "train", text, *out, *TINY)
-    assert "with steps=4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
-    assert "with num_layers=1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
+    assert "with --steps 4, not 3" in failure(capsys, "train", *out, "--resume", "--steps", "3")
+    assert "with --layers 1, not 2" in failure(capsys, "train", *out, "--resume", "--layers", "2")
     assert "with pattern=Dilated" in failure(capsys, "train", *out, "--resume", "--dense")
     text.write_bytes(text.read_bytes()[:-1])
     assert "another text" in failure(capsys, "train", *out, "--resume")
@@ -365,6 +382,29 @@ def test_picture_of_a_pattern(tmp_path):
         product.plot(128, head=2, num_heads=2)
     pictures.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
+    causal = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert abs(causal - np.tril(exact).reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
+    dense = Dilated((64,), (2,)) * BlockLayout.local(32, 32, 32)
+    pairs = dense.plot(128, head=1, num_heads=2, is_causal=True).images[0].get_array()
+    assert pairs.sum() == 2 * 32 * 33 / 2
+    with pytest.raises(ValueError, match="is_causal must be"):
+        dense.plot(128, is_causal=1)
+
+
+def test_what_is_seen_at_all_is_drawn_as_the_explorer_draws_it():
+    """However few of a pixel's pairs are seen; and the two branches of one pattern can be told apart."""
+    axes = Dilated((64, 262144), (1, 16)).plot(1 << 20, num_heads=16)
+    (image,) = axes.images
+    dark, mean = image.norm(image.get_array()), image.get_array()
+    assert np.array_equal(dark > 0, mean > 0)
+    assert (mean > 0).mean() > 0.24
+    assert dark[mean > 0].min() >= 0.22
+    np.testing.assert_allclose(dark[mean > 0], 0.22 + 0.78 * np.sqrt(mean[mean > 0] / mean.max()))
+    assert dark[0, 0] == 1 > dark[0, 9] + 0.2
+    page = (Path(__file__).parents[1] / "docs" / "explorer.html").read_text(encoding="utf-8")
+    assert f"({pictures.FAINTEST} + {1 - pictures.FAINTEST} * Math.sqrt(mean / most))" in page
+    (image,) = BlockLayout.random(1 << 18, 0.001, 0, 64).plot().images
+    assert image.norm(image.get_array()).max() == 1
 
 
 @pytest.mark.parametrize(
@@ -374,7 +414,10 @@ def test_picture_of_a_pattern(tmp_path):
         ("dilated --segments 64,256 --rates 2,4 --head 1 --heads 4 --tokens 256", "128 tokens see none"),
         ("dilated --segments 64,256 --rates 1,2 --head-groups --head 1 --tokens 256", "sees 0 to 128 keys"),
         ("dilated --segments 64,256 --rates 1,4 --offsets head_block --tokens 256", "sees 64 to 128 keys"),
+        ("dilated --segments 64,256 --rates 1,4 --causal --tokens 256", "sees 2 to 125 keys"),
+        ("local --window 16 --block-size 16 --segments 64 --rates 1 --causal --tokens 64", "sees 1 to 32 keys"),
         ("local --window 65 --block-size 16 --tokens 256", "sees 80 to 144 keys"),
+        ("strided --stride 127", "; every block is active, as in dense attention"),
         ("local --density 0.5 --causal --tokens 4096", "sees 1 to"),
         ("global --global-tokens 16 --block-size 16,32", "sees 32 to 1,024 keys"),
         ("strided --stride 128", "sees 512 to 512 keys"),
@@ -398,12 +441,14 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("dilated --segments 64", "--segments and --rates go together"),
         ("dilated", "'dilated' needs --segments and --rates"),
         ("dilated --segments 64 --rates 1 --window 3", "--window is not of 'dilated'"),
-        ("local", "give either window or density"),
+        ("local", "'local' needs --window or --density"),
+        ("global", "'global' needs --global-tokens or --density"),
+        ("local --window 3 --out text/below/a.png", "--out text/below: cannot be written (Not a directory)"),
         ("local --window 3 --stride 4", "--stride is not of 'local'"),
         ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
-        ("random --density 2", "density must lie in (0, 1], got 2.0"),
-        ("local --window 3 --block-size 0", "block_size must be"),
+        ("random --density 2", "--density must lie in (0, 1], got 2.0"),
+        ("local --window 3 --block-size 0", "an integer from 1 to 256; got 0"),
         ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
@@ -423,7 +468,27 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
 )
 def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").touch()
     assert said in failure(capsys, "plot", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "said"),
+    [
+        (
+            "train",
+            "a/steps=3/b: a checkpoint with steps=4, not 2",
+            "a/steps=3/b: a checkpoint with --steps 4, not 2",
+        ),
+        ("train", "segment_lengths=(64, 8): the seed of a context", "--segments 64,8: the seed of a context"),
+        ("suggest", "num_heads must be positive; got num_kv_heads=2", "--heads must be positive; got num_kv_heads=2"),
+        ("suggest", "tokens: runs/num_heads/a, x_tokens=1", "--tokens: runs/num_heads/a, x_tokens=1"),
+        ("info", "num_heads=2: must be 3", "num_heads=2: must be 3"),
+    ],
+)
+def test_errors_name_options(command, message, said):
+    """Of the command; paths stay as they are, and arguments that it has no option for."""
+    assert cli._in_options(command, message) == said
 
 
 def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
@@ -434,6 +499,34 @@ def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     assert failure(capsys, *words, tmp_path / "folder").endswith("folder: Is a directory")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "name"]
+
+
+@pytest.mark.parametrize("folder", ["exp[lr]1", "sweep[a,b]", "run[/b]"])
+def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["train", text, "--out", folder, *TINY]) == 0
+    assert f"\nsaved in {folder}: model/" in capsys.readouterr().out
+    for name in ("_text", "_table", "sentences", "save_recall_and_context"):
+        monkeypatch.setattr(demo, name, lambda *arguments: {})
+    found = {field.name: 0 for field in dataclasses.fields(demo.Demo) if field.name != "tokens"}
+    monkeypatch.setattr(demo, "_recall", lambda *arguments: {**found, "by_distance": {"dilated": {}}})
+    assert exit_code(["demo", "--out", folder]) == 0
+    assert f"saved in {folder}: figures.jsonl" in capsys.readouterr().out
+    assert exit_code(["bench", "check", "--baseline", f"{folder}/none.json"]) == 2
+    assert f"{folder}/none.json" in capsys.readouterr().err
+
+
+def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
+    """Training takes a little longer than the time that it was given."""
+    monkeypatch.setattr(demo, "PLAIN_SECONDS", 0.0)
+    for total in (2.0, 0.0):
+        with demo._bar(console(), "text", total) as advance:
+            advance(0.0, "begun")
+            time.sleep(0.02)
+            advance(200.0, "done")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert not [line for line in lines if "-" in line]
 
 
 def test_divergence_is_one_line(capsys, tmp_path, text):
@@ -479,6 +572,24 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     monkeypatch.setattr(cli, "report", interrupt)
     assert exit_code(["info"]) == 130
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
+
+
+@pytest.mark.parametrize("module", ["torch", "dilated_attention.cli", "matplotlib.figure"])
+def test_interrupted_while_it_starts(module, tmp_path):
+    """By Ctrl-C at the moment when a module is about to be loaded."""
+    source = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder)
+from dilated_attention_command import main
+sys.exit(main(["plot", "local", "--window", "64", "--out", {str(tmp_path / "a.png")!r}]))
+"""
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dilated-attention: interrupted\n")
 
 
 def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monkeypatch):

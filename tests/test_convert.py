@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import re
 import types
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +23,7 @@ from dilated_attention.models import (
     LongNetLM,
     LongViT,
 )
+from dilated_attention.models.checkpoints import read_checkpoint, read_weights
 from dilated_attention.patterns import Dilated
 from dilated_attention.training import writing
 from test_checkpoints import GIGAPATH, Golden, encoder_decoder_weights, longvit_weights
@@ -71,10 +75,20 @@ def test_parity_with_the_released_algorithm(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
-@pytest.mark.parametrize("wrapping", ["prefix", "module", "prefix and module"])
+@pytest.mark.parametrize("wrapping", ["prefix", "module", "prefix and module", "compiled layers", "a part"])
 def test_parity_of_weights_under_other_names(name, wrapping, tmp_path):
-    """Of a part of a larger model, beside one of the same names and shapes, and of a data-parallel wrapper."""
+    """A part of a larger model, beside one of the same names and shapes; a data-parallel wrapper; torch.compile and
+    FSDP of layers; a part alone."""
     weights, kind, what, options = case_of(name)
+    if wrapping in ("compiled layers", "a part"):
+        inside = "_orig_mod._fsdp_wrapped_module." if wrapping == "compiled layers" else ""
+        before = "student.backbone." if wrapping == "a part" else "_orig_mod."
+        names = {x: before + re.sub(r"(layers\.\d+\.)", rf"\1{inside}", x) for x in weights}
+        torch.save({names[x]: tensor for x, tensor in weights.items()}, tmp_path / "weights.pth")
+        model, found = convert(tmp_path / "weights.pth", tmp_path / "out", what, tokens=61, **options)
+        assert type(model) is kind
+        assert found[0].relative < 1e-5
+        return
     before = "module." if wrapping != "prefix" else ""
     held = {f"{before}{x}": tensor for x, tensor in weights.items()}
     if wrapping != "module":
@@ -130,7 +144,7 @@ def test_convert_command(tmp_path, capsys):
         (["convert", path, out, "--kind", "torchscale", "--overwrite"], "--segments and --rates"),
         (["convert", path, out, "--kind", "gigapath", "--overwrite"], "of no LongNet of torchscale"),
         (["convert", tmp_path / "nowhere", out, "--kind", "gigapath", "--overwrite"], "cannot be read"),
-        ([*words, "--heads", 8], "num_heads=8"),
+        ([*words, "--heads", 8], "--heads 8"),
         ([*words, "--architecture", "encoder"], "surplus: output_projection.weight"),
         ([*words, "--kind", "bert"], "invalid choice"),
         ([*words, "--kind", "gigapath", "--architecture", "encoder"], "--architecture encoder is of --kind torchscale"),
@@ -170,12 +184,12 @@ def test_wrong_generate(folder, tmp_path, capsys):
     for words, message in (
         (["generate", tmp_path / "nowhere"], "neither a model nor a run of `train` (no config.json"),
         (["generate", tmp_path / "words"], "vocab_size=50; text is written by one of bytes, 256"),
-        (["generate", folder, "--temperature", "-1"], "temperature=-1.0"),
-        (["generate", folder, "--top-p", "2"], "top_p=2.0"),
+        (["generate", folder, "--temperature", "-1"], "--temperature -1.0: must be"),
+        (["generate", folder, "--top-p", "2"], "--top-p 2.0: must be"),
         (["generate", folder, "--top-k", "0"], "invalid positive integer value"),
-        (["generate", folder, "--prompt", ""], "empty prompt"),
+        (["generate", folder, "--prompt", ""], "--prompt is empty"),
         (["generate", folder, "--prompt-file", tmp_path / "no"], "No such file"),
-        (["generate", folder, "--device", "abacus"], "device='abacus'"),
+        (["generate", folder, "--device", "abacus"], "--device abacus: "),
     ):
         code, printed, error = run(capsys, *words)
         assert (code, printed) == (2, "")
@@ -189,3 +203,28 @@ def test_text_comes_character_by_character(folder, monkeypatch):
     drawn = [torch.tensor([byte]) for byte in ["é".encode()[0], "é".encode()[1], 27, 97, 0xFF, "€".encode()[0]]]
     monkeypatch.setattr(LongNetLM, "stream", lambda *_, **__: iter(drawn))
     assert list(writing.write(model, b"x", 6)) == ["é", "·", "a", "�", "�"]
+
+
+def test_a_file_that_keeps_the_options_of_its_command(tmp_path):
+    """As fine-tuning scripts write it: options are data, and what may run code is refused by its name."""
+    weights = {"weight": torch.randn(2, 3)}
+    torch.save({"model": weights, "epoch": 3, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "options.pth")
+    assert torch.equal(read_checkpoint(tmp_path / "options.pth")["weight"], weights["weight"])
+    torch.save({"model": weights, "best": np.float64(0.5)}, tmp_path / "number.pth")
+    with pytest.raises(ValueError, match=r"it holds numpy.*scalar.*state_dict alone") as raised:
+        read_checkpoint(tmp_path / "number.pth")
+    assert "\x1b" not in str(raised.value)
+
+
+def test_weights_that_are_there_twice(tmp_path):
+    with pytest.raises(ValueError, match=r"twice.*prefix="):
+        read_weights({"a.weight": torch.ones(2), "module.a.weight": torch.ones(2)})
+
+
+def test_convert_takes_a_part(tmp_path):
+    weights, _, _, _ = case_of("attention")
+    held = {f"vision.{name}": x for name, x in weights.items()} | {"text.weight": torch.ones(2)}
+    torch.save(held, tmp_path / "weights.pth")
+    words = ["convert", str(tmp_path / "weights.pth"), str(tmp_path / "out"), "--kind", "torchscale", "--heads", "4"]
+    assert main([*words, "--segments", "16,64", "--rates", "1,2"]) == 2
+    assert main([*words, "--segments", "16,64", "--rates", "1,2", "--prefix", "vision."]) == 0

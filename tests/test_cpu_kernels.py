@@ -27,6 +27,7 @@ from conformance import evaluate, excesses
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.cli import main
 from dilated_attention.errors import BackendError
@@ -112,7 +113,7 @@ def leave_nan_in_the_memory_of_threads():
     """Which kernels keep for the next call; a number that is read and not written would not be noticed otherwise."""
     x, (plan, _) = torch.full((2, 128, 1, 256), math.nan), dilated(128, 1, (128,), (1,))
     options = {"is_causal": False, "scale": 1.0}
-    cpu.backward(x, None, x, x, x, *cpu.forward(x, x, x, plan, **options), plan, **options)
+    cpu.backward(Problem(plan, **options), x, None, x, x, x, *cpu.forward(Problem(plan, **options), x, x, x))
 
 
 class _Attention(torch.autograd.Function):
@@ -120,7 +121,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, plans, options):
         state = None
         for plan in plans:
-            state = cpu.forward(q, k, v, plan, state=state, **options)
+            state = cpu.forward(Problem(plan, **options), q, k, v, state=state)
         ctx.save_for_backward(q, k, v, *state)
         ctx.plans, ctx.options = plans, options
         return state[0], state[1].transpose(1, 2)
@@ -131,8 +132,8 @@ class _Attention(torch.autograd.Function):
         state = tuple(torch.zeros(x.shape) for x in (q, k, v)) if len(ctx.plans) > 1 else None
         for plan in ctx.plans:
             gradients = cpu.backward(
-                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, **ctx.options
-            )  # fmt: skip
+                Problem(plan, **ctx.options), dout, dlse.transpose(1, 2), q, k, v, out, lse, state=state
+            )
         return *(x.to(q.dtype) for x in gradients), None, None
 
 
@@ -206,7 +207,7 @@ class TestFeatures(Forced):
         make = tiles.tables
         monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
-        (launch,) = cpu.launches("queries", False, torch.empty(1, 512, 2, 8), plan, False, None)
+        (launch,) = cpu.launches(Problem(plan, False, 1.0), torch.empty(1, 512, 2, 8), "queries")
         assert launch.table.spans == 2
         check(tensors(1, 512, 2, 2, 8, dtype), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
 
@@ -225,9 +226,8 @@ class TestFeatures(Forced):
         plan, offsets = dilated(180, 2, w, r)
         hidden = torch.rand(180) < 0.4
         hidden[:33] = True  # whole segments, hence rows that see nothing
-        bias = torch.zeros(1, 180).masked_fill_(hidden, -math.inf)
         counts = count_matrix(w, r, offsets, 180, is_causal=is_causal, key_padding_mask=hidden)
-        check(tensors(1, 180, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, key_bias=bias)
+        check(tensors(1, 180, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, hidden=hidden[None])
 
     def test_strides_and_scale(self, dtype):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24, dtype))
@@ -332,10 +332,10 @@ class TestFeatures(Forced):
     @both
     def test_layouts_and_hidden_keys(self, is_causal, dtype):
         lists = layout(100, 32, 32, is_causal)
-        bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
-        counts = (lists.dense_mask()[0] & (bias == 0)).int().expand(2, -1, -1)
+        hidden = torch.rand(1, 100) < 0.3
+        counts = (lists.dense_mask()[0] & ~hidden).int().expand(2, -1, -1)
         plan, _ = dilated(100, 2, (100,), (1,))
-        options = {"is_causal": is_causal, "layouts": {100: lists}, "key_bias": bias}
+        options = {"is_causal": is_causal, "layouts": {100: lists}, "hidden": hidden}
         check(tensors(1, 100, 2, 2, 16, dtype), [plan], counts, **options)
 
     @pytest.mark.parametrize("name", test_dropout.CALLS)
@@ -422,7 +422,7 @@ def test_the_error_of_the_exponential():
     q, k, v = x[None, :, None, None], torch.tensor([0.0, 1.0])[None, :, None, None], torch.tensor([0.0, 1.0])
     group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 2, 1, 1, 2), 0, 1, 1, first=True)
     plan = Plan(len(x), 1, (group,), covered=True, square=False)
-    out, _ = cpu.forward(q, k, v[None, :, None, None], plan, is_causal=False, scale=math.log(2))
+    out, _ = cpu.forward(Problem(plan, is_causal=False, scale=math.log(2)), q, k, v[None, :, None, None])
     p = 2 ** x.double()
     assert (
         out.flatten() / (p / (1 + p)) - 1
@@ -439,7 +439,7 @@ def test_scores_that_single_precision_holds_in_steps_of_hundreds(instruction_set
     assert others.max() <= 60
     plan, scale = dilated(300, 1, (300,), (1,))[0], 1e8
     for sign in (1, -1):  # where all scores are far below 0, those of the query's opposite are the highest
-        out, lse = cpu.forward(q, sign * q, sign * v, plan, is_causal=is_causal, scale=scale)
+        out, lse = cpu.forward(Problem(plan, is_causal=is_causal, scale=scale), q, sign * q, sign * v)
         if sign == 1:
             torch.testing.assert_close(out, v, rtol=2**-16 * (instruction_set == HALVES), atol=0)
             torch.testing.assert_close(lse, torch.full_like(lse, 64 * scale))
@@ -454,7 +454,7 @@ def test_lse_of_bfloat16(instruction_set, monkeypatch):
     q, k, v = tensors(1, 512, 1, 1, 64, torch.bfloat16)
     plan, offsets = dilated(512, 1, (512,), (1,))
     counts = count_matrix((512,), (1,), offsets, 512, is_causal=False)
-    _, lse = cpu.forward(q, k, v, plan, is_causal=False, scale=0.125)
+    _, lse = cpu.forward(Problem(plan, is_causal=False, scale=0.125), q, k, v)
     _, expected = attend(q.double(), k.double(), v.double(), counts, scale=0.125)
     assert (lse - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -511,15 +511,17 @@ def test_float32_in_halves(monkeypatch):
 def test_nothing():
     empty = Plan(8, 2, (), covered=False, square=True)
     q, k, v = tensors(1, 8, 2, 2, 16)
-    out, lse = cpu.forward(q, k, v, empty, is_causal=False, scale=1.0)
+    out, lse = cpu.forward(Problem(empty, is_causal=False, scale=1.0), q, k, v)
     assert not out.any()
     assert (lse == -math.inf).all()
-    assert not any(x.any() for x in cpu.backward(q, None, q, k, v, out, lse, empty, is_causal=False, scale=1.0))
+    assert not any(
+        x.any() for x in cpu.backward(Problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
+    )
     plan = dilated(8, 2, (8,), (1,))[0]
-    assert cpu.forward(*(x[:0] for x in (q, k, v)), plan, is_causal=False, scale=1.0)[0].shape == (0, 8, 2, 16)
+    assert cpu.forward(Problem(plan, is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v)))[0].shape == (0, 8, 2, 16)
     headless = q[:, :, :0].clone(), None, q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0]
     leave_nan_in_the_memory_of_threads()
-    assert not any(x.any() for x in cpu.backward(*headless, plan, is_causal=False, scale=1.0))
+    assert not any(x.any() for x in cpu.backward(Problem(plan, is_causal=False, scale=1.0), *headless))
 
 
 def test_lines_look_at_all_parts_once():
@@ -549,9 +551,9 @@ def test_rows_beyond_two_to_the_31_elements():
         return many
 
     few = tensors(1, rows, 1, 1, 16, torch.float16)
-    expected = cpu.forward(*few, dilated(rows, 1, (rows,), (1,))[0], is_causal=True, scale=0.25)
+    expected = cpu.forward(Problem(dilated(rows, 1, (rows,), (1,))[0], is_causal=True, scale=0.25), *few)
     torch.use_deterministic_algorithms(False)
-    found = cpu.forward(*map(far, few), plan, is_causal=True, scale=0.25)
+    found = cpu.forward(Problem(plan, is_causal=True, scale=0.25), *map(far, few))
     torch.use_deterministic_algorithms(True)
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[:, -rows:], y)
@@ -560,7 +562,7 @@ def test_rows_beyond_two_to_the_31_elements():
 def test_owners_share_no_queries():
     plan, _ = dilated(512, 2, (64, 128), (1, 2))
     for causal in (False, True):
-        for launch in cpu.launches("keys", True, torch.empty(1, 512, 2, 8), plan, causal, None):
+        for launch in cpu.launches(Problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys", owned=True):
             seen = []
             lines = launch.table.lines
             for first, last in zip(launch.jobs[:-1].tolist(), launch.jobs[1:].tolist(), strict=True):
@@ -573,7 +575,7 @@ def test_owners_share_no_queries():
                 seen.append(rows)
             assert sum(map(len, seen)) == len(set().union(*seen))
             assert len(seen) >= 8  # two heads, four segments of 128
-            plain = cpu.launches("keys", False, torch.empty(1, 512, 2, 8), plan, causal, None)
+            plain = cpu.launches(Problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys")
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 
@@ -584,9 +586,9 @@ def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(i
     monkeypatch.setattr(cpu, "FEW", (0, *(4,) * (len(cpu.FEW) - 1)))
     monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
     ran, run = [], cpu.run
-    monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch, layouts: (
+    monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch: (
         ran.append((kernel, launch.few, kernel == "dkdv" and arguments.call.dq is not None)),
-        run(kernel, arguments, launch, layouts),
+        run(kernel, arguments, launch),
     ))  # fmt: skip
     check_dilated(2, 150, 4, 2, 24, (64, 150, 150), (1, 2, 64), torch.float32, is_causal)
     backward = [x for x in ran if x[0] != "forward"]
@@ -609,8 +611,8 @@ def test_sums_in_float32_are_let_go_one_by_one():
 def results(threads, q, k, v, plan):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    out, lse = cpu.forward(q, k, v, plan, is_causal=True, scale=0.125)
-    gradients = cpu.backward(out, None, q, k, v, out, lse, plan, is_causal=True, scale=0.125)
+    out, lse = cpu.forward(Problem(plan, is_causal=True, scale=0.125), q, k, v)
+    gradients = cpu.backward(Problem(plan, is_causal=True, scale=0.125), out, None, q, k, v, out, lse)
     torch.set_num_threads(before)
     return out, lse, *gradients
 
@@ -646,6 +648,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         import os, threading, time, warnings
         import torch
         from dilated_attention.backends import cpu
+        from dilated_attention.backends.problem import Problem
         from dilated_attention.patterns import Dilated
         from dilated_attention.plan import plan_dilated
 
@@ -655,7 +658,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         x = torch.randn(1, 256, 2, 64)
 
         def call():
-            return cpu.forward(x, x, x, plan, is_causal=True, scale=0.125)[0]
+            return cpu.forward(Problem(plan, is_causal=True, scale=0.125), x, x, x)[0]
 
         def in_a_child():
             child = os.fork()
@@ -675,8 +678,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
 
         long = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536)
         x = torch.randn(1, 65536, 2, 64)  # seconds: a thread inside PyTorch's own operators aborts the exit
-        arguments = dict(is_causal=True, scale=0.125)
-        threading.Thread(target=cpu.forward, args=(x, x, x, long), kwargs=arguments, daemon=True).start()
+        threading.Thread(target=cpu.forward, args=(Problem(long, True, 0.125), x, x, x), daemon=True).start()
         time.sleep(0.3)
         """
     )
@@ -696,6 +698,17 @@ def test_the_pool_of_a_library_that_is_not_global(loaded):
 
 
 # ---- the build
+
+
+def test_the_structure_of_a_call_is_compared_with_the_compiled_one(monkeypatch):
+    cpu.assert_same_fields(cpu._LIBRARY)
+
+    class Swapped(ctypes.Structure):
+        _fields_ = [cpu._Call._fields_[-1], *cpu._Call._fields_[:-1]]
+
+    monkeypatch.setattr(cpu, "_Call", Swapped)
+    with pytest.raises(AssertionError, match=r"call\.h"):
+        cpu.assert_same_fields(cpu._LIBRARY)
 
 
 def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):

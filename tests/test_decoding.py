@@ -98,6 +98,22 @@ def test_reads_only_what_the_branches_show():
     torch.testing.assert_close(cached_attention(q[:, -1:], k, v, pattern), expected)
 
 
+def test_keys_that_the_first_token_does_not_see_reach_nothing():
+    pattern = Dilated((4, 16), (1, 4))
+    clean = tensors(29, 1, 1)
+    unseen = [i for i in range(29) if i not in (0, 1, 2, 3, 4, 8, 12)]
+    dirty = [x.clone() for x in clean]
+    for x in dirty[1:]:
+        x[:, unseen] = torch.nan
+    results = []
+    for q, k, v in (clean, dirty):
+        leaves = [x.clone().requires_grad_() for x in (q[:, :1], k, v)]
+        out = first_token_attention(*leaves, pattern)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_keeps_its_dtype(dtype):
     q, k, v = tensors(40, 4, 2, dtype)

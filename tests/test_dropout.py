@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import fused, native
 from dilated_attention.backends.dropout import dropout_of, survives
+from dilated_attention.backends.problem import Problem
 from dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
@@ -246,13 +247,11 @@ def test_a_shard_has_the_choice_of_the_whole():
     """The last 30 tokens as one rank holds them: their own keys, then keys received, in an order of their own."""
     q, k, v = tensors(kv_heads=4)
     whole = plan_dilated((N,), (1,), ((0,) * 4,), N)
-    seed, options = torch.tensor(12345), {"is_causal": True, "scale": 0.3}
-    tokens = torch.arange(N)
-    out, lse = native.forward(q, k, v, whole, dropout=dropout_of(0.3, seed, 2, 4, tokens, tokens[:, None]), **options)
+    seed, tokens = torch.tensor(12345), torch.arange(N)
+    problem = Problem(whole, True, 0.3, dropout=dropout_of(0.3, seed, 2, 4, tokens, tokens[:, None]))
+    out, lse = native.forward(problem, q, k, v)
     dout = torch.randn_like(out)
-    expected = native.backward(
-        dout, None, q, k, v, out, lse, whole, dropout=dropout_of(0.3, seed, 2, 4, tokens, tokens[:, None]), **options
-    )
+    expected = native.backward(problem, dout, None, q, k, v, out, lse)
 
     mine, others = slice(40, N), torch.stack([torch.arange(40).roll(head) for head in range(4)], 1)
     own, received = Rows(0, 30, 1, 1, 30), Rows(0, 40, 1, 1, 40)
@@ -264,12 +263,12 @@ def test_a_shard_has_the_choice_of_the_whole():
     parts = list(zip(((k[:, mine], v[:, mine]), rows), (local, remote), positions, strict=True))
     for (keys, values), plan, at in parts:
         dropout = dropout_of(0.3, seed, 2, 4, tokens[mine], at)
-        state = native.forward(q[:, mine], keys, values, plan, dropout=dropout, state=state, **options)
+        state = native.forward(Problem(plan, True, 0.3, dropout=dropout), q[:, mine], keys, values, state=state)
     assert relative_error(state[0], out[:, mine]) < 1e-12
     for (keys, values), plan, at in parts:
         dropout = dropout_of(0.3, seed, 2, 4, tokens[mine], at)
         gradient += native.backward(
-            dout[:, mine], None, q[:, mine], keys, values, *state, plan, dropout=dropout, **options
+            Problem(plan, True, 0.3, dropout=dropout), dout[:, mine], None, q[:, mine], keys, values, *state
         )[0]
     assert relative_error(gradient, expected[0][:, mine]) < 1e-12
 

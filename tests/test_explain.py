@@ -117,7 +117,7 @@ def test_where_other_backends_serve(call, head_dims, needs, least):
 
     ran: list[str] = []
     there = {"triton": {"refusal": refusal, "on_request": on_request}, "flash": {"refusal": refusal}}
-    with mock.patch.dict(BACKENDS, recording(ran, forward=computed, attend=computed, **there)):
+    with mock.patch.dict(BACKENDS, recording(ran, forward=lambda problem, *x: computed(*x), attend=computed, **there)):
         said, done = both(call, ran)
     assert said == done
 

@@ -18,6 +18,8 @@ from conformance import excesses, random_calls
 from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.fused import Scores
+from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call
@@ -193,7 +195,7 @@ def test_backward_is_deterministic_where_pytorch_is_told_so(installed, monkeypat
     q, lse = torch.randn(1, 2, 16, 16).half(), torch.zeros(1, 2, 16)
     for enabled in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
-        flash.backward(q, None, q, q, q, q, lse, False, 0.25, None)
+        flash.backward(Scores(False, 0.25), q, None, q, q, q, q, lse)
     assert asked == [False, True]
 
 
@@ -208,7 +210,7 @@ def test_views_are_not_copied(installed, monkeypatch):
     monkeypatch.setattr(sys.modules[flash.MODULES[3]], "_flash_attn_forward", forward)
     q, k, v = (torch.randn(1, 64, 2, 16).half() for _ in range(3))
     plan = plan_dilated((64,), (2,), ((0, 1),), 64)
-    native.forward(q, k, v, plan, is_causal=False, scale=0.25, operators=flash)
+    native.forward(Problem(plan, is_causal=False, scale=0.25), q, k, v, operators=flash)
     assert set(seen) == {x.data_ptr() for x in (q, k, v)}
 
 

@@ -9,6 +9,7 @@ import torch
 from dilated_attention import dilated_attention, torch_internals
 from dilated_attention.backends import fused, native
 from dilated_attention.backends.dropout import Pairs, dropout_of
+from dilated_attention.backends.problem import Problem
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
 from tolerances import TOLERANCE, relative_error
@@ -22,10 +23,10 @@ def test_schemas_bind(kind, with_lse, is_causal, monkeypatch):
     monkeypatch.setattr(fused, "_kind", lambda *x: kinds.append(kind) or kind)
     q, k, v = (torch.empty(2, 100, heads, 24, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     plan = plan_dilated((32, 100), (1, 2), ((0, 0), (0, 1)), 100)
-    out, lse = native.forward(q, k, v, plan, is_causal=is_causal, scale=0.1)
+    out, lse = native.forward(Problem(plan, is_causal=is_causal, scale=0.1), q, k, v)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 100, 4), torch.float32)
     dlse = lse if with_lse else None
-    gradients = native.backward(out, dlse, q, k, v, out, lse, plan, is_causal=is_causal, scale=0.1)
+    gradients = native.backward(Problem(plan, is_causal=is_causal, scale=0.1), out, dlse, q, k, v, out, lse)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert len(kinds) > 4
 
@@ -34,7 +35,7 @@ def test_schemas_bind(kind, with_lse, is_causal, monkeypatch):
 def shapes(monkeypatch):
     """(problems, heads, rows, head_dim) of the operators' calls, with the columns that backward appends."""
     found = []
-    for name, place in (("_fused_forward", 1), ("_fused_backward", 2)):
+    for name, place in (("_fused_forward", 2), ("_fused_backward", 3)):
         operator = getattr(fused, name)
 
         def noted(*arguments, operator=operator, place=place):
@@ -62,8 +63,8 @@ def test_calls_of_cuda_stay_within_its_limits(segment_lengths, dilation_rates, s
     monkeypatch.setattr(fused, "_kind", lambda *x: "cuda_flash")
     plan = plan_dilated(*Dilated(segment_lengths, dilation_rates).branches(size[2])[:3], size[1])
     q, lse = torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.empty(size[:3], device="meta")
-    native.forward(q, q, q, plan, is_causal=False, scale=0.1)
-    native.backward(q, lse if with_lse else None, q, q, q, q, lse, plan, is_causal=False, scale=0.1)
+    native.forward(Problem(plan, is_causal=False, scale=0.1), q, q, q)
+    native.backward(Problem(plan, is_causal=False, scale=0.1), q, lse if with_lse else None, q, q, q, q, lse)
     for problems, heads, rows, head_dim in shapes:
         assert problems <= 65_535
         columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
@@ -76,8 +77,8 @@ def test_calls_that_just_fit_the_limits_stay_one(shapes, monkeypatch):
         plan = plan_dilated((seq_len,), (1,), ((0,) * heads,), seq_len)
         q = torch.empty(batch, seq_len, heads, head_dim, dtype=torch.bfloat16, device="meta")
         lse = torch.empty(batch, seq_len, heads, device="meta")
-        native.forward(q, q, q, plan, is_causal=False, scale=0.1)
-        native.backward(q, None, q, q, q, q, lse, plan, is_causal=False, scale=0.1)
+        native.forward(Problem(plan, is_causal=False, scale=0.1), q, q, q)
+        native.backward(Problem(plan, is_causal=False, scale=0.1), q, None, q, q, q, q, lse)
     assert shapes == [(1024, 16, 2048, 64)] * 2 + [(65_535, 1, 1, 64)] * 2
 
 
@@ -116,10 +117,10 @@ def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
         monkeypatch.setattr(torch_internals, name, noted)
     q, k, v = (torch.randn(2, 4, 40, 25).to(dtype)[..., 1:] for _ in range(3))
     dout = torch.randn(2, 4, 40, 25).to(dtype)[..., :24]
-    options = {"is_causal": False, "scale": 0.1, "bias": None}
-    fused.forward(q, k, v, **options)
+    scores = fused.Scores(is_causal=False, scale=0.1)
+    fused.forward(scores, q, k, v)
     dense = torch.randn(2, 4, 40, 24).to(dtype)
-    fused.backward(dout, None, q, dense, v, dense, torch.zeros(2, 4, 40), **options)
+    fused.backward(scores, dout, None, q, dense, v, dense, torch.zeros(2, 4, 40))
     assert [len(tensors) for tensors in handed] == [3, 5]
     for x in (x for tensors in handed for x in tensors):
         assert x.stride(-1) == 1
@@ -215,11 +216,11 @@ def test_chunks_of_plain_products(is_causal, with_pairs, monkeypatch):
     dropout = dropout_of(0.3, torch.tensor(3), 3, 4, torch.arange(12), torch.arange(12)[:, None])
     words = dropout.queries.transpose(1, 2), dropout.keys.T[None].expand(3, 4, 12)
     pairs = Pairs(dropout.threshold, 1 / 0.7, *words) if with_pairs else None
-    found = []
+    scores, found = fused.Scores(is_causal, 0.3, bias, pairs), []
     for chunk in (1 << 18, 100, 1):
         monkeypatch.setattr(fused, "_CHUNK", chunk)
-        out, lse = fused.forward(q, k, v, is_causal, 0.3, bias, pairs)
+        out, lse = fused.forward(scores, q, k, v)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        found.append((out, lse, *fused.backward(v, finite, q, k, v, out, finite, is_causal, 0.3, bias, pairs)))
+        found.append((out, lse, *fused.backward(scores, v, finite, q, k, v, out, finite)))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-13)

@@ -84,7 +84,7 @@ def test_the_cache_is_bounded():
     assert KeyValueCache(groups, 1, dtype=torch.bfloat16).nbytes == 2 * layers * (2 * 8 + 2 * 8) * head_dim * 2
     with pytest.raises(ValueError, match="max_len=None: dense attention"):
         KeyValueCache(PATTERNS["dense"], 1)
-    with pytest.raises(ValueError, match="max_len=0"):
+    with pytest.raises(ValueError, match=r"max_len.*got 0"):
         KeyValueCache(SMALL, 1, max_len=0)
     model = model_of(SMALL)
     _, cache = model.prefill(torch.zeros(1, 4, dtype=torch.int64), max_len=5)
@@ -150,8 +150,8 @@ def test_sampling():
     for wrong, message in (
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 2.5}, r"top_k=2\.5"),
+        ({"top_k": 0}, "top_k.*got 0"),
+        ({"top_k": 2.5}, r"top_k.*got 2\.5"),
         ({"top_p": 0.0}, r"top_p=0\.0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
     ):
@@ -172,7 +172,7 @@ def test_streaming_and_stopping():
     for row, full, at in zip(ended[:, 6:], greedy[:, 6:], first, strict=True):
         assert torch.equal(row[: at + 1], full[: at + 1][: len(row)])
         assert (row[at:] == stop).all()
-    with pytest.raises(ValueError, match="max_new_tokens=-1"):
+    with pytest.raises(ValueError, match=r"max_new_tokens.*got -1"):
         model.generate(tokens, -1)
     with pytest.raises(ValueError, match="empty prompt"):
         model.generate(tokens, 3, lengths=[6, 0])

@@ -182,7 +182,7 @@ def test_positions_that_cannot_be_extended():
             extend_positions(model, 64)
         assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     model = model_of("Bert", max_position_embeddings=16)
-    for length, message in ((16, "above the 16 tokens"), (8.0, "an integer; got 8.0"), (True, "got True")):
+    for length, message in ((16, "above the 16 tokens"), (8.0, "positive integer; got 8.0"), (True, "got True")):
         with pytest.raises(ValueError, match=message):
             extend_positions(model, length)
     with pytest.raises(ValueError, match="must be a transformers PreTrainedModel; got Linear"):
@@ -751,3 +751,15 @@ def test_published_weights(capsys):
     with capsys.disabled():
         print(*(f"\n{row.name}: {row.value:.4f}" for row in rows[1:]))
     assert all(0.5 < row.value < 0.99999 for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+def test_models_that_call_the_interface_without_a_flag(name):
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, conv_dim=(32, 32),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    model, sound = getattr(transformers, f"{name}Model")(config).eval(), torch.randn(1, 4000)
+    with torch.no_grad():
+        expected = model(sound)[0]
+        same(dilate(model, [1 << 14], [1])(sound)[0], expected)

@@ -33,6 +33,7 @@ from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.cache import PlanCache
@@ -76,9 +77,17 @@ class _Attention(torch.autograd.Function):
             state = tuple(torch.zeros(x.shape) for x in (q, k, v))
         for plan in ctx.plans:
             gradients = backend.backward(
-                dout, dlse.transpose(1, 2), q, k, v, out, lse, plan, state=state, deterministic=ctx.deterministic,
-                **ctx.options,
-            )  # fmt: skip
+                Problem(plan, **ctx.options),
+                dout,
+                dlse.transpose(1, 2),
+                q,
+                k,
+                v,
+                out,
+                lse,
+                state=state,
+                deterministic=ctx.deterministic,
+            )
         return *(x.to(q.dtype) for x in gradients), None, None, None, None
 
 
@@ -90,7 +99,7 @@ def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out
     assert why(inputs[0]) is None
     state = None
     for plan in plans:
-        state = backend.forward(*inputs, plan, state=state, **options)
+        state = backend.forward(Problem(plan, **options), *inputs, state=state)
     for deterministic in (True, False):
         errors = excesses(
             lambda q, k, v, end=deterministic: _Attention.apply(q, k, v, state, plans, options, end),
@@ -234,9 +243,8 @@ class TestDilated:
         plan, table = dilated(80, 2, w, r)
         hidden = torch.rand(80) < 0.4
         hidden[:33] = True  # whole segments, hence rows that see nothing
-        bias = torch.zeros(1, 80).masked_fill_(hidden, -math.inf)
         counts = count_matrix(w, r, table, 80, is_causal=is_causal, key_padding_mask=hidden)
-        check(tensors(1, 80, 2, 2, 16), [plan], counts, is_causal=is_causal, key_bias=bias)
+        check(tensors(1, 80, 2, 2, 16), [plan], counts, is_causal=is_causal, hidden=hidden[None])
 
     def test_strides_and_scale(self):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(2, 70, 2, 2, 24))
@@ -248,10 +256,10 @@ class TestDilated:
         q, k, v = tensors(2, 40, 2, 1, 16)
         plan, _ = dilated(40, 1, (16, 40), (1, 2))
         options = {"is_causal": True, "scale": 0.25}
-        out, lse = backend.forward(q, k, v, plan, **options)
-        expected = backend.backward(q, None, q, k, v, out, lse, plan, **options)
+        out, lse = backend.forward(Problem(plan, **options), q, k, v)
+        expected = backend.backward(Problem(plan, **options), q, None, q, k, v, out, lse)
         turned = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out, lse))
-        for x, y in zip(backend.backward(q, None, q, k, v, *turned, plan, **options), expected, strict=True):
+        for x, y in zip(backend.backward(Problem(plan, **options), q, None, q, k, v, *turned), expected, strict=True):
             assert torch.equal(x, y)
 
     @both
@@ -298,12 +306,12 @@ class TestDilated:
         many = [last_rows_of(x) for x in few]
         options = {"is_causal": is_causal, "scale": 0.25}
         near = dilated(rows, 1, (rows,), (1,))[0]
-        expected = backend.forward(*few, near, **options)
-        found = backend.forward(*many, plan, **options)
+        expected = backend.forward(Problem(near, **options), *few)
+        found = backend.forward(Problem(plan, **options), *many)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x[:, -rows:], y)
         dout = torch.randn(few[0].shape).half()
-        expected = backend.backward(dout, None, *few, *expected, near, **options)
+        expected = backend.backward(Problem(near, **options), dout, None, *few, *expected)
         stats = backend._stats
         monkeypatch.setattr(
             backend,
@@ -311,7 +319,7 @@ class TestDilated:
             lambda *x, held: last_rows_of(stats(*(y if y is None else y[:, -rows:] for y in x), held={})),
         )
         for x, y in zip(
-            backend.backward(last_rows_of(dout), None, *many, *found, plan, **options), expected, strict=True
+            backend.backward(Problem(plan, **options), last_rows_of(dout), None, *many, *found), expected, strict=True
         ):
             assert torch.equal(x[:, -rows:], y)
 
@@ -331,18 +339,20 @@ class TestDilated:
         few = tensors(1, count, 1, 1, head_dim, torch.float16)
         options = {"is_causal": is_causal, "scale": 0.25}
         near = dilated(count, 1, (count,), (1,))[0]
-        expected = backend.forward(*few, near, **options)
+        expected = backend.forward(Problem(near, **options), *few)
         many = [spread(x) for x in few]
-        found = backend.forward(*many, plan, **options)
+        found = backend.forward(Problem(plan, **options), *many)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x[:, ::apart], y)
         dout = torch.randn(few[0].shape).half()
-        expected = backend.backward(dout, None, *few, *expected, near, **options)
+        expected = backend.backward(Problem(near, **options), dout, None, *few, *expected)
         stats = backend._stats
         monkeypatch.setattr(
             backend, "_stats", lambda *x, held: spread(stats(*(y if y is None else y[:, ::apart] for y in x), held={}))
         )
-        for x, y in zip(backend.backward(spread(dout), None, *many, *found, plan, **options), expected, strict=True):
+        for x, y in zip(
+            backend.backward(Problem(plan, **options), spread(dout), None, *many, *found), expected, strict=True
+        ):
             assert torch.equal(x[:, ::apart], y)
 
     @random_calls(3)
@@ -403,12 +413,14 @@ class TestGroups:
     def test_nothing(self):
         empty = Plan(8, 2, (), covered=False, square=True)
         q, k, v = tensors(1, 8, 2, 2, 16)
-        out, lse = backend.forward(q, k, v, empty, is_causal=False, scale=1.0)
+        out, lse = backend.forward(Problem(empty, is_causal=False, scale=1.0), q, k, v)
         assert not out.any()
         assert (lse == -math.inf).all()
-        assert not any(x.any() for x in backend.backward(q, None, q, k, v, out, lse, empty, is_causal=False, scale=1.0))
+        assert not any(
+            x.any() for x in backend.backward(Problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
+        )
         out, lse = backend.forward(
-            *(x[:0] for x in (q, k, v)), dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0
+            Problem(dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v))
         )
         assert out.shape == (0, 8, 2, 16)
 
@@ -466,10 +478,10 @@ class TestBlocks:
 
     def test_hidden_keys(self):
         lists = layout(100, 32, 32, True)
-        bias = torch.zeros(1, 100).masked_fill_(torch.rand(1, 100) < 0.3, -math.inf)
-        counts = (lists.dense_mask()[0] & (bias == 0)).int().expand(2, -1, -1)
+        hidden = torch.rand(1, 100) < 0.3
+        counts = (lists.dense_mask()[0] & ~hidden).int().expand(2, -1, -1)
         plan, _ = dilated(100, 2, (100,), (1,))
-        check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, key_bias=bias)
+        check(tensors(1, 100, 2, 2, 16), [plan], counts, is_causal=True, layouts={100: lists}, hidden=hidden)
 
     @random_calls(2)
     @given(
@@ -494,7 +506,9 @@ class TestDropout:
 
     def test_a_ragged_batch_is_one_launch(self, monkeypatch):
         plans = []
-        counted = replace(BACKENDS["triton"], forward=lambda *x, **y: plans.append(x[3]) or backend.forward(*x, **y))
+        counted = replace(
+            BACKENDS["triton"], forward=lambda problem, *x: plans.append(problem.plan) or backend.forward(problem, *x)
+        )
         monkeypatch.setitem(BACKENDS, "triton", counted)
         q, k, v = tensors(3, 40, 2, 1, 16)
         dilated_attention(q, k, v, (16, 40), (1, 2), lengths=[40, 7, 0], backend="triton")
@@ -659,7 +673,7 @@ def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypa
     monkeypatch.setattr(backend, "plan_cache", PlanCache(1000))
     plan = plan_dilated((64,), (1,), ((0,),), 64)
     for layouts in (None, {64: lists}):
-        backend._launches(kernel, q, plan, False, layouts, False)
+        backend._launches(kernel, Problem(plan, False, 1.0, layouts=layouts), q)
     expected = ["column starts", "columns"] if kernel == "dkdv" else ["row starts", "rows"]
     assert recorded == ([(name, stream) for name in ["tiles", "tiles", *expected]] if number else [])
 

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from dilated_attention import plan_cache
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
+from dilated_attention.backends.problem import Problem
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 from dilated_attention_bench.compile_ahead import (
@@ -182,7 +183,7 @@ CALLS_OF_THE_BACKEND = {
     "dropout and hidden keys": {
         "is_causal": False,
         "dropout": dropout_of(0.7, torch.tensor(2**40), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
-        "key_bias": torch.zeros(2, 1024),
+        "hidden": torch.zeros(2, 1024, dtype=torch.bool),
     },
 }
 
@@ -193,9 +194,9 @@ def test_calls_bind_their_arguments(compiled, call):
     w, r = ((1024,), (1,)) if "layouts" in options else ((256, 1024), (1, 2))
     plan = plan_dilated(w, r, ((0, 0), (0, 1))[: len(w)], 1024)
     q, k, v = (torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    out, lse = backend.forward(q, k, v, plan, **options)
-    backend.backward(out, lse, q, k, v, out, lse, plan, **options)
-    backend.backward(out, lse, q, k, v, out, lse, plan, deterministic=False, **options)
+    out, lse = backend.forward(Problem(plan, **options), q, k, v)
+    backend.backward(Problem(plan, **options), out, lse, q, k, v, out, lse)
+    backend.backward(Problem(plan, **options), out, lse, q, k, v, out, lse, deterministic=False)
     turns = 2 if call == "branches one after another" else 1
     expected = ["forward"] * turns + ["backward_stats"] + ["backward_dkdv"] * turns + ["backward_dq"] * turns
     assert compiled == expected + ["backward_stats"] + ["backward_dkdv"] * turns
@@ -227,7 +228,7 @@ def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
     plan = plan_dilated((256, 1024), (1, 2), ((0, 0), (0, 1)), 1024)
 
     def call(q, k, v, scale=0.1, is_causal=False):
-        return backend.forward(q, k, v, plan, is_causal=is_causal, scale=scale)
+        return backend.forward(Problem(plan, is_causal=is_causal, scale=scale), q, k, v)
 
     def tensors():
         return [torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2)]
@@ -292,7 +293,7 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
         q, k, v, out, dout = (torch.rand(2, 1024, n, 48, dtype=torch.bfloat16) for n in (4, 2, 2, 4, 4))
         gradients = tuple(torch.rand(x.shape) for x in (q, k, v))
         new = {
-            "layouts": {1024: BlockLayout.local(1024, window, 64).causal()}, "key_bias": torch.rand(2, 1024),
+            "layouts": {1024: BlockLayout.local(1024, window, 64).causal()}, "hidden": torch.rand(2, 1024) < 0.5,
             "dropout": dropout_of(0.7, torch.tensor(word), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
         }  # fmt: skip
         options = {name: new.get(name, x) for name, x in CALLS_OF_THE_BACKEND[call].items()} | {"scale": 0.1}
@@ -300,10 +301,10 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
 
     def all_launches(x, merged, dout, gradients, options):
         launched.clear()
-        backend.forward(*x, plan, state=merged, **options)
+        backend.forward(Problem(plan, **options), *x, state=merged)
         for deterministic in (True, False):
             backend.backward(
-                dout, merged[1], *x, *merged, plan, state=gradients, deterministic=deterministic, **options
+                Problem(plan, **options), dout, merged[1], *x, *merged, state=gradients, deterministic=deterministic
             )
         return launched.copy()
 
@@ -319,4 +320,6 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
             if name == "STATS":
                 assert x[name].shape == value.shape
             else:
-                assert x[name] is value or (torch.equal if name == "TILES" else operator.eq)(x[name], value), name
+                assert x[name] is value or (torch.equal if name in ("TILES", "HIDDEN") else operator.eq)(
+                    x[name], value
+                ), name

@@ -15,7 +15,7 @@ NAMED_TUPLE = ("_asdict", "_replace")
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
+    {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "terminal", "torch_internals"},
     {"checks", "pictures"},
     {"layout", "plan"},
     {"patterns"},

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from dilated_attention import Dilated, attention
+from dilated_attention import Dilated, attention, block_sparse_attention
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import BlockLayout, builders
 from dilated_attention.layout.spans import BlockGrid
@@ -533,11 +533,11 @@ BAD = [
     ("layout is for 256 tokens, got seq_len=512", lambda: LOCAL.check(1, 512, 8)),
     ("lists for 3 heads, got 8", lambda: whole(1, 3).check(1, 256, 8)),
     ("lists for a batch of 2, got 3", lambda: whole(2, 1).check(3, 256, 8)),
-    ("block_size must be a whole number from 1 to 256.*got 0", lambda: L.local(256, 32, 0)),
+    ("block_size must be an integer from 1 to 256; got 0", lambda: L.local(256, 32, 0)),
     ("block_size.*got 512", lambda: L.local(256, 32, 512)),
-    (r"block_size.*got \(64, 0\)", lambda: L.local(256, 32, (64, 0))),
+    (r"block_size.*from 1 to 256; got 0 in \[64, 0\]", lambda: L.local(256, 32, (64, 0))),
     ("block_size.*got 64.0", lambda: L.local(256, 32, 64.0)),
-    ("seq_len must be a whole number of at least 1, got 0", lambda: L.local(0, 32)),
+    ("seq_len must be a positive integer; got 0", lambda: L.local(0, 32)),
     ("is_causal must be a bool; got 'no'", lambda: L.local(256, 32, is_causal="no")),
     ("is_causal must be a bool; got 1", lambda: L.from_topk(torch.tensor([[0]]), is_causal=1)),
     ("is_causal must be a bool; got None", lambda: L(LOCAL.indptr, LOCAL.indices, 256, 64, 64, None)),
@@ -547,17 +547,17 @@ BAD = [
     ("density=0.9 is out of reach: at most 0.5", lambda: L.dilated(16 * 64, [2], block_size=16, density=0.9)),
     ("give either window or density", lambda: L.local(256)),
     ("give either window or density", lambda: L.local(256, 3, density=0.1)),
-    ("window must be a whole number of at least 1, got 0", lambda: L.local(256, 0)),
-    ("window must be a whole number of at least 1, got 1.5", lambda: L.local(256, 1.5)),
-    ("tokens must be a whole number of at least 1, got 0", lambda: L.global_(256, 0)),
+    ("window must be a positive integer; got 0", lambda: L.local(256, 0)),
+    ("window must be a positive integer; got 1.5", lambda: L.local(256, 1.5)),
+    ("tokens must be a positive integer; got 0", lambda: L.global_(256, 0)),
     (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [3, 256])),
     (r"tokens must be positions in \[0, 256\)", lambda: L.global_(256, [])),
     ("tokens must be .*integer positions, got torch.bool; of a mask", lambda: L.global_(256, torch.arange(256) == 70)),
     ("tokens must be .*integer positions, got torch.float32", lambda: L.longformer(256, 8, [70.9])),
     ("tokens must be .*integer positions, got torch.float64", lambda: L.bigbird(256, 8, np.array([70.0]), 1, 0)),
-    ("tokens must be a whole number of at least 1, got True", lambda: L.global_(256, True)),
-    ("tokens must be a whole number of at least 1, got 70.0", lambda: L.global_(256, torch.tensor(70.0))),
-    ("tokens must be a whole number of at least 1, got -1", lambda: L.global_(256, np.int64(-1))),
+    ("tokens must be a positive integer; got True", lambda: L.global_(256, True)),
+    (r"tokens must be a positive integer; got tensor\(70", lambda: L.global_(256, torch.tensor(70.0))),
+    ("tokens must be a positive integer; got .*-1", lambda: L.global_(256, np.int64(-1))),
     ("tokens must be .*integer positions, got 'a'", lambda: L.global_(256, "a")),
     (r"tokens must be .*integer positions, got \[None\]", lambda: L.global_(256, [None])),
     (r"tokens must be .*integer positions, got \[\[1\], 2\]", lambda: L.global_(256, [[1], 2])),
@@ -573,12 +573,12 @@ BAD = [
     ("not square in tokens; give seq_len", lambda: L.from_mask(ONES[0, 0, :3])),
     ("stride must be", lambda: L.strided(256, 0)),
     ("rates must name at least one", lambda: L.dilated(256, [])),
-    ("rates must be", lambda: L.dilated(256, [0])),
+    ("rates must hold positive integers", lambda: L.dilated(256, [0])),
     ("levels must hold at least one", lambda: L.hierarchical(256, [])),
     (r"levels must be pairs \(stride, window\), got \[\(1,\)\]", lambda: L.hierarchical(256, [(1,)])),
     ("levels must be pairs .*got \\[4, 16\\]", lambda: L.hierarchical(256, [4, 16])),
-    ("seed must be a whole number, got 1.5", lambda: L.random(256, 0.5, 1.5)),
-    ("seed must be a whole number, got None", lambda: L.bigbird(256, 16, 1, 1, None)),
+    ("seed must be an integer; got 1.5", lambda: L.random(256, 0.5, 1.5)),
+    ("seed must be an integer; got None", lambda: L.bigbird(256, 16, 1, 1, None)),
     ("levels must go fine to coarse", lambda: L.hierarchical(256, [(4, 100), (1, 200)])),
     ("a level's window must be", lambda: L.hierarchical(256, [(4, 0)])),
     ("random_blocks must be", lambda: L.bigbird(256, 16, 1, 0, 0)),
@@ -612,7 +612,7 @@ def test_copies_carry_content_alone(copied):
     attention(*(torch.randn(1, 100, 2, 8),) * 3, layout)
     hash(layout)
     other = copied(layout)
-    assert vars(other).keys() == {"indptr", "indices", "seq_len", "q_block", "k_block", "is_causal"}
+    assert vars(other).keys() == {"indptr", "indices", "seq_len", "q_block", "k_block", "is_causal", "_versions"}
     assert other == layout
 
 
@@ -632,12 +632,30 @@ def test_a_layout_of_another_process(fresh_python, tmp_path):
     """
     loaded = """
         out(BlockLayout.random(256, 0.3, 0, 16))
-        layout, same = torch.load(path, weights_only=False), BlockLayout.local(256, 16, 16)
+        layout, same = torch.load(path), BlockLayout.local(256, 16, 16)
         print(torch.equal(out(layout), out(same)), hash(layout) == hash(same))
     """
     fresh_python(source + saved)
     assert fresh_python(source + loaded).split() == ["True", "True"]
-    assert torch.load(tmp_path / "layout.pt", weights_only=False) == layout
+    assert torch.load(tmp_path / "layout.pt") == layout
+
+
+def test_a_file_with_lists_that_no_layout_has_is_refused(tmp_path):
+    """Kernels trust the lists."""
+    layout = BlockLayout.local(256, 16, 16)
+    layout.indices[0] = 2**40
+    torch.save(layout, tmp_path / "layout.pt")
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, 16\).*1099511627776"):
+        torch.load(tmp_path / "layout.pt")
+
+    class Late:  # lists that come after the constructor
+        def __reduce__(self):
+            good = BlockLayout.local(256, 16, 16)
+            return *good.__reduce__(), {"indices": good.indices + 2**40}
+
+    torch.save(Late(), tmp_path / "late.pt")
+    with pytest.raises(ValueError, match="tables alone"):
+        torch.load(tmp_path / "late.pt")
 
 
 @BSR_IS_BETA
@@ -649,3 +667,34 @@ def test_bad_sparse_tensors():
         L.from_torch_sparse(sparse, 60)
     with pytest.raises(ValueError, match="block_size"):
         L.from_torch_sparse(torch.ones(512, 512).to_sparse_bsr((512, 512)))
+
+
+def test_a_block_mask_that_lists_hidden_blocks():
+    """As one made of lists alone: FlexAttention computes with it, and its causal mask_mod hides the blocks."""
+    counts, blocks = torch.full((1, 1, 4), 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4)
+    listed = BlockMask.from_kv_blocks(
+        counts, blocks.contiguous(), BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(64, 64)
+    )
+    assert L.from_block_mask(listed) == L.from_mask(torch.ones(4, 4, dtype=torch.bool), 64, 16).causal()
+
+
+def test_lists_of_key_value_heads_have_coverage_and_flops():
+    layout = L.from_mask(torch.rand(1, 2, 7, 7) < 0.5, 100, 16) | L.local(100, 1, 16)
+    for_queries = layout.for_heads(4)
+    assert torch.equal(layout.coverage(100, 4), for_queries.coverage(100, 4))
+    assert layout.flops(100, 4, 8, is_causal=True) == for_queries.flops(100, 4, 8, is_causal=True)
+    with pytest.raises(ValueError, match="lists for 2 heads, got 3"):
+        layout.coverage(100, 3)
+
+
+def test_what_other_packages_take_in_the_place_of_a_layout():
+    q = torch.randn(1, 2, 64, 8)
+    mask = L.local(64, 8, 16).to_block_mask()
+    for pattern, word in (
+        (L.local(64, 8, 16), r"got seq_len=2.*q\.transpose\(1, 2\)"),
+        (mask, "BlockMask.*from_block_mask"),
+        (torch.ones(4, 4, dtype=torch.bool), "Tensor.*from_mask"),
+    ):
+        for call in (attention, block_sparse_attention):
+            with pytest.raises(ValueError, match=word):
+                call(q, q, q, pattern)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -10,8 +11,10 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, packing
 from dilated_attention.nn import Rotary, TransformerBlock, rotate
 from dilated_attention.nn.transformer import _ROWS
@@ -130,7 +133,7 @@ def test_a_ragged_batch_is_each_sample_alone(config):
 def test_samples_that_are_packed_already(counts):
     model = LongNetEncoder(MAGNETO).double()
     x = torch.randn(1, sum(counts), 32, dtype=torch.float64)
-    packed = model.packed(x, counts, is_causal=False, all_layers=True)
+    packed = model(x, cu_seqlens=[0, *itertools.accumulate(counts)], all_layers=True)
     alone = [model(sample, all_layers=True) for sample in x.split(counts, 1)]
     for i, states in enumerate(packed):
         torch.testing.assert_close(states, torch.cat([layers[i] for layers in alone], 1), rtol=1e-10, atol=1e-10)
@@ -271,12 +274,48 @@ def test_what_the_pieces_of_the_mlp_read_stays():
 def test_with_dropout_the_mlp_runs_whole():
     """The pieces of a forward without gradients would drop other elements than its recomputation with them."""
     block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,)), dropout=0.5)
-    sizes = []
-    block.mlp.register_forward_hook(lambda mlp, inputs, out: sizes.append(out[..., 0].numel()))
+    sizes, run = [], block.mlp.forward
+    block.mlp.forward = lambda x: sizes.append(x[..., 0].numel()) or run(x)
     with torch.no_grad():
         block(torch.randn(1, _ROWS + 7, 8))
         block.eval()(torch.randn(1, _ROWS + 7, 8))
     assert sizes == [_ROWS + 7, _ROWS, 7]
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.1", "mlp_norm"])
+def test_a_hook_sees_the_mlp_whole(part):
+    block, seen = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,))).eval(), []
+    x = torch.randn(2, _ROWS, 8)
+    expected = block(x)
+    block.get_submodule(part).register_forward_hook(lambda module, inputs, out: seen.append(out.shape[:2]))
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), expected)
+    assert seen == [(2, _ROWS)]
+
+
+def test_decoders_and_slide_encoders_enter_their_parts_by_a_call():
+    """So that hooks, FSDP and compilation of a part see it."""
+    encoder, decoder = (dataclasses.replace(MAGNETO, vocab_size=vocab, num_layers=1) for vocab in (None, 31))
+    model, entered = LongNet(EncoderDecoderConfig(encoder=encoder, decoder=decoder)), []
+    for name, part in model.named_modules():
+        part.register_forward_pre_hook(lambda module, inputs, name=name: entered.append(name))
+    model(torch.randn(1, 9, 32), torch.randint(31, (1, 7)))
+    at = entered.index("decoder.blocks.0")
+    assert "decoder.blocks.0.cross_attention.source" in entered[at:]
+    assert "decoder.blocks.0.cross_attention.source" not in entered[:at]
+
+
+@pytest.mark.parametrize("config", [MAGNETO, SMALL], ids=["xPos", "rotary"])
+def test_packed_samples_of_a_language_model(config):
+    model, counts = LongNetLM(dataclasses.replace(config, vocab_size=31)).double(), [20, 0, 3, 11]
+    tokens = torch.randint(31, (1, sum(counts)))
+    packed = model(tokens, cu_seqlens=torch.tensor([0, 20, 20, 23, 34]))
+    alone = torch.cat([model(sample) for sample in tokens.split(counts, 1) if sample.numel()], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="cu_seqlens must ascend from 0 to 34"):
+        model(tokens, cu_seqlens=[0, 30])
+    with pytest.raises(UnsupportedError, match="positions with cu_seqlens"):
+        model(tokens, cu_seqlens=[0, 10, 34], positions=torch.arange(34))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -630,3 +669,19 @@ def test_xpos_refuses_what_autocast_cannot_hold():
         LongNetLM(config).half()(tokens)
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16"):
         LongNetLM(config)(tokens)
+
+
+CHANGED = {
+    "compiled": lambda m: m.blocks.__setitem__(0, torch.compile(m.blocks[0], backend="eager")),
+    "weight norm": lambda m: nn.utils.parametrizations.weight_norm(m.blocks[0].mlp[0]),
+    "more words": lambda m: setattr(m, "embedding", nn.Embedding(40, 32)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_weights_that_could_not_be_loaded_are_not_written(name, tmp_path):
+    model = LongNetLM(SMALL)
+    CHANGED[name](model)
+    with pytest.raises(ValueError, match=r"LongNetLM: .*unlike a model of its configuration.*LoRA"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
         sys.modules["rich"] = sys.modules["matplotlib"] = None
         import torch
         from dilated_attention import BlockLayout, Dilated, dilated_attention
-        from dilated_attention.cli import main
+        from dilated_attention.cli import MEASURING, main
 
         q = torch.randn(1, 16, 2, 8)
         assert dilated_attention(q, q, q, [8, 16], [1, 2]).shape == q.shape
@@ -73,8 +73,29 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
                 assert main(words) == 2
             assert told.getvalue() == f"dilated-attention: error: rich {remedy}\\n", told.getvalue()
         assert main(["info"]) == 0
+        for name in ("demo", "train", "generate", "convert", "suggest", "info", *MEASURING):
+            with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+                main([name, "--help"])
+            assert told.getvalue().startswith(f"usage: dilated-attention {name} "), name
         """
     )
+
+
+def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
+    """In particular not the compiler, which takes longer to load than the rest of PyTorch."""
+    loaded = fresh_python(
+        """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import dilated_attention
+        print(*sorted(sys.modules.keys() - before), sep="\\n")
+        """
+    ).split()
+    assert "dilated_attention.operators" in loaded
+    assert len(loaded) <= 100, loaded
+    assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "triton"))]
 
 
 def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_python):

@@ -296,7 +296,7 @@ BLOCK_CASES = {
     "product": (Dilated((48, 250), (1, 2)) * random, 250, 8, 8, 1, None, None),
     "product, grouped queries": (Dilated((100, 240), (2, 3)) * local, 240, 16, 8, 1, None, None),
     "padded batch": (bigbird(1, 3, 140, 16), 140, 8, 8, 3, (140, 51, 0), None),
-    "packed batch": (local(140), 140, 8, 8, 1, None, (0, 30, 30, 111, 140)),
+    "packed batch": (local(81), 140, 8, 8, 1, None, (0, 30, 30, 111, 140)),
     # Samples of whole segments alone, all of one number of rows.
     "product, padded batch": (Dilated((24, 48), (1, 2)) * local, 96, 8, 8, 3, (96, 48, 0), None),
     "product, packed batch": (Dilated((24, 48), (1, 2)) * local, 144, 8, 8, 1, None, (0, 48, 48, 144)),
@@ -414,6 +414,13 @@ def compose():
     whole.mul(x * (rank + 1)).sum().backward()
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
+    answers["a sequence of one dimension"] = torch.equal(unshard_sequence(shard[0], mesh, 0, 25), x[0])
+    for shape in ((2, 25, 0), (0, 25, 3), (2, 1, 3)):  # no columns, no samples, ranks without a token
+        empty = torch.randn(shape, requires_grad=True)
+        part = shard_sequence(empty, mesh)
+        found = unshard_sequence(part, mesh, seq_len=shape[1])
+        found.sum().backward()
+        answers[f"shape {shape}"] = torch.equal(found, empty)
     answers["unshard"] = torch.equal(whole, x) and torch.equal(shard.grad, x[:, start:stop] * weight)
 
     # A model of one weight: the mean of (w x)^2 over the valid labels, against the same on the whole sequence.

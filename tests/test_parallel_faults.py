@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import processes
 from dilated_attention import dilated_attention
 from dilated_attention.errors import ContextParallelError
-from dilated_attention.parallel import comm
+from dilated_attention.parallel import comm, cp_mean, unshard_sequence
 from dilated_attention.parallel.comm import Framing, Link, link_of
 
 SIZE, CULPRIT, TIMEOUT = 4, 1, 3.0
@@ -204,8 +205,9 @@ def train_alone(transport: str):
     options = {"mesh": dist.group.WORLD, "transport": transport}
     try:
         for _ in range(2):
-            q, k, v = (torch.randn(shape, requires_grad=rank != CULPRIT) for _ in range(3))
-            out = dilated_attention(q, k, v, (32, 128), (1, 2), **options)
+            q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+            with torch.set_grad_enabled(rank != CULPRIT):
+                out = dilated_attention(q, k, v, (32, 128), (1, 2), **options)
             if out.requires_grad:
                 out.sum().backward()
     except ContextParallelError as error:
@@ -222,3 +224,84 @@ def test_a_forward_does_not_take_the_rows_of_a_backward() -> None:
                 continue
             assert kind == "result", (transport, rank, kind, answer)
             assert answer is not None, (transport, rank, "finished as if nothing had happened")
+
+
+def swapped(kind: str, transport: str):
+    """One rank makes two calls, two backwards, two recomputations or two gatherings in the other order."""
+    rank, mesh = dist.get_rank(), dist.group.WORLD
+    in_turn = (1, 0) if rank == CULPRIT else (0, 1)
+    generator = torch.Generator().manual_seed(rank)
+    shards = [torch.randn(1, 64 // SIZE, 4, 4, generator=generator, requires_grad=True) for _ in range(2)]
+    hidden = torch.zeros(1, 64 // SIZE, dtype=torch.bool)
+
+    def call(x, layer="", mask=None):
+        options = {"mesh": mesh, "transport": transport, "layer": layer, "key_padding_mask": mask}
+        return dilated_attention(x, x, x, (32, 128), (1, 2), **options).square().sum()
+
+    try:
+        if kind == "layers":
+            for i in in_turn:
+                call(shards[i], f"layer {i}")
+        elif kind == "masks":
+            for i in in_turn:
+                call(shards[0], "masked", hidden) if i else unshard_sequence(shards[0], mesh)
+        elif kind == "means":
+            for i in in_turn:
+                cp_mean(shards[0].sum(), 1, mesh) if i else unshard_sequence(shards[0], mesh)
+        else:
+            functions = {
+                "backwards": call,
+                "recomputations": lambda x: checkpoint(call, x, use_reentrant=False),
+                "gathered": lambda x: unshard_sequence(x, mesh).square().sum(),
+            }
+            losses = [functions[kind](x) for x in shards]
+            for i in in_turn:
+                losses[i].backward()
+    except (ContextParallelError, ValueError) as error:
+        return str(error)
+
+
+OUT_OF_STEP = [
+    *((kind, t) for kind in ("layers", "backwards", "recomputations") for t in (*TRANSPORTS, "all_gather", "ulysses")),
+    ("gathered", "auto"),
+]
+
+
+def test_ranks_that_are_out_of_step_are_told() -> None:
+    """Each rank that exchanges with the culprit; the others learn of it when they use the group again."""
+    for batch in (OUT_OF_STEP[:8], OUT_OF_STEP[8:]):
+        worlds = {case: processes.World(SIZE, swapped, *case, timeout=TIMEOUT) for case in batch}
+        for case, world in worlds.items():
+            for rank, (kind, answer) in enumerate(world.outcomes(6 * TIMEOUT + 20)):
+                assert kind == "result", (case, rank, kind, answer)
+                assert answer is not None, (case, rank, "finished as if nothing had happened")
+                if case[0] == "layers":
+                    assert "layer " in answer, (case, rank, answer)
+
+
+@pytest.mark.parametrize("kind", ["masks", "means"])
+def test_gatherings_out_of_step_are_no_numbers(kind: str) -> None:
+    for rank, (outcome, answer) in enumerate(
+        processes.World(SIZE, swapped, kind, "auto", timeout=TIMEOUT).outcomes(40)
+    ):
+        assert outcome == "died" or (outcome == "result" and answer is not None), (rank, outcome, answer)
+
+
+def train_one_shard():
+    """Only rank 0's shard wants gradients, as behind a trainable prefix."""
+    rank = dist.get_rank()
+    whole = torch.randn(1, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+    own = whole.chunk(SIZE, 1)[rank].clone().requires_grad_(rank == 0)
+    for training in (False, True):  # an evaluation first, in which none does
+        with torch.set_grad_enabled(training):
+            out = dilated_attention(own, own, own, (32, 128), (1, 2), mesh=dist.group.WORLD)
+    assert out.requires_grad
+    out.square().sum().backward()
+    whole.requires_grad_()
+    dilated_attention(whole, whole, whole, (32, 128), (1, 2)).square().sum().backward()
+    if rank == 0:
+        torch.testing.assert_close(own.grad, whole.grad.chunk(SIZE, 1)[0])
+
+
+def test_every_rank_takes_part_in_a_backward_that_one_rank_wants() -> None:
+    processes.run(SIZE, train_one_shard)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import processes
 from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, explain
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
     GigaPathSlideEncoder,
     LongNetAttention,
     LongNetConfig,
+    LongNetEncoder,
     LongNetLM,
     LongViT,
     LongViTConfig,
@@ -508,3 +514,109 @@ def ranges():
 
 def test_ranges() -> None:
     assert processes.run(2, ranges) == [((0, 3), 0), ((3, 7), 0)]
+
+
+def trained_with_dropout():
+    """The states of a sequence of uneven shards, and the random state that is left, where all ranks begin alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(5)
+    model = LongNetEncoder(config(vocab_size=None, embed_dim=16, dropout=0.3, attention_dropout=0.2)).double().train()
+    x = torch.randn(2, 91, 16, dtype=torch.float64)
+    set_context_parallel(model, mesh)
+    states = model(shard_sequence(x, mesh), seq_len=91)
+    return unshard_sequence(states, mesh, seq_len=91).detach().numpy(), torch.get_rng_state().numpy()
+
+
+def test_dropout_does_not_depend_on_the_ranks():
+    """What is dropped is a hash of places, and each rank draws one seed, so that all go on alike."""
+    answers = [answer for size in (2, 3) for answer in processes.run(size, trained_with_dropout)]
+    for states, random_state in answers[1:]:
+        np.testing.assert_allclose(states, answers[0][0], rtol=1e-9, atol=1e-9)
+        assert (random_state == answers[0][1]).all()
+
+
+def copied():
+    group = dist.group.WORLD
+    torch.manual_seed(3)
+    module = MultiheadDilatedAttention(16, 4, segment_lengths=SEGMENTS, dilation_rates=RATES)
+    set_context_parallel(module, group)
+    x = shard_sequence(torch.randn(1, 90, 16), group)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    expected = module(x, x, x)[0]
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x, x, x)[0], expected)
+
+
+def test_a_module_over_a_process_group_is_copied_and_saved():
+    processes.run(2, copied)
+
+
+def converted():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 2).eval()
+    convert_attention(model, SEGMENTS, RATES)
+    x = torch.randn(2, 91, 16)
+    expected = model(x)
+    set_context_parallel(model, mesh, seq_len=91)
+    found = unshard_sequence(model(shard_sequence(x, mesh)), mesh, seq_len=91)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_converted_encoder_has_uneven_shards():
+    processes.run(2, converted)
+
+
+def ragged_language_model():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    model = LongNetLM(config(embed_dim=16, vocab_size=31)).double()
+    tokens, positions = torch.randint(31, (3, 91)), torch.arange(7, 98)
+    edges, lengths = torch.tensor([0, 40, 40, 91]), [91, 60, 2]
+
+    def results():
+        return model(tokens, lengths=lengths), model(tokens, positions=positions), model(tokens[:1], cu_seqlens=edges)
+
+    expected, loss = results(), model.loss(tokens, lengths)
+    loss.backward()
+    right = gradients(model)
+    model.zero_grad()
+    set_context_parallel(model, mesh)
+    shard, mine = shard_sequence(tokens, mesh), shard_sequence(positions, mesh, dim=0)
+    options = [(shard, {"lengths": lengths}), (shard, {"positions": mine}), (shard[:1], {"cu_seqlens": edges})]
+    for (given, more), whole in zip(options, expected, strict=True):
+        found = unshard_sequence(model(given, seq_len=91, **more).detach(), mesh, seq_len=91)
+        torch.testing.assert_close(found, whole.detach(), rtol=1e-9, atol=1e-9)
+    over = model.loss(tokens, lengths)
+    torch.testing.assert_close(over, loss, rtol=1e-9, atol=1e-9)
+    over.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    assert max(difference(gradients(model), right).values()) < 1e-9
+
+
+def test_a_language_model_over_a_mesh_takes_lengths_positions_and_packed_samples():
+    processes.run(2, ragged_language_model)
+
+
+def sharded_arguments():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q = distribute_tensor(torch.randn(1, 64, 4, 4), mesh, [Shard(1)])
+    with pytest.raises(ValueError, match=r"q must be a plain tensor; got a DTensor.*q\.to_local"):
+        dilated_attention(q, q, q, (16,), (1,), mesh=mesh)
+    model = model_of(config(vocab_size=31))
+    tokens = torch.randint(31, (1, 20))
+    expected = model.generate(tokens, 3, temperature=0.0)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+    assert torch.equal(model.generate(tokens, 3, temperature=0.0), expected)
+
+
+def test_what_is_sharded_by_pytorch():
+    processes.run(2, sharded_arguments)

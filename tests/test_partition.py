@@ -216,9 +216,9 @@ def test_edges_that_do_not_ascend_are_refused(field: str, edges: tuple[int, ...]
     [
         (None, 0, "pattern must be a Dilated, a BlockLayout or their product; got NoneType"),
         ((16, 32), 0, "pattern must be a Dilated, a BlockLayout or their product; got tuple"),
-        (Dilated((8,), (1,)), 4, r"rank must be an integer in \[0, 4\), the world size; got 4"),
-        (Dilated((8,), (1,)), 1.5, r"rank must be an integer in \[0, 4\), the world size; got 1.5"),
-        (Dilated((8,), (1,)), "a", r"rank must be an integer in \[0, 4\), the world size; got 'a'"),
+        (Dilated((8,), (1,)), 4, r"rank must be an integer from 0 to 3; got 4"),
+        (Dilated((8,), (1,)), 1.5, r"rank must be an integer from 0 to 3; got 1.5"),
+        (Dilated((8,), (1,)), "a", r"rank must be an integer from 0 to 3; got 'a'"),
     ],
 )
 def test_plans_of_no_pattern_or_rank_are_refused(pattern, rank, message, unchecked) -> None:

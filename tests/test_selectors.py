@@ -143,10 +143,25 @@ def test_decoding_by_pages():
         lists[:, :, -1] = chosen
         layout = BlockLayout.from_topk(lists, (4, 4), seq_len=23)
         torch.testing.assert_close(found, block_sparse_attention(q, k, v, layout)[:, -1:], rtol=0, atol=1e-12)
-    none = torch.full((2, 1, 2), -1)
-    assert not listed_attention(newest, k, v, none).any()
-    v[:, 0] = math.nan
-    assert listed_attention(newest, k, v, torch.tensor([[[5, -1]]]), size).isfinite().all()
+        for again in (torch.cat([chosen, chosen.flip(-1)], -1), torch.cat([chosen[..., :1]] * 2 + [chosen], -1)):
+            torch.testing.assert_close(listed_attention(newest, k, v, again, size), found, rtol=0, atol=1e-12)
+
+
+def test_keys_that_no_list_names_reach_nothing():
+    """NaN in their k and v changes neither out nor a gradient; an empty list gives 0."""
+    q, k, v = make(23, 4, 2)
+    chosen, size = torch.tensor([[[5, -1, 2]]]), 4
+    dirty = [x.clone() for x in (k, v)]
+    for x in dirty:
+        x[:, :8] = x[:, 12:20] = math.nan
+    results = []
+    for keys, values in ((k, v), dirty):
+        leaves = [x.clone().requires_grad_() for x in (q[:, -1:], keys, values)]
+        out = listed_attention(*leaves, chosen, size)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        assert not listed_attention(q[:, -1:], keys, values, torch.full((2, 1, 2), -1)).any()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_pages_of_a_prompt_read_under_inference_mode():
@@ -238,7 +253,7 @@ BAD = [
     (r"k must have the batch, .*; got torch.float32 of shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.append(Q)),
     ("k must have the batch, .* and dtype .*; got torch.float64", lambda: FULL_PAGES.append(K.double())),
     (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
-    ("top_k=0 must be positive", lambda: routing.Indexer(8, top_k=0)),
+    ("top_k must be a positive integer; got 0", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
     (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; got \(1, 3, 2\)",
      lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
@@ -262,7 +277,7 @@ BAD = [
     (r"q and k must have .* q \(1, 64, 32\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q.flatten(2), K)),
     (r"x must be \(batch, seq, embed_dim=8\); got shape \(64, 8\)", lambda: routing.Indexer(8)(torch.zeros(64, 8))),
     (r"x must be .* got shape \(1, 64, 7\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 7), Q, K)),
-    ("new=5 must lie between 0 and the 3 tokens", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
+    ("new must be.*from 0 to 3; got 5", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
     ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),
 ]  # fmt: skip
 

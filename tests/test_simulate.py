@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilated_attention.cli import main
-from dilated_attention_bench import charts, rank_processes
+from dilated_attention_bench import charts, command, rank_processes
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.results import Record, read
 from dilated_attention_bench.simulate import Network, Rehearsal, World, rehearse, rows, world_sizes
@@ -82,7 +82,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert main(["simulate", *options, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "measured and counted" in text
+    assert text.index("call: measured") < text.index("\ncounted") < text.index(", modelled")
     assert "modelled: 5 us a message, 50 GB/s" in text
     (rows,) = tmp_path.glob("*/simulate.jsonl")
     assert rows.with_suffix(".png").stat().st_size > 10_000
@@ -131,6 +131,20 @@ def test_bad_input_is_one_line(options: list[str], words: str, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_tables_are_whole_at_80_columns(capsys, monkeypatch) -> None:
+    """In a pipe, too, whose width is taken to be that."""
+    monkeypatch.setenv("COLUMNS", "80")
+    found = [Rehearsal(BILLION, "doubling", (98765.4,), (98765.4,), 10**12, 10**12, 8191, 13, 10**12, 1 << 40)]
+    for table in command._simulated(found, Network(5e-6, 5e9)):
+        command.show(table)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.count(f" {1 << 30:,} ") == 3
+    for word in ("98,765 s", "1,048,576 MiB", "1,000,000 MB", "8,191", "peak memory", "official"):
+        assert word in printed
 
 
 CASE = Case(method="dilated", seq_len=512, segment_lengths=(64, 512), dilation_rates=(1, 4), heads=4, head_dim=8)

@@ -51,7 +51,7 @@ def test_the_cls_token_alone_is_that_of_all_tokens(counts, compat):
     results = []
     for first_only in (False, True):
         leaf = x.clone().requires_grad_()
-        (state,) = model.encoder.packed(leaf, counts, is_causal=False, first_only=first_only)
+        state = model.encoder(leaf, cu_seqlens=[*starts, sum(counts)], first_only=first_only)
         state = state if first_only else state[:, starts]
         model.zero_grad()
         state.square().sum().backward()
@@ -259,3 +259,54 @@ def test_fine_tuning_reaches_every_parameter():
     x, coords = slides()
     model(x.double(), coords, lengths=[90, 5, 30, 64]).sin().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_coordinates_in_another_unit_are_told():
+    """Fractions, or numbers of the grid: all tiles would lie at a few places."""
+    model, (x, coords) = GigaPathSlideEncoder(SMALL).eval(), slides(count=2)
+    for wrong in (coords / coords.max(), coords // 2560):
+        mixed = torch.stack([coords[0].double(), wrong[1].double()])
+        with pytest.warns(UserWarning, match=r"coords: the 90 tiles of slide 1 lie at \d+ places of 256 pixels"):
+            model(x, mixed)
+    model(x, coords)
+    overlapping = torch.cartesian_prod(torch.arange(10), torch.arange(9)) * 128
+    model(x[:1], overlapping[None])  # by half: warnings are errors here
+
+
+def test_a_projection_is_called_once_for_all_slides():
+    model, seen = GigaPathSlideEncoder(SMALL).eval(), []
+    x, coords = slides()
+    model.projection.register_forward_hook(lambda module, inputs, out: seen.append(len(out)))
+    model(x, coords, lengths=[90, 1, 37, 64])
+    assert seen == [192]
+
+
+def test_a_slide_encoder_is_exported(fresh_python):
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import Dilated
+        from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig
+
+        longnet = LongNetConfig(
+            vocab_size=None, embed_dim=32, num_layers=1, num_heads=4, positions=None, pattern=Dilated((16, 64), (1, 2))
+        )
+        model = GigaPathSlideEncoder(GigaPathConfig(in_chans=8, slide_ngrids=64, encoder=longnet)).eval()
+        inputs = torch.randn(1, 90, 8), torch.randint(16384, (1, 90, 2))
+        for run in (
+            torch.export.export(model, inputs).module(), torch.compile(model, fullgraph=True, backend="aot_eager")
+        ):
+            torch.testing.assert_close(run(*inputs), model(*inputs))
+        """
+    )
+
+
+def test_a_head_that_is_put_on_a_model_without_a_classifier(tmp_path):
+    encoder = dataclasses.replace(ENCODER, final_norm=False)
+    model = LongViT(LongViTConfig(image_size=32, patch_size=8, encoder=encoder)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    states = model(images)
+    model.head = nn.Linear(32, 5)
+    torch.testing.assert_close(model(images), model.head(states.mean(1)))
+    with pytest.raises(ValueError, match=r"has unknown head\.bias.*configuration"):
+        model.save_pretrained(tmp_path)

@@ -46,6 +46,12 @@ def test_transforms_and_modes_are_noticed():
         look(x)
     assert seen == [(False, False), (True, False), (False, True)]
 
+    mapped = []
+    torch.func.vmap(
+        lambda x, y: (mapped.extend([torch_internals.is_mapped(x), torch_internals.is_mapped(y)]), x)[1], (0, None)
+    )(x, x)
+    assert mapped == [True, False]
+
     assert not torch_internals.observed(x)
     assert torch_internals.observed(torch.nn.Parameter(x))
     with FlopCounterMode(display=False):

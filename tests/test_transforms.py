@@ -74,6 +74,23 @@ def test_vmap_of_blocks_and_products():
         assert torch.equal(vmap(function)(*inputs), one_by_one(function, *inputs))
 
 
+@pytest.mark.parametrize("combined", [
+    lambda: BlockLayout.longformer(17, 4, 2, 4), lambda: BlockLayout.bigbird(17, 4, 2, 1, 0, 4),
+    lambda: BlockLayout.local(17, 4, 4) & BlockLayout.global_(17, 6, 4),
+])  # fmt: skip
+def test_layouts_that_are_combined_inside_a_transform(combined):
+    inputs = tensors(2)
+
+    def loss(q, k, v, make):
+        return attention(q, k, v, make()).sin().sum()
+
+    made = combined()
+    expected = [grad(loss, (0, 1, 2))(*x, lambda: made) for x in zip(*inputs, strict=True)]
+    assert all(map(torch.equal, grad(loss, (0, 1, 2))(*(x[0] for x in inputs), combined), expected[0]))
+    mapped = vmap(grad(lambda *x: loss(*x, combined), (0, 1, 2)), randomness="same")(*inputs)
+    assert all(map(torch.equal, mapped, map(torch.stack, zip(*expected, strict=True))))
+
+
 def test_gradients_under_vmap():
     """vmap of grad, grad of vmap, and a Jacobian, which maps over the gradient of out alone."""
     inputs = tensors(3)
@@ -104,6 +121,7 @@ def test_batched_gradients_of_autograd(options):
     """`is_grads_batched`, and with it vectorized Jacobians, map by an older vmap."""
     q, k, v = (x[: 1 if "cu_seqlens" in options else None].requires_grad_() for x in tensors())
     layout = BlockLayout.from_mask(torch.rand(len(q), 1, 5, 5) < 0.5, seq_len=17, block_size=4)
+    layout = layout.prefix(12) if "cu_seqlens" in options else layout  # its longest sample
     for pattern in (Dilated((4, 16), (1, 4)), layout):
         results = attention(q, k, v, pattern, return_lse=True, **options)
         for outputs in (results, results[:1], results[1:]):
@@ -201,6 +219,24 @@ def test_what_vmap_refuses():
 
 def module(**options) -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(16, 4, **NESTED, **options)
+
+
+@pytest.mark.parametrize(("pattern", "backend"), [
+    (Dilated((8, 16), (1, 2)) * (lambda length: BlockLayout.local(length, window=16, block_size=16)), "native"),
+    (Dilated((8, 16), (1, 2)), "reference"),
+])  # fmt: skip
+def test_lengths_that_vmap_maps_where_their_values_are_read(pattern, backend):
+    q, k, v = tensors(3)
+
+    def run(q, k, v, lengths):
+        return attention(q, k, v, pattern, lengths=lengths, backend=backend)
+
+    lengths = torch.tensor([[3, 17], [0, 5], [17, 1]])
+    with pytest.raises(UnsupportedError, match=r"lengths.*torch\.func\.vmap.*fold.*batch"):
+        vmap(run)(q, k, v, lengths)
+    folded = run(*(x.flatten(0, 1) for x in (q, k, v)), lengths.flatten())  # what the error says to do
+    assert torch.equal(folded.unflatten(0, (3, 2)), one_by_one(run, q, k, v, lengths))
+    assert vmap(lambda *x: run(*x, torch.tensor([3, 17])))(q, k, v).shape == q.shape
 
 
 def test_an_ensemble_of_modules():
@@ -302,13 +338,19 @@ def test_scores_are_as_wide_under_autocast(segment, options, backend):
         assert dilated_attention(wide, wide, wide, [segment], [1], backend=backend).isfinite().all()
 
 
+def test_jit_trace_is_refused():
+    q = torch.randn(1, 16, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace.*torch\.export"):
+        torch.jit.trace(lambda q: dilated_attention(q, q, q, [8], [1]), (q,))
+
+
 def test_compiled_and_exported(fresh_python):
     """In one graph each, at lengths that change; masks are looked at when the graph runs."""
     fresh_python("""
         import warnings
         import torch
         from torch import nn
-        from dilated_attention import Dilated, UnsupportedError, dilated_attention
+        from dilated_attention import BlockLayout, Dilated, UnsupportedError, block_sparse_attention, dilated_attention
         from dilated_attention.integrations import convert_attention
         from dilated_attention.models import LongNetConfig, LongNetLM
         from dilated_attention.nn import MultiheadDilatedAttention, TransformerBlock
@@ -328,6 +370,24 @@ def test_compiled_and_exported(fresh_python):
                     gradients.append((out, model.in_proj_weight.grad, model.out_proj.weight.grad))
                 for a, b in zip(*gradients):
                     torch.testing.assert_close(a, b)
+
+        # Layouts with lists per head, per KV head and per sample, whose numbers are symbols in the graph.
+        for kv_heads, lead in ((4, (1, 4)), (2, (1, 2)), (2, (2, 1))):
+            q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, kv_heads, 8)
+            layout = BlockLayout.from_mask(torch.rand(*lead, 8, 8) < 0.5, 64, 8)
+            def sparse(q, k, layout):
+                return block_sparse_attention(q, k, k, layout, is_causal=True)
+            compiled = torch.compile(sparse, fullgraph=True, backend="eager", dynamic=True)
+            assert torch.equal(compiled(q, k, layout), sparse(q, k, layout))
+        for x in (q, k):
+            torch._dynamo.mark_dynamic(x, 0)
+        torch.compile(sparse, fullgraph=True, backend="eager")(q, k, layout)
+        try:
+            compiled(torch.randn(3, 64, 4, 8), torch.randn(3, 64, 2, 8), layout)
+        except ValueError as error:
+            assert "batch of 2" in str(error) and "got 3" in str(error)
+        else:
+            raise AssertionError("computed")
 
         # A scale of any sign; and a shape that eager calls warn of.
         for scale, heads in ((-0.4, 2), (0.0, 300)):

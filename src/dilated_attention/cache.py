@@ -8,9 +8,11 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Value = TypeVar("Value")
@@ -19,12 +21,26 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
 def name_of(thing: Any) -> int:
-    """A number that stands for `thing` as long as it lives. It reads no content, so `thing` must never change.
+    """Return a number that stands for `thing` as long as it lives, or for a tensor until it is written to.
 
     Layouts are named by their tables: a tensor is the same object on both sides of the dispatcher, a layout is not.
     """
-    name: int = _names.setdefault(thing, next(_numbers))
+    version = _version(thing)
+    name, named = _names.get(thing, (0, None))
+    if named is None or named != version:
+        name = next(_numbers)
+        _names[thing] = name, version
     return name
+
+
+def is_named(table: Tensor) -> bool:
+    """Whether a table has a name and still is what it was. One without may be written to by whoever made it."""
+    named = _names.get(table)
+    return named is not None and named[1] == _version(table)
+
+
+def _version(thing: Any) -> int:
+    return thing._version if isinstance(thing, Tensor) and not thing.is_inference() else 0
 
 
 class CacheInfo(NamedTuple):
@@ -98,10 +114,10 @@ class PlanCache:
 
     def resize(self, max_bytes: int) -> None:
         """Set the limit, in bytes, and evict what no longer fits."""
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, Integral) or max_bytes < 0:
             raise ValueError(f"max_bytes must be a non-negative integer, in bytes; got {max_bytes!r}")
         with self._lock:
-            self._max_bytes = max_bytes
+            self._max_bytes = int(max_bytes)
             self._evict()
 
 

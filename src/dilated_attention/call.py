@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
 from dilated_attention.backends import table
@@ -25,6 +26,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import Mesh, check_transport, context_group
 from dilated_attention.patterns import Dilated, Product
 from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
+from dilated_attention.torch_internals import is_mapped
 
 Pattern = Dilated | BlockLayout | Product
 
@@ -135,6 +137,7 @@ class Call:
         checks.mask(q, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
+        head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
         branches = dilated_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         needs = {
             "key_padding_mask": key_padding_mask is not None,
@@ -186,9 +189,22 @@ class Call:
                 raise ValueError(
                     f"cu_seqlens must ascend from 0 to {seq_len}, the tokens of the sequence; got {bounds}"
                 )
+            longest = max([stop - start for start, stop in pairwise(bounds)], default=0)
+            for layout in self.layouts:
+                if 0 < longest < layout.seq_len:
+                    raise ValueError(
+                        f"layout is for {layout.seq_len} tokens, but the longest sample of cu_seqlens has {longest}: "
+                        "every sample uses the lists of the first tokens, so later lists are never used. Give "
+                        f"layout.prefix({longest}) if that is meant, or make one call per sample, each with its layout"
+                    )
             for start, stop in pairwise(bounds):
                 yield slice(0, 1), slice(start, stop)
         elif self.lengths is not None:
+            if is_mapped(self.lengths):
+                raise UnsupportedError(
+                    "lengths is mapped by torch.func.vmap, and a product and backend='reference' read its values; "
+                    "fold the mapped dimension into the batch instead"
+                )
             values = self.lengths.tolist()
             if any(not 0 <= length <= seq_len for length in values):
                 raise ValueError(f"lengths must lie in [0, {seq_len}], the padded length; got {values}")
@@ -293,8 +309,7 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     check_transport(transport)
     if seq_len is None:
         return q.shape[1] * dist.get_world_size(group)
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a non-negative integer, the length over all ranks; got {seq_len!r}")
+    seq_len = checks.integer("seq_len", seq_len, 0)
     if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
         raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
@@ -308,7 +323,19 @@ def dilated_factor(pattern: Pattern, seq_len: int) -> Dilated:
         return Dilated((max(seq_len, 1),), (1,))
     if isinstance(pattern, Product):
         return pattern.dilated
-    raise ValueError(f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}")
+    raise ValueError(
+        f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}"
+        f"{layout_remedy(pattern)}"
+    )
+
+
+def layout_remedy(given: Any) -> str:
+    """How to make a layout of what other packages take in its place."""
+    if isinstance(given, BlockMask):
+        return "; give BlockLayout.from_block_mask of it"
+    if isinstance(given, Tensor):
+        return "; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor"
+    return ""
 
 
 def _work(branches: Branches, q: Tensor) -> int:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.torch_internals import in_torch_func, observed
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -19,6 +20,10 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     dense(q, k, v)
+    if torch.jit.is_tracing():  # sizes are tensors there
+        raise UnsupportedError(
+            "torch.jit.trace cannot record this call; use torch.export instead, with backend='reference' for ONNX"
+        )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
@@ -54,6 +59,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
             )
+        if type(x) is not Tensor and hasattr(x, "to_local"):
+            raise ValueError(
+                f"{name} must be a plain tensor; got a DTensor. Give {name}.to_local(), this rank's shard, and mesh="
+            )
         if x.layout is not torch.strided:
             raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
         if x.dtype != q.dtype or not x.is_floating_point():
@@ -74,15 +83,15 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
     if lengths is not None:
-        lengths = _integers("lengths", lengths, f"{q.shape[0]} integers, one per batch row")
+        wanted = f"{q.shape[0]} integers, one per batch row"
+        if not isinstance(lengths, Tensor):
+            lengths = torch.tensor(integers("lengths", lengths, wanted), dtype=torch.int64, device="cpu")
         if lengths.shape != q.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
-            raise ValueError(
-                f"lengths must be {q.shape[0]} integers, one per batch row; "
-                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
-            )
+            raise ValueError(f"lengths must hold {wanted}; got {lengths.dtype} of shape {tuple(lengths.shape)}")
     if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):  # torch.as_tensor takes a tensor to the default device
-            cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
+        if not isinstance(cu_seqlens, Tensor):
+            values = integers("cu_seqlens", cu_seqlens, "(samples + 1,) integers")
+            cu_seqlens = torch.tensor(values, dtype=torch.int64, device="cpu")
         if (
             cu_seqlens.dim() != 1
             or not len(cu_seqlens)
@@ -90,20 +99,12 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
             or cu_seqlens.dtype == torch.bool
         ):
             raise ValueError(
-                f"cu_seqlens must be (samples + 1,) integers; got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+                "cu_seqlens must hold (samples + 1,) integers; "
+                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
             )
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
     return lengths, cu_seqlens
-
-
-def _integers(name: str, values: Any, wanted: str) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    whole = isinstance(values, Sequence) and all(isinstance(x, int) and not isinstance(x, bool) for x in values)
-    if not whole:
-        raise ValueError(f"{name} must be {wanted}; got {values!r}")
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
@@ -144,25 +145,70 @@ def boolean(name: str, value: bool) -> None:
 
 
 def number(name: str, value: float | None) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and abs(value) <= _LARGEST_SCALE):
+    if value is not None and not (isinstance(value, Real) and abs(value) <= _LARGEST_SCALE):
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
 
 
+def readable(*tensors: Tensor) -> bool:
+    """Whether looking at values takes no wait: on the CPU, and not in a graph."""
+    if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
+        return False
+    return all(x.device.type == "cpu" for x in tensors)
+
+
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:
-    """Whole numbers in [least, stop), where looking at them takes no wait: on the CPU, and not in a graph."""
-    if values.device.type != "cpu" or torch.compiler.is_compiling() or in_torch_func() or observed(values):
+    """Whole numbers in [least, stop), where looking at them takes no wait."""
+    if not readable(values):
         return
     low, high = map(int, values.aminmax()) if values.numel() else (least, least)
     if low < least or high >= stop:
         raise ValueError(f"{what} must lie in [{least}, {stop}); got {low if low < least else high}")
 
 
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value as an int, or a ValueError unless it is an integer in [least, most].
+
+    Integers of Python and NumPy, tensors and arrays of no dimension, and the symbols of torch.compile will do; truth
+    values and floats will not.
+    """
+    number = _integer(value)
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        signs = {None: "an integer", 0: "a non-negative integer", 1: "a positive integer"}
+        kind = (
+            signs.get(least, f"an integer of at least {least}")
+            if most is None
+            else f"an integer from {least} to {most}"
+        )
+        raise ValueError(f"{name} must be {kind}; got {value!r}")
+    return number
+
+
 def positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer; got {value!r}")
-    return int(value)
+    return integer(name, value, 1)
+
+
+def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
+    """A sequence, array or tensor of integers as ints, or a ValueError that says what is `wanted`."""
+    held = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
+        raise ValueError(f"{name} must hold {wanted}; got {values!r}")
+    numbers = [_integer(value) for value in held]
+    for value, number in zip(held, numbers, strict=True):
+        if number is None or (least is not None and number < least):
+            raise ValueError(f"{name} must hold {wanted}; got {value!r} in {list(held)!r}")
+    return tuple([number for number in numbers if number is not None])
+
+
+def _integer(value: Any) -> int | None:
+    if type(value) is int:  # by far the most
+        return value
+    if not isinstance(value, (int, torch.SymInt)) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a number of NumPy, or a tensor or array of no dimension
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        return None
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)  # type: ignore[return-value]
 
 
 def probability(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+    if not isinstance(value, Real) or not 0 <= value < 1:
         raise ValueError(f"{name} must be a probability in [0, 1); got {value!r}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +33,7 @@ from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_bytes
 from dilated_attention.suggestion import suggest_pattern
+from dilated_attention.terminal import console, show
 from dilated_attention.training.loop import OPTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -45,6 +48,18 @@ MEASURING = {
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
 }
 """The commands of the benchmark, which is loaded when one of them is called."""
+ARGUMENTS = {
+    "batch_size": "--batch",
+    "dilation_rates": "--rates",
+    "embed_dim": "--dim",
+    "first_segment": "--segment",
+    "is_causal": "--causal",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "segment_lengths": "--segments",
+    "seq_len": "--tokens",
+}
+"""Arguments of the library: the option that gives each, in the commands that have it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +76,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         self.complete()
-        return super().parse_known_args(*arguments, **options)
+        found, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:  # here, where the options of the command are known
+            near = [get_close_matches(word, self._option_string_actions, 1) for word in unknown]
+            meant = [word for words in near for word in words]
+            hint = f"; did you mean {' '.join(meant)}?" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -91,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
-        print(f"dilated-attention {options.command}: error: {_in_a_line(error)}", file=sys.stderr)
+        print(f"dilated-attention {options.command}: error: {_in_a_line(options.command, error)}", file=sys.stderr)
         return 2
     return code
 
@@ -112,10 +133,32 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _in_a_line(error: ValueError | OSError) -> str:
+def _in_a_line(command: str, error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+    return _in_options(command, " ".join(str(error).split()))
+
+
+def _in_options(command: str, message: str) -> str:
+    """Return an error of the library with the names of Python's arguments replaced by the command's options; one about
+    the fields of a file as it is."""
+    if re.match(r"\S+\.json: ", message):
+        return message
+    (commands,) = (x for x in command_line()._actions if isinstance(x, argparse._SubParsersAction))
+    parser = commands.choices[command]
+    parser.complete()
+    names = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    names |= {name: option for name, option in ARGUMENTS.items() if option in parser._option_string_actions}
+    alone, name = r"(?<![\w/.-])", "|".join(names)
+
+    def given(found: re.Match[str]) -> str:
+        return f"{names[found[1]]} {found[3] if found[2] is None else found[2].replace(' ', '')}"
+
+    message = re.sub(rf"{alone}({name})=(?:\((\d[\d, ]*\d)\)|'([^' ]+)')", given, message)
+    message = re.sub(rf"{alone}({name})= ?", lambda found: f"{names[found[1]]} ", message)
+    long = "|".join(word for word in names if "_" in word) or name
+    message = re.sub(rf"{alone}({long})\b(?![/.-]\w)", lambda found: names[found[1]], message)
+    return re.sub(rf"^({name})(?= must\b|:)", lambda found: names[found[1]], message)
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
@@ -124,7 +167,6 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _load_measuring(name: str, parser: _Parser) -> None:
-    require("rich", "matplotlib")
     import_module("dilated_attention_bench.command").add_options(name, parser)
 
 
@@ -149,8 +191,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dilated_attention.training.demo import demo
 
     for name, least, most in (("tokens", 256, 1 << 24), ("seconds", 0.0, 86400.0)):
@@ -158,7 +198,7 @@ def _demo(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(options, name)}: must lie in [{least}, {most:g}]")
     device = require_device(options.device)
     return demo(
-        options.out, Console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
+        options.out, console(), tokens=options.tokens, seconds=options.seconds, seed=options.seed, device=device
     )
 
 
@@ -177,8 +217,9 @@ def _add_train(commands: Any) -> None:
     begin.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out with its options and text; more --steps extend even a finished run, whose "
-        "learning rate then follows the schedule of the larger number",
+        help="continue the run in --out with its options and text, or start it if there is none yet and text is given: "
+        "one command for a run that may be restarted. More --steps extend even a finished run, whose learning rate "
+        "then follows the schedule of the larger number",
     )
     begin.add_argument(
         "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
@@ -271,8 +312,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
     """Train; with several processes, each of them runs this."""
-    from rich.console import Console
-
     from dilated_attention.training import session
 
     given = vars(options)
@@ -286,11 +325,12 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
         model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
     elif options.dense:
         model["pattern"] = None
-    kept = session.chosen_options(options.out if options.resume else None, given)
-    ranks = _connect(options, kept, watch)
+    continues = options.resume and (session.saved(options.out) or not options.paths)
+    kept = session.chosen_options(options.out if continues else None, given)
+    ranks = _connect(options, kept, watch, continues)
     where = {"device": kept["device"], "backend": kept["backend"], "ranks": ranks}
     first = ranks is None or ranks.first
-    if options.resume:
+    if continues:
         training = session.resume(options.paths, options.out, model, recipe, **where)
         if first:
             session.remember(options.out, kept)
@@ -301,7 +341,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     code: int = session.run(
         training,
         options.out,
-        Console(quiet=not first),
+        console(quiet=not first),
         save_every=kept["save_every"],
         keep=kept["keep"],
         held_out_windows=kept["held_out"],
@@ -313,7 +353,9 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
     return code
 
 
-def _connect(options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None) -> Ranks | None:
+def _connect(
+    options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
+) -> Ranks | None:
     """This process's place in a run of several, all started with the same options and versions; None if alone."""
     if watch is None and options.context_parallel == 1:
         return None
@@ -322,11 +364,13 @@ def _connect(options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch 
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
     if watch is None:
         return None
-    names = ("out", "resume", "overwrite", "context_parallel", "timeout")
+    names = ("out", "overwrite", "context_parallel", "timeout")
     here = environment()
     versions = {"torch": here["torch"], "dilated_attention": here["dilated_attention"]}
     python = ".".join(map(str, sys.version_info[:2]))
-    watch.agree({**{name: vars(options)[name] for name in names}, **kept, **versions, "python": python})
+    watch.agree(
+        {"resume": continues, **{name: vars(options)[name] for name in names}, **kept, **versions, "python": python}
+    )
     return Ranks.connect(watch, options.context_parallel, torch.device(kept["device"]))
 
 
@@ -336,13 +380,13 @@ def _onwards(out: Path) -> str:
 
     if session.saved(out):
         return f"--resume continues {out}"
-    return f"nothing is saved in {out} yet: start again, without --resume"
+    return f"nothing is saved in {out} yet: start again"
 
 
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
     """Say why `train` ends, in one line. One of several processes exits here, without the collective goodbye that the
     others may not answer."""
-    print(f"dilated-attention train: error: {' '.join(problem.split())}", file=sys.stderr)
+    print(f"dilated-attention train: error: {_in_options('train', ' '.join(problem.split()))}", file=sys.stderr)
     if watch is not None:
         watch.leave(problem)
         sys.stdout.flush()
@@ -378,31 +422,28 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dilated_attention.training import writing
 
-    try:
-        if options.prompt_file is None:
-            prompt = os.fsencode(options.prompt)
-        elif str(options.prompt_file) == "-":
-            prompt = sys.stdin.buffer.read()
-        else:
-            prompt = read_bytes(options.prompt_file)
-        with Console(stderr=True).status("reading the model and the prompt"):
-            model = writing.load(options.model, require_device(options.device), options.backend)
-            pieces = writing.write(
-                model,
-                prompt,
-                options.bytes,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
-            )
-    except (ValueError, OSError) as error:
-        print(f"dilated-attention generate: error: {error}", file=sys.stderr)
-        return 2
+    if options.prompt_file is None:
+        prompt = os.fsencode(options.prompt)
+    elif str(options.prompt_file) == "-":
+        prompt = sys.stdin.buffer.read()
+    else:
+        prompt = read_bytes(options.prompt_file)
+    if not prompt:
+        source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
+        raise ValueError(f"{source} is empty: give at least one character")
+    with console(stderr=True).status("reading the model and the prompt"):
+        model = writing.load(options.model, require_device(options.device), options.backend)
+        pieces = writing.write(
+            model,
+            prompt,
+            options.bytes,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -428,6 +469,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
     )
+    parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
     parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
     _plain(parser, "tokens", _positive, 300, "of the random input")
     _plain(parser, "seed", _seed, 0, "of the random input")
@@ -435,7 +477,6 @@ def _add_convert(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from dilated_attention.conversion import convert
@@ -445,6 +486,7 @@ def _convert(options: argparse.Namespace) -> int:
         "segment_lengths": options.segments,
         "dilation_rates": options.rates,
         "architecture": options.architecture,
+        "prefix": options.prefix or None,
         "surplus": "warn" if options.leave_surplus else None,
     }
     if options.kind == "torchscale" and (options.segments is None or options.rates is None):
@@ -454,7 +496,7 @@ def _convert(options: argparse.Namespace) -> int:
             f"--architecture {options.architecture} is of --kind torchscale; --kind {options.kind} has only one: leave "
             "--architecture out"
         )
-    with Console(stderr=True).status("converting and comparing"):
+    with console(stderr=True).status("converting and comparing"):
         model, found = convert(
             options.checkpoint,
             options.out,
@@ -470,7 +512,7 @@ def _convert(options: argparse.Namespace) -> int:
         table.add_column(heading, justify="right")
     for row in found:
         table.add_row(row.name, f"{row.greatest:.2g}", f"{row.relative:.2g}")
-    Console().print(table)
+    show(table)
     print(f"written: {options.out}/config.json, model.safetensors")
     return 0
 
@@ -496,6 +538,8 @@ def _add_suggest(commands: Any) -> None:
 
 
 def _suggest(options: argparse.Namespace) -> int:
+    if options.budget == 1 and type(options.budget) is int and options.tokens > 1:
+        raise ValueError("--budget 1 is one key per query. Give 1.0 for the cost of dense attention")
     print(
         suggest_pattern(
             options.tokens,

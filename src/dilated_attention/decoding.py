@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.backends import native
+from dilated_attention.backends.problem import Problem
 from dilated_attention.call import as_one_width, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.merge import with_sinks
@@ -85,6 +87,7 @@ def first_token_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
+    k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
     with torch.autocast(q.device.type, enabled=False):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
         weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
@@ -127,11 +130,12 @@ def newest_attention(
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
     with torch.autocast(q.device.type, enabled=False):
+        if hidden is not None:
+            k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
         if hidden is not None:
             empty = hidden.all(-1, keepdim=True)  # no softmax of -inf alone
             scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
-            v = v.masked_fill(hidden[..., None], 0.0)  # a weight of 0 times NaN would be NaN
         return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
 
 
@@ -146,8 +150,8 @@ def listed_attention(
     Args:
         q: `(batch, 1, heads, head_dim)`, the query of the newest token.
         k, v: `(batch, seq, kv_heads, head_dim)`, of all tokens so far.
-        chosen: int64 or int32 `(batch, lists, blocks)`, -1 for none, no block twice; a list for each head, for each
-            key-value head, or one for all.
+        chosen: int64 or int32 `(batch, lists, blocks)`, -1 for none; a list for each head, for each key-value head, or
+            one for all. The order does not matter, and a block that is named twice is seen once.
         block_size: tokens of a block.
         scale: of the scores; default 1 / sqrt(head_dim).
 
@@ -174,7 +178,11 @@ def listed_attention(
     lists = chosen.shape[1]
     if lists < kv_heads:
         chosen = chosen.expand(-1, kv_heads, -1)
-    token = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
+    chosen = chosen.sort(-1).values
+    again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]
+    token = (chosen.masked_fill(again, -1)[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(
+        2
+    )
     hidden = (token < 0) | (token >= k.shape[1])
     token = token.masked_fill(hidden, 0)
     batch = torch.arange(len(q), device=q.device)[:, None, None]
@@ -188,7 +196,7 @@ class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = native.forward(q, k, v, plan, is_causal=True, scale=scale)
+            out, lse = native.forward(Problem(plan, True, scale), q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         ctx.set_materialize_grads(False)
@@ -200,5 +208,5 @@ class _Cached(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         with torch.autocast(q.device.type, enabled=False):
-            gradients = native.backward(dout, dlse, q, k, v, out, lse, ctx.plan, is_causal=True, scale=ctx.scale)
+            gradients = native.backward(Problem(ctx.plan, True, ctx.scale), dout, dlse, q, k, v, out, lse)
         return (*gradients, None, None)

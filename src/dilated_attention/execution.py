@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
 from dilated_attention.cache import lasting, name_of, plan_cache, plan_layout
 from dilated_attention.call import Call, split_scale
@@ -53,29 +55,20 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """out, contiguous as q, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
-    bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": split_scale(call.scale)[1]}
     if call.lengths is None and call.cu_seqlens is None:
-        plan = call.plan(q.shape[1])
-        return list(run(q, k, v, plan, **options, key_bias=bias, layouts=layouts_of(call, q, plan), dropout=dropped))
+        return list(run(_problem(call, q, k), q, k, v))
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
-        plan = _packed_plan(call, k, slices)
-        q_, k_, v_, bias = _packed(q, k, v, bias)
-        dropped = None if dropped is None else dropped.packed()
-        out, lse = run(q_, k_, v_, plan, **options, key_bias=bias, dropout=dropped)
+        out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
         return [out.view(q.shape), lse.view(q.shape[:3])]
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     if call.lengths is not None:  # packed samples cover all rows
         out.zero_()
         lse.fill_(-torch.inf)
+    whole = call.dropout(q, k)
     for at in slices:
-        plan = call.plan(at[1].stop - at[1].start)
-        out[at], lse[at] = run(
-            q[at], k[at], v[at], plan, **options, key_bias=None if bias is None else bias[at],
-            layouts=layouts_of(call, q, plan, at[0]), dropout=None if dropped is None else dropped.sample(*at),
-        )  # fmt: skip
+        out[at], lse[at] = run(_problem(call, q, k, at, whole), q[at], k[at], v[at])
     return [out, lse]
 
 
@@ -84,29 +77,39 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     run = call.backend.backward
-    bias, dropped = _key_bias(q, call.key_padding_mask), call.dropout(q, k)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": split_scale(call.scale)[1]}
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
-        plan = call.plan(q.shape[1])
-        return run(*tensors, plan, **options, key_bias=bias, layouts=layouts_of(call, q, plan), dropout=dropped)
+        return run(_problem(call, q, k), *tensors)
     slices = list(call.samples(q.shape[1]))
     if call.backend.packs_samples and not call.layouts:
-        plan = _packed_plan(call, k, slices)
-        *tensors_, bias = _packed(*tensors, bias)
-        dropped = None if dropped is None else dropped.packed()
-        dq, dk, dv = run(*tensors_, plan, **options, key_bias=bias, dropout=dropped)
+        dq, dk, dv = run(_packed_problem(call, q, k, slices), *_packed(*tensors))
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     make = torch.zeros_like if call.cu_seqlens is None else torch.empty_like  # packed samples cover all rows
     dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    whole = call.dropout(q, k)
     for at in slices:
-        plan = call.plan(at[1].stop - at[1].start)
-        dq[at], dk[at], dv[at] = run(
-            *(None if x is None else x[at] for x in tensors), plan, **options,
-            key_bias=None if bias is None else bias[at], layouts=layouts_of(call, q, plan, at[0]),
-            dropout=None if dropped is None else dropped.sample(*at),
-        )  # fmt: skip
+        part = [None if x is None else x[at] for x in tensors]
+        dq[at], dk[at], dv[at] = run(_problem(call, q, k, at, whole), *part)
     return dq, dk, dv
+
+
+def _problem(
+    call: Call, q: Tensor, k: Tensor, at: tuple[slice, slice] | None = None, whole: Dropout | None = None
+) -> Problem:
+    """The problem of the call, or of one of its samples, which lies at `at`; `whole`: the dropout of all samples."""
+    plan = call.plan(q.shape[1] if at is None else at[1].stop - at[1].start)
+    layouts = layouts_of(call, q, plan, None if at is None else at[0])
+    hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
+    if at is not None:
+        hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
+    return Problem(plan, call.is_causal, split_scale(call.scale)[1], hidden, layouts, dropout)
+
+
+def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
+    """One problem for all samples of a ragged call, whose tensors are read as one sequence."""
+    (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
+    dropout = None if dropout is None else dropout.packed()
+    return Problem(_packed_plan(call, k, slices), call.is_causal, split_scale(call.scale)[1], hidden, None, dropout)
 
 
 def layouts_of(
@@ -118,6 +121,8 @@ def layouts_of(
     """
     if not call.layouts:
         return None
+    for layout in call.layouts:
+        layout.check_batch(q.shape[0])
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
     for length in {group.queries.count for group in plan.groups}:
@@ -153,11 +158,3 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
 def _packed(*tensors: Tensor | None) -> list[Any]:
     """(batch, seq, ...) as (1, batch * seq, ...)."""
     return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]
-
-
-def _key_bias(q: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
-    """0 at keys that are seen, -inf at those that are not."""
-    if key_padding_mask is None:
-        return None
-    bias = torch.zeros(key_padding_mask.shape, dtype=q.dtype, device=q.device)
-    return bias.masked_fill_(key_padding_mask, -torch.inf)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks, operators
-from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, layout_remedy
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import with_sinks
 from dilated_attention.parallel.over_mesh import refuse
@@ -71,8 +71,9 @@ def attention(
         lengths: `(batch,)` integers, the tokens of each sample; later rows get out 0, lse -inf and influence nothing.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: the edges of samples packed one after another, batch 1.
             Each sample's segment grid starts at its own first token.
-        key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). A
-            hidden key may hold anything, NaN included.
+        key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). The
+            token's own query still attends and passes its gradient on. A hidden token may hold anything: NaN in its k
+            and v reaches nothing, NaN or infinity in its q makes its own row of out and lse NaN and passes no gradient.
         return_lse: also return lse.
         backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, from AVX2 on), `"triton"`
             (GPU kernels, not yet measured on one), `"flash"` (FlashAttention, if installed; no mask except the causal
@@ -109,13 +110,20 @@ def attention(
         raise
     if dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
-    if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN
+    spoiled = None
+    if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+        spoiled = key_padding_mask[:, :, None] & ~q.isfinite().all(-1)
+        q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = operators.attend(*as_one_width(q, k, v), call)
     if v.shape[3] < q.shape[3]:
         out = out[..., : v.shape[3]]
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
+    if spoiled is not None:
+        unknown = torch.full_like(lse, torch.nan).masked_fill(lse == -torch.inf, 0.0)
+        out = torch.where(spoiled[..., None], unknown[..., None].to(out.dtype), out)
+        lse = torch.where(spoiled, lse.detach() + unknown, lse)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
@@ -171,9 +179,10 @@ def block_sparse_attention(
 
     Args:
         layout: made for q's length. Its lists may be shared or differ by query head or key-value head, and by batch
-            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the layout of the first n.
+            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens, so lists
+            that were chosen by content for a whole pack are refused: choose and call once per sample.
         is_causal: blocks above the diagonal are left out; blocks that it cuts are masked by token.
     """
     if not isinstance(layout, BlockLayout):
-        raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}")
+        raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}{layout_remedy(layout)}")
     return attention(q, k, v, layout, **options)

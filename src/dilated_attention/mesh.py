@@ -39,6 +39,14 @@ def context_group(mesh: Mesh) -> ProcessGroup:
     return mesh
 
 
+def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
+    """Return what a module keeps: a device mesh, which can be copied and pickled with it, unlike a process group."""
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    group = context_group(mesh)
+    return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
 def mesh_size(mesh: Mesh) -> int:
     """How many ranks share a sequence."""
     return dist.get_world_size(context_group(mesh))

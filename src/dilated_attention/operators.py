@@ -30,6 +30,7 @@ from dilated_attention.torch_internals import (
     in_batched_gradients,
     in_forward_mode,
     in_torch_func,
+    not_traced,
     observed,
     of_each_gradient,
 )
@@ -52,13 +53,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         return execution.attend(call, q, k, v)
     if call.shards is not None and call.lengths is not None:
         return _padded(q, k, v, call)
-    run_by_operator = torch.compiler.is_compiling() or in_torch_func() or q.device.type == "meta"
-    if not (run_by_operator or _differentiated(q, k, v) or observed(q, k, v)):
+    if call.shards is not None and torch.is_grad_enabled() and _runs_eagerly(q):
+        wanted = _differentiated(q, k, v)
+        if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
+            q = q.detach().requires_grad_()  # so that this rank takes part in the backward of the others
+    if _runs_eagerly(q) and not (_differentiated(q, k, v) or observed(q, k, v)):
         out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
         return out, lse
     operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
     out, lse, *_ = operator(q, k, v, *_pack(call))
     return out, lse
+
+
+def _runs_eagerly(q: Tensor) -> bool:
+    """Whether the call is run now, and not recorded."""
+    return not (torch.compiler.is_compiling() or in_torch_func() or q.device.type == "meta")
 
 
 def _differentiated(*tensors: Tensor) -> bool:
@@ -158,7 +167,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     return _run(_unpack(k, *packed), q, k, v)
 
 
-@torch.compiler.disable
+@not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
         with torch.autocast(q.device.type, enabled=False):
@@ -187,7 +196,7 @@ def _backward(
     return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
 
 
-@torch.compiler.disable
+@not_traced
 def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     saved: list[Tensor],

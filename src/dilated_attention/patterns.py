@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Integral
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,16 +29,12 @@ LayoutOfLength = Callable[[int], BlockLayout]
 Offsets = Literal["head", "head_block"] | Sequence[Sequence[int]]
 
 
-def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise ValueError(f"{name} must be a sequence of positive integers, one per branch; got {values!r}")
-    for value in values:
-        whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # quick one first
-        if not whole or value < 1:
-            raise ValueError(f"{name} must hold positive integers; got {value!r} in {list(values)!r}")
+def _of_branches(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    found = checks.integers(name, values, "positive integers, one per branch", 1)
+    for value in found:
         if value >= 2**63:
             raise ValueError(f"{name} must be below 2**63, more than any sequence; got {value!r}")
-    return tuple([int(value) for value in values])
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,8 @@ class Dilated:
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        segments = _positive_ints("segment_lengths", self.segment_lengths)
-        rates = _positive_ints("dilation_rates", self.dilation_rates)
+        segments = _of_branches("segment_lengths", self.segment_lengths)
+        rates = _of_branches("dilation_rates", self.dilation_rates)
         if not segments:
             raise ValueError("segment_lengths is empty; give at least one branch, such as segment_lengths=[2048]")
         if len(segments) != len(rates):
@@ -94,15 +89,15 @@ class Dilated:
             if offsets not in ("head", "head_block"):
                 raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
         else:
-            rows = isinstance(offsets, Sequence) and all(isinstance(row, Sequence) for row in offsets)
-            if not rows:
+            table: Any = offsets.tolist() if hasattr(offsets, "tolist") else offsets
+            if not isinstance(table, Sequence) or any(not hasattr(row, "__len__") for row in table):
                 raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
-            offsets = tuple(tuple(row) for row in offsets)
+            offsets = tuple([checks.integers("offsets", row) for row in table])
             if len(offsets) != len(segments):
                 raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")
             for row, rate in zip(offsets, rates, strict=True):
                 for offset in row:
-                    if isinstance(offset, bool) or not isinstance(offset, int) or not -1 <= offset < rate:
+                    if not -1 <= offset < rate:
                         raise ValueError(
                             f"offsets must be integers in [0, {rate}) for dilation rate {rate}, or -1; got {offset!r}"
                         )
@@ -134,8 +129,7 @@ class Dilated:
         """
         num_heads = checks.positive("num_heads", num_heads)
         given = head_offset is not None
-        if given and (isinstance(head_offset, bool) or not isinstance(head_offset, int) or head_offset < 0):
-            raise ValueError(f"head_offset must be a non-negative integer; got {head_offset!r}")
+        first = checks.integer("head_offset", head_offset, 0) if given else 0
         offsets = _offsets(self)
         if given and (self.head_groups or offsets == "head_block"):
             raise ValueError(
@@ -143,7 +137,6 @@ class Dilated:
                 "give offsets as a table over all heads: Dilated(...).offset_table(total)"
             )
         branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
-        first = head_offset or 0
         stop = first + num_heads
         table: list[tuple[int, ...]]  # from head 0 on
         if self.head_groups:
@@ -189,11 +182,15 @@ class Dilated:
         """Block sparsity inside the dilated subsequences; see `Product`."""
         return Product(self, layout)
 
-    def coverage(self, seq_len: int, num_heads: int) -> Tensor:
+    def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
         """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+
+        Args:
+            is_causal: count only the keys that do not come after the token.
         """
+        checks.boolean("is_causal", is_causal)
         plan = self._plan(seq_len, num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan.groups:
@@ -202,13 +199,13 @@ class Dilated:
                 (group.heads, rows.segments, rows.count),
                 (group.head_stride * seq_len, rows.segment, rows.stride),
                 group.head * seq_len + rows.start,
-            ).add_(group.keys.count)
+            ).add_(torch.arange(1, rows.count + 1, device="cpu") if is_causal else group.keys.count)
         warn_of_blind(keys, _covering(self))
         return keys
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        checks.positive("head_dim", head_dim)
+        head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         plan = self._plan(seq_len, num_heads)
         return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
@@ -217,14 +214,24 @@ class Dilated:
         """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
-    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
             num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
                 with `head_groups` at least one per branch.
+            is_causal: hide the keys after each query.
         """
-        return plot_counts(self, seq_len, head, num_heads, ax, pixels=PIXELS)
+        checks.boolean("is_causal", is_causal)
+        return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
 
     def _plan(self, seq_len: int, num_heads: int) -> Plan:
         seq_len = checks.positive("seq_len", seq_len)
@@ -346,17 +353,29 @@ class Product:
         self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False, num_kv_heads: int | None = None
     ) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        checks.positive("head_dim", head_dim)
+        head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
 
-    def plot(self, seq_len: int, head: int = 0, ax: Axes | None = None, *, num_heads: int | None = None) -> Axes:
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
             num_heads: heads of q and as many of k and v; default: as of `Dilated.plot`.
+            is_causal: hide the keys after each query, even if the layout is not causal.
         """
-        return plot_counts(self.dilated, seq_len, head, num_heads, ax, layout_of=self.layout_of, pixels=PIXELS)
+        checks.boolean("is_causal", is_causal)
+        return plot_counts(
+            self.dilated, seq_len, head, num_heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
+        )
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
         seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)

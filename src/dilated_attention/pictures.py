@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LINES = ("-", "--", ":", "-.")
+FAINTEST = 0.22  # how dark the least that is seen is drawn; black is 1
+PERCENTILE = 99  # of the tiles' values: the end of their scale
 PIXELS = 512  # a side of a picture, at most, where a square may stand for several pairs
 
 
@@ -141,7 +143,7 @@ def plot_counts(
     layout_of: Callable[[int], Any] | None = None,
     pixels: int | None = None,
 ) -> Axes:
-    """One square a (query row, key column) of one head: white where unseen, darker the more branches show the key.
+    """Draw a square per (query row, key column) of one head: white where unseen, darker where more branches show it.
 
     Args:
         num_heads: heads of k and v; default: those of a table of offsets, else as many as `head` needs to exist.
@@ -163,20 +165,24 @@ def plot_counts(
             tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
             if not len(tokens):
                 continue
-            blocks, sizes = np.ones((1, 1)), (len(tokens),) * 2
+            blocks, sizes, causal = np.ones((1, 1)), (len(tokens),) * 2, False
             if layout_of is not None:
                 layout = layout_of(len(tokens)).to("cpu")
                 blocks, sizes = layout.dense_blocks()[0, head % layout.num_heads].numpy(), layout.block_size
-                is_causal |= layout.is_causal
+                causal = layout.is_causal
             pixel = tokens * side // seq_len
             low, high = pixel[0], pixel[-1] + 1
             rows, columns = (
                 _tokens_in(size, number, pixel - low) for size, number in zip(sizes, blocks.shape, strict=True)
             )
-            image[low:high, low:high] += rows.T @ blocks @ columns
+            pairs = rows.T @ blocks @ columns
+            if is_causal or causal:
+                pairs = np.tril(pairs)
+                within = np.maximum(np.bincount(pixel - low), 1)  # a pixel of the diagonal shows its lower triangle
+                pairs[np.diag_indices(high - low)] *= (within + 1) / (2 * within)
+            image[low:high, low:high] += pairs
     image /= np.outer(*(_per_pixel(seq_len, side),) * 2)
-    extent = (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5)
-    ax = _draw(np.tril(image) if is_causal else image, extent, len(table), ax)
+    ax = _draw(image, (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
     ax.set(xlabel="key", ylabel="query", title=f"head {head}")
     return ax
 
@@ -189,30 +195,48 @@ def plot_blocks(
     is_causal: bool,
     ax: Axes | None = None,
 ) -> Axes:
-    """The (query blocks, key blocks) that are active among `shape`; grey where a pixel holds several."""
+    """Draw the active (query block, key block) pairs among `shape`; grey where a pixel holds several blocks."""
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
     image = np.bincount(row * sides[1] + column, minlength=sides[0] * sides[1]).reshape(sides)
     area = np.outer(*(_per_pixel(number, side) for number, side in zip(shape, sides, strict=True)))
     extent = (0.0, float(shape[1] * block_size[1]), float(shape[0] * block_size[0]), 0.0)
-    ax = _draw(image / area, extent, 1, ax)
+    ax = _draw(image / area, extent, ax)
     if is_causal:
         ax.axline((0, 0), slope=1, color="black", linestyle="--", linewidth=0.8)
     ax.set(xlim=(0, seq_len), ylim=(seq_len, 0), xlabel="key (tokens)", ylabel="query (tokens)")
     return ax
 
 
-def plot_places(places: np.ndarray, values: np.ndarray, title: str, ax: Axes | None = None) -> Axes:
-    """A square for each place (x, y): brighter the larger its value, from 0 on. y runs downwards, as in slides.
+def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, ax: Axes | None = None) -> Axes:
+    """Draw a square for each tile, brighter for a larger value. y runs downwards, as in slides.
 
-    The colours are told apart by the colour-blind too, and in grey.
+    The scale begins at 0 and ends at the 99th percentile of the values, so that a few outliers do not darken the rest.
+    The colours can also be told apart in grey and by the colour-blind.
+
+    Args:
+        places: the corner (x, y) of each tile where both are least.
+        size: the side of a tile, in the unit of `places`.
     """
     ax = _new_axes() if ax is None else ax
-    points = ax.scatter(places[:, 0], places[:, 1], c=values, cmap="cividis", vmin=0, s=9, marker="s", linewidths=0)
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import MaxNLocator
+
+    corners = np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * size
+    # Without antialiasing: it draws a pale seam where two tiles touch.
+    tiles = PolyCollection(places[:, None] + corners, array=values, cmap="cividis", antialiased=False, linewidths=0)
+    most, bright = (float(np.percentile(values, share)) if len(values) else 1.0 for share in (100, PERCENTILE))
+    tiles.set_clim(0, bright or most or 1.0)
+    ax.add_collection(tiles)
+    ax.autoscale_view()
     figure = ax.get_figure()
     assert figure is not None
-    figure.colorbar(points, ax=ax, label="attention, 1: as if spread evenly over tiles", shrink=0.8)
+    label = "attention relative to uniform (1 = average tile)"
+    figure.colorbar(tiles, ax=ax, label=label, shrink=0.8, extend="max" if most > bright else "neither")
     ax.set(aspect="equal", xlabel="x (pixels)", ylabel="y (pixels)", title=title)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     ax.invert_yaxis()
     return ax
 
@@ -228,12 +252,24 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
     return np.bincount(np.arange(number) * pixels // number)
 
 
-def _draw(image: np.ndarray, extent: tuple[float, float, float, float], most: int, ax: Axes | None) -> Axes:
-    """White for 0 and black for `most`. Without `ax`, on a figure of pyplot, which a notebook shows."""
+def ink(mean: np.ndarray, most: float) -> np.ndarray:
+    """Return how dark a pixel is drawn, from 0 (white) to 1 (black), for the mean of the counts that it stands for.
+
+    The law is the explorer's: whatever is shown at all can be seen, however few of a pixel's pairs are.
+    """
+    return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
+
+
+def _draw(image: np.ndarray, extent: tuple[float, float, float, float], ax: Axes | None) -> Axes:
+    """Draw white for 0 and black for the largest value. Without `ax`, on a figure of pyplot, which a notebook shows."""
     ax = _new_axes() if ax is None else ax
+    from matplotlib.colors import FuncNorm
     from matplotlib.ticker import MaxNLocator
 
-    ax.imshow(image, cmap="Greys", vmin=0, vmax=most, extent=extent, interpolation="nearest")
+    most = image.max() or 1.0
+    law = (lambda mean: ink(mean, most), lambda dark: most * (np.maximum(dark - FAINTEST, 0) / (1 - FAINTEST)) ** 2)
+    norm = FuncNorm(law, vmin=0, vmax=most)
+    ax.imshow(image, cmap="Greys", norm=norm, extent=extent, interpolation="nearest")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
     return ax

@@ -69,7 +69,7 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, options: Attention) -> Tensor:
     outs, lses = [], []
     for segment, rate in zip(options.segment_lengths, options.dilation_rates, strict=True):
         q_, k_, v_ = (_gather(x, min(segment, seq), rate).transpose(1, 2) for x in (q, k, v))
-        out, lse = fused.forward(q_, k_, v_, options.is_causal, dim**-0.5, None)
+        out, lse = fused.forward(fused.Scores(options.is_causal, dim**-0.5), q_, k_, v_)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     dense = [

@@ -6,15 +6,19 @@ A name without an underscore serves none of these purposes in the oldest PyTorch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import DeviceMesh, ProcessGroup, Store
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip their Autograd kernels: an Autograd kernel calls its own operator."""
@@ -28,9 +32,39 @@ efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 """The operators under `scaled_dot_product_attention`, which itself returns no lse and takes no merged one."""
 
 
+def constant_when_traced(function: Function) -> Function:
+    """Mark `function` so that `torch.compile` calls it once and keeps its result.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler to do so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def not_traced(function: Function) -> Function:
+    """Wrap `function` in `torch.compiler.disable` as soon as the compiler is loaded, and call it as it is before."""
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if disabled:
+            return disabled[0](*arguments)
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments)
+        disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments)
+
+    return call  # type: ignore[return-value]
+
+
 def in_torch_func() -> bool:
     """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps a tensor: its values differ from element to element, and cannot be read."""
+    return torch._C._functorch.is_batchedtensor(x)
 
 
 def in_forward_mode() -> bool:
@@ -53,6 +87,20 @@ def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tens
     size = max(len(x) for x in batches if x is not None)
     results = [function(*(None if x is None else x[i % len(x)] for x in batches)) for i in range(size)]
     return tuple(torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*results, strict=True))
+
+
+def autograd_position() -> tuple[int, int | None]:
+    """Return autograd's next sequence number, and inside a backward that of the node that runs: recomputation for
+    activation checkpointing starts in a node of the forward that it repeats."""
+    node = torch._C._current_autograd_node()
+    return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
+
+
+def hooked(*modules: nn.Module) -> bool:
+    """Whether a forward hook waits for what a module, or one inside it, reads or returns."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return True
+    return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
 
 
 def observed(*tensors: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,12 +25,22 @@ Points = dict[str, dict[float, float]]
 """(x, y) of each method."""
 
 KIBI = "tokens / 1,024"
-STYLES = {  # method: line, marker, grey
+STYLES: dict[str, tuple[str, ...]] = {  # method: line, marker, grey, and its label where that is not its name
     "dense": ("-", "o", "black"),
     "dilated": ("-", "s", "0.5"),
     "block-sparse": ("--", "^", "black"),
     "block-sparse dilated": ("--", "v", "0.5"),
-    "flex": (":", "x", "black"),
+    "flex": (":", "x", "black", "FlexAttention, blocks of block-sparse"),
+}
+MARKERS = {  # variant of `compare`, without its density: marker
+    "LongNet branches": "s",
+    "head groups": "^",
+    "local blocks": "o",
+    "random blocks": "v",
+    "local blocks inside branches": "<",
+    "random blocks inside branches": ">",
+    "multihead module": "x",
+    "block-sparse multihead module": "D",
 }
 PHASES = ("forward", "forward+backward")
 
@@ -103,10 +112,10 @@ def _figure(*panels: tuple[Points, str, dict[str, Any]]) -> Figure | None:
         return None
     figure = Figure(figsize=(1 + 4 * len(panels), 4), layout="constrained")
     for axes, (points, xlabel, settings) in zip(_axes(figure, len(panels)), panels, strict=True):
-        for (name, values), (line, marker, color) in zip(points.items(), STYLES.values(), strict=False):
-            if values:
-                x = sorted(values)
-                axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=name)
+        for name, (line, marker, color, *label) in STYLES.items():
+            if values := points.get(name):
+                x, shown = sorted(values), label[0] if label else name
+                axes.plot(x, [values[at] for at in x], line, marker=marker, color=color, fillstyle="none", label=shown)
         axes.set(xlabel=xlabel, **settings)
         if xlabel == KIBI:
             axes.set_xscale("log", base=2)
@@ -259,8 +268,9 @@ def _compare_shares(rows: list[Record]) -> Figure | None:
         kinds.setdefault(kind, []).append((at, row["over"]["dense"]["median"]))
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     (axes,) = _axes(figure, 1)
-    for (kind, points), marker in zip(kinds.items(), itertools.cycle("s^ov<>xD")):
-        axes.plot(*zip(*points, strict=True), marker, color="black", markersize=5, fillstyle="none", label=kind)
+    for kind, marker in MARKERS.items():
+        if points := kinds.get(kind):
+            axes.plot(*zip(*points, strict=True), marker, color="black", markersize=5, fillstyle="none", label=kind)
     axes.legend(frameon=False, fontsize=8)
     axes.plot((0.01, 1), (0.01, 1), color="0.7", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=(0.004, 2))

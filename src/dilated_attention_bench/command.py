@@ -11,16 +11,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from dilated_attention.environment import device_name, require_device, unavailable
 from dilated_attention.mesh import TRANSPORTS
-from dilated_attention_bench import charts, check, compare, pattern_options, peers, simulate
+from dilated_attention.terminal import console, show
+from dilated_attention_bench import check, compare, pattern_options, peers, simulate
 from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
@@ -43,6 +41,10 @@ from dilated_attention_bench.suites import (
     strategies,
 )
 from dilated_attention_bench.tables import describe, number, write
+
+if TYPE_CHECKING:  # help does without rich and matplotlib
+    from rich.table import Table
+    from rich.text import Text
 
 Item = TypeVar("Item")
 _METHODS: dict[str, Method] = {
@@ -138,7 +140,6 @@ def _bench(options: argparse.Namespace) -> int:
     if not any(steps.values()):
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
     folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
-    console = Console()
     code = 0
     for name, chosen in steps.items():
         recorder = Recorder(folder, name, device)
@@ -146,11 +147,11 @@ def _bench(options: argparse.Namespace) -> int:
         try:
             measure_suite(chosen, device, recorder, rows)
         except KeyboardInterrupt:
-            console.print(table(f"{name}, interrupted", rows))
+            show(table(f"{name}, interrupted", rows))
             return 130
-        console.print(table(name, rows))
+        show(table(name, rows))
         if recorder.failure is None:
-            console.print(f"rows in {recorder.path}", highlight=False, soft_wrap=True)
+            _tell(recorder.path, word="rows in")
         else:
             code = 1
     return code
@@ -182,6 +183,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     device = require_device(options.device)
     others = [peer for argument in options.peer for peer in peers.load(argument)]
     chosen = [setting for setting in compare.settings(options.quick) if options.only in setting.label]
@@ -197,9 +200,7 @@ def _compare(options: argparse.Namespace) -> int:
             if setting.has_ring_of_two:
                 for row in compare.ring_of_two(setting, device):
                     recorder.add(row)
-        console = Console()
-        console.width = max(console.width, 110)
-        console.print(_compared(setting.label, compare.rows_at(recorder.rows, setting)))
+        show(_compared(setting.label, compare.rows_at(recorder.rows, setting)))
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
@@ -226,7 +227,7 @@ def _rehearse(parts: Sequence[int], sample: int) -> int:
         shown.add_row(f"{part}", *sizes, f"{found.limits:.0f}", f"{found.in_all:.0f}")
         faults += [f"part {part}: {x.specialization}: {x.why}" for x in found.faults]
         code |= bool(found.faults) or found.in_all > gpu.SECONDS
-    Console().print(shown)
+    show(shown)
     for line in faults:
         print(line, file=sys.stderr)
     return code
@@ -256,9 +257,9 @@ def _check(path: Path, update: bool) -> int:
     for verdict in verdicts:
         value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
         known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
-        judged = "" if update else "held" if verdict.held else "[bold]WORSE[/bold]"
+        judged = "" if update else "held" if verdict.held else _bold("WORSE")
         shown.add_row(verdict.guard.name, value, *known, judged)
-    Console().print(shown)
+    show(shown)
     if update:
         check.write_baseline(path, device, {verdict.guard.name: verdict.value for verdict in verdicts})
         _tell(path)
@@ -270,17 +271,24 @@ def _check(path: Path, update: bool) -> int:
 
 
 def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Item, None, None]:
-    """The items one after another, under a progress bar."""
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+    """Yield the items one after another, under a progress bar; without a terminal, print a line before each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    terminal = console(stderr=True)
+    with Progress(*bar, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         task = progress.add_task("", total=len(items))
-        for item in items:
+        for number, item in enumerate(items, 1):
             progress.update(task, description=label(item))
+            if not terminal.is_terminal:
+                print(f"{number} of {len(items)}: {label(item)}", flush=True)
             yield item
             progress.advance(task)
 
 
 def _table(title: str, first: str, *others: str) -> Table:
+    from rich.table import Table
+
     shown = Table(title=title, title_justify="left")
     shown.add_column(first)
     for heading in others:
@@ -288,9 +296,15 @@ def _table(title: str, first: str, *others: str) -> Table:
     return shown
 
 
+def _bold(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, "bold")
+
+
 def _tell(*paths: Path, word: str = "written:") -> None:
     for path in paths:
-        Console().print(f"{word} {path}", highlight=False, soft_wrap=True)
+        print(f"{word} {path}")
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -359,6 +373,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"--{name} must be positive and finite; got {getattr(options, name)}")
@@ -391,7 +407,7 @@ def _simulate(options: argparse.Namespace) -> int:
         for row in simulate.rows(found[-1], model):
             recorder.add(row)
     for shown in _simulated(found, model):
-        Console().print(shown)
+        show(shown)
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
@@ -407,16 +423,19 @@ def _simulate(options: argparse.Namespace) -> int:
 def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iterator[Table]:
     world = found[0].world
     each = f"the last rank, {world.shard:,} tokens, {world.heads} heads of {world.head_dim}, {world.dtype}, one call"
-    headings = ("tokens", "ranks", "forward", "backward", "peak memory", "transport", "sent", "received", "messages")
-    shown = _table(f"{each}: measured and counted", *headings)
+    shown = _table(f"{each}: measured", "tokens", "ranks", "forward", "backward", "peak memory")
     for x in found:
-        peak = "not told" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
-        moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages}"
+        peak = "unknown" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
         seconds = f"{number(x.forward[0])} s", f"{number(x.backward[0])} s"
-        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak, x.transport, *moved)
+        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak)
+    yield shown
+    shown = _table("counted", "tokens", "ranks", "transport", "sent", "received", "messages")
+    for x in found:
+        moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages:,}"
+        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", x.transport, *moved)
     yield shown
     title = f"a forward's communication, modelled: {model}, nothing hidden"
-    shown = _table(title, "tokens", "ranks", "this library", *world.others())
+    shown = _table(title, "tokens", "ranks", "this library", *(name.replace(" ", "\n") for name in world.others()))
     for x in found:
         schemes = [(x.received, x.messages), *x.world.others().values()]
         times = [f"{number(1e3 * model.seconds(*moved))} ms" for moved in schemes]
@@ -425,6 +444,8 @@ def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iter
 
 
 def _plot(options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     if options.what in pattern_options.NAMES:
         for name, given in (("patterns", options.patterns), ("documents", options.documents is not None)):
             if given:
@@ -432,6 +453,7 @@ def _plot(options: argparse.Namespace) -> int:
                     f"--{name} is of a folder of results, not of {options.what!r}; it would change nothing"
                 )
         path = options.out or Path("runs/pattern.png")
+        _writable(path.parent)
         print(pattern_options.picture(options.what, vars(options), path))
         print(f"written: {path}")
         return 0
@@ -495,7 +517,7 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         recorder.add(row)
     title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
     save_bars(picture, title, found.stages)
-    Console().print(profile_table(title, found, prepared, case.out_bytes))
+    show(profile_table(title, found, prepared, case.out_bytes))
     _tell(recorder.path, trace, picture)
     return 0
 
@@ -533,20 +555,25 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
+    from rich.text import Text
+
     shown = _table(title, "figure", "value", "10 to 90 %", "GFLOP/s", "bar")
     case = ""
     for row in rows:
         if describe(row.parameters) != case:
             case = describe(row.parameters)
             shown.add_section()
-            shown.add_row(f"[bold]{case}[/bold]")
+            shown.add_row(_bold(case))
         lines = [("", "") if row.value is None else (f"{number(row.value)} {row.unit}", _range(row.spread))]
         lines += [(f"{number(ratio.median)} x {_short(name)}", _range(ratio)) for name, ratio in row.over.items()]
         rates = [number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
-        bar = "" if row.bar is None else f"{number(row.bar)} {'met' if row.met else '[bold]NOT MET[/bold]'}"
-        why = f"\n[bold]{row.refused}[/bold]" if row.refused else ""
+        bar = "" if row.bar is None else Text.assemble(f"{number(row.bar)} ", "met" if row.met else _bold("NOT MET"))
+        why = ("\n", _bold(row.refused)) if row.refused else ()
         shown.add_row(
-            f"{row.name}{why}", *("\n".join(column) for column in zip(*lines, strict=True)), "\nof ".join(rates), bar
+            Text.assemble(row.name, *why),
+            *("\n".join(column) for column in zip(*lines, strict=True)),
+            "\nof ".join(rates),
+            bar,
         )
     return shown
 

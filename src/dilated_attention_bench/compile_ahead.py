@@ -49,7 +49,8 @@ KERNELS = {
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 _POINTERS = {
-    **dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "BIAS"), "*{dtype}"),
+    **dict.fromkeys(("Q", "K", "V", "OUT", "DOUT"), "*{dtype}"),
+    "HIDDEN": "*u8",
     **dict.fromkeys(("DQ", "DK", "DV"), "*fp32"),
     **dict.fromkeys(("LSE", "STATS"), "*fp32"),
     **dict.fromkeys(("INDPTR", "INDICES"), "*i64"),
@@ -64,7 +65,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"lists": True},
     "causal blocks": {"lists": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "dropout": {"words": True, "EDGE": 1, "EVEN": False},
-    "padding": {"BIAS": True, "EDGE": -1, "EVEN": False},
+    "padding": {"HIDDEN": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
     "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
@@ -131,7 +132,7 @@ def variants(
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
-    masked = "words" in call or "BIAS" in call
+    masked = "words" in call or "HIDDEN" in call
     shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, "lists" in call)
     return shape.cut(call.get("own", shape.own), shape.loop)
 
@@ -157,8 +158,8 @@ def code_of(variant: Variant) -> Any:
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
         "WIDE": False,
-        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "QB": 128, "KB": 128, "LH": 1,
-        "BIAS": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
+        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
+        "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
     } | ({"DQ": None} if variant.kernel == "dkdv" else {})  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product
 
@@ -29,6 +27,7 @@ MOST_TOKENS, MOST_HEADS = 1 << 20, 1 << 10  # what a picture can show is drawn i
 # What the builders' own arguments are called on the command line.
 OPTIONS = {name: name for name in ("window", "stride", "reach", "levels", "density", "random_blocks", "seed")}
 OPTIONS |= {"tokens": "global_tokens", "global_tokens": "global_tokens", "rates": "block_rates"}
+EITHER = {"local": "--window or --density", "global": "--global-tokens or --density"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head-groups", action="store_true", help="a run of heads for each branch")
     group.add_argument("--heads", type=int, metavar="N", help="heads of the model")
     group.add_argument("--head", type=int, metavar="N", help="the one to draw (0)")
-    group.add_argument("--causal", action="store_true", help="of layouts: no query sees a later key")
+    group.add_argument("--causal", action="store_true", help="no query sees a later key")
     group.add_argument("--block-size", type=_integers, metavar="N", help="of layouts (64), or N,N: of queries and keys")
     for name, kind, text in (
         ("window", _integer, "local, longformer, bigbird: tokens on either side"),
@@ -63,7 +62,7 @@ def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Pr
     if name == "dilated":
         if dilated is None:
             raise ValueError("'dilated' needs --segments and --rates")
-        _refuse(name, options, set())
+        _refuse(name, options, {"causal"})
         return dilated
     builder = BUILDERS[name]
     parameters = {key: p for key, p in inspect.signature(builder).parameters.items() if key in OPTIONS}
@@ -71,6 +70,8 @@ def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Pr
     given = {"seed": 0, **options}
     values = {key: given[OPTIONS[key]] for key in parameters if OPTIONS[key] in given}
     missing = [f"--{OPTIONS[key]}" for key, p in parameters.items() if p.default is p.empty and key not in values]
+    if name in EITHER and not values:
+        raise ValueError(f"{name!r} needs {EITHER[name]}")
     if missing:
         raise ValueError(f"{name!r} needs {', '.join(missing)}".replace("_", "-"))
     block = options.get("block_size", (64,))
@@ -90,7 +91,9 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
             raise ValueError(f"--{option} must lie in [1, {most}]; got {value}")
     if not 0 <= head < options.get("heads", MOST_HEADS):
         raise ValueError(f"--head must lie in [0, {options.get('heads', MOST_HEADS)}); got {head}")
-    pattern = pattern_of(name, options)
+    pattern, causal = pattern_of(name, options), options.get("causal", False)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5, 5.3), layout="constrained")
     axes = figure.add_subplot()
     least = 1 if not isinstance(pattern, Dilated) or not pattern.head_groups else len(pattern.segment_lengths)
@@ -98,16 +101,20 @@ def picture(name: str, options: dict[str, Any], path: Path) -> str:
     if isinstance(pattern, BlockLayout):
         pattern.plot(axes)
     else:
-        pattern.plot(tokens, head, axes, num_heads=heads)
+        pattern.plot(tokens, head, axes, num_heads=heads, is_causal=causal)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        keys = pattern.coverage(tokens, heads)[head]
+        # A layout, alone or in a product, is made causal by its builder.
+        given = {"is_causal": causal} if isinstance(pattern, Dilated) else {}
+        keys = pattern.coverage(tokens, heads, **given)[head]
     figure.suptitle(f"{name}, {tokens:,} tokens", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it adds a suffix
     blind = f"; {int((keys == 0).sum()):,} tokens see none" if caught and bool((keys == 0).any()) else ""
+    is_full = isinstance(pattern, BlockLayout) and pattern.density == 1
+    full = "; every block is active, as in dense attention" if is_full else ""
     mean = keys.double().mean().item()
-    return f"a token of head {head} sees {int(keys.min()):,} to {int(keys.max()):,} keys, {mean:,.0f} on average{blind}"
+    seen = f"{int(keys.min()):,} to {int(keys.max()):,} keys, {mean:,.0f} on average"
+    return f"a token of head {head} sees {seen}{blind}{full}"
 
 
 def _dilated(options: dict[str, Any]) -> Dilated | None:

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, record_function
 
 from dilated_attention.backends import blocks, cpu, fused, native
@@ -40,11 +39,11 @@ STAGES: dict[tuple[ModuleType | type, str], str] = {
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",
     (PlanCache, "get"): "finding the plan",
-    (blocks.Problem, "bias"): "masks",
-    (blocks.Problem, "keys"): "gathering blocks",
-    (blocks.Problem, "queries"): "gathering blocks",
-    (blocks.Problem, "store"): "scattering blocks",
-    (blocks.Problem, "add_to_keys"): "scattering blocks",
+    (blocks.Sequence, "bias"): "masks",
+    (blocks.Sequence, "keys"): "gathering blocks",
+    (blocks.Sequence, "queries"): "gathering blocks",
+    (blocks.Sequence, "store"): "scattering blocks",
+    (blocks.Sequence, "add_to_keys"): "scattering blocks",
 }
 _OPERATORS = {
     **dict.fromkeys(("empty", "empty_strided", "empty_like", "new_empty", "resize_"), "allocation"),
@@ -268,6 +267,8 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
 def save_bars(path: Path, title: str, stages: tuple[Stage, ...]) -> None:
     """One bar a stage, in milliseconds; black and white."""
     shown = [stage for stage in stages if stage.milliseconds >= 0.002 * sum(x.milliseconds for x in stages)][::-1]
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 0.6 + 0.32 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh([stage.name for stage in shown], [stage.milliseconds for stage in shown], color="0.6", ec="black")

@@ -6,7 +6,6 @@ noted; each distinct one is then compiled into Triton's cache, where the call on
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,8 +170,3 @@ def _processor_seconds() -> float:
     """Of this process and of the children that it has waited for: ptxas, and up to Triton 3.6 a C compiler."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def wall_seconds(seconds: float, longest: float, jobs: int) -> float:
-    """What compiling takes in so many processes, at most: none waits for another but at the end."""
-    return math.ceil(seconds / jobs + longest)

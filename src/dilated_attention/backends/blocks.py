@@ -8,7 +8,7 @@ groups of their own. The groups' results merge, so the softmax runs over whole r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.backends.fused import Scores
 from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
@@ -365,11 +366,11 @@ def _cut(queries: int) -> int:
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
-class Problem:
-    """One sequence: q, k, v `(seq, heads, head_dim)`, with a layout that all heads share or one list a head."""
+class Sequence:
+    """One sequence: q, k, v `(seq, heads, head_dim)`, with lists that all heads share, or lists per head."""
 
-    def __init__(self, layout: BlockLayout, batch: int, scale: float, key_bias: Tensor | None) -> None:
-        self.layout, self.scale, self.key_bias = layout, scale, key_bias
+    def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
+        self.layout, self.key_bias = layout, key_bias
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
@@ -438,72 +439,66 @@ class Problem:
         return bias
 
 
-def _problems(
-    layout: BlockLayout, scale: float, key_bias: Tensor | None, tensors: tuple[Tensor, ...]
-) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+def _sequences(
+    layout: BlockLayout, scores: Scores, tensors: tuple[Tensor, ...]
+) -> Iterator[tuple[Sequence, tuple[Tensor, ...]]]:
     """The sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
     for i in range(tensors[0].shape[0]):
-        bias = None if key_bias is None else key_bias[i]
-        yield Problem(layout, i, scale, bias), tuple(x[i].transpose(0, 1) for x in tensors)
+        bias = None if scores.bias is None else scores.bias[i, 0, 0]
+        yield Sequence(layout, i, bias), tuple(x[i].transpose(0, 1) for x in tensors)
 
 
-def _words(pairs: Pairs | None, k: Tensor) -> Sequence[Tensor]:
+def _words(pairs: Pairs | None, k: Tensor) -> tuple[Tensor, ...]:
     return () if pairs is None else (pairs.queries, pairs.keys.expand(k.shape[:3]))
 
 
-def _pairs(pairs: Pairs | None, problem: Problem, group: _Group, words: Sequence[Tensor]) -> Pairs | None:
-    """The dropout of a group, from the words of one sequence, (seq, heads, ...)."""
-    if pairs is None:
-        return None
-    return replace(pairs, queries=problem.queries(words[0], group), keys=problem.keys(words[1], group))
+def _scores(scores: Scores, sequence: Sequence, group: _Group, dtype: torch.dtype, words: tuple[Tensor, ...]) -> Scores:
+    """The scores of a group. `words`: dropout's of the sequence, (seq, heads, ...)."""
+    pairs = scores.pairs
+    if pairs is not None:
+        pairs = replace(pairs, queries=sequence.queries(words[0], group), keys=sequence.keys(words[1], group))
+    return Scores(sequence.causal(group), scores.scale, sequence.bias(group, dtype), pairs)
 
 
 def forward(
-    q: fused.Queries,
-    k: fused.Keys,
-    v: fused.Keys,
-    layout: BlockLayout,
-    scale: float,
-    key_bias: Tensor | None,
-    pairs: Pairs | None = None,
+    layout: BlockLayout, scores: Scores, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Statistic]:
     """(out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
     Args:
-        key_bias: `(batch, seq)`, 0 or -inf a key, in q's dtype.
+        scores: causality is the layout's; a bias has one row for all heads and queries.
     """
     shape = q.shape
-    words = _words(pairs, k)
-    if _foldable(layout, key_bias, q):
-        q, k, v, *words = (_fold(x) for x in (q, k, v, *words))
+    words = _words(scores.pairs, k)
+    if _foldable(layout, scores.bias, q):
+        q, k, v, *words_ = (_fold(x) for x in (q, k, v, *words))
+        words = tuple(words_)
     statistic = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic).transpose(1, 2)
     if not _covered(layout):
         out.zero_()
         lse.fill_(-torch.inf)
-    tensors = q, k, v, out, lse, *words
-    for problem, whole in _problems(layout, scale, key_bias, tensors):
-        for group, heads in problem.parts(q.shape[1], q.shape[3] * q.element_size(), by_head=q.device.type == "cpu"):
+    for sequence, whole in _sequences(layout, scores, (q, k, v, out, lse, *words)):
+        for group, heads in sequence.parts(q.shape[1], q.shape[3] * q.element_size(), by_head=q.device.type == "cpu"):
             q_, k_, v_, out_, lse_, *words_ = (x[:, heads] for x in whole)
-            views = problem.queries(q_, group), problem.keys(k_, group), problem.keys(v_, group)
-            dropped = _pairs(pairs, problem, group, words_)
-            part, part_lse = fused.forward(*views, problem.causal(group), scale, problem.bias(group, q.dtype), dropped)
+            views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
+            part, part_lse = fused.forward(_scores(scores, sequence, group, q.dtype, tuple(words_)), *views)
             if not group.first:
-                rows, rows_lse = problem.queries(out_, group), problem.queries(lse_, group)
+                rows, rows_lse = sequence.queries(out_, group), sequence.queries(lse_, group)
                 merge_into(rows, rows_lse, part, part_lse)
                 if group.row_view:
                     continue
                 part, part_lse = rows, rows_lse
-            problem.store(out_, group, part)
-            problem.store(lse_, group, part_lse)
+            sequence.store(out_, group, part)
+            sequence.store(lse_, group, part_lse)
     return out.reshape(shape), lse.reshape(shape[:3])
 
 
-def _foldable(layout: BlockLayout, key_bias: Tensor | None, q: Tensor) -> bool:
+def _foldable(layout: BlockLayout, bias: Tensor | None, q: Tensor) -> bool:
     """Whether many small problems that share everything are better one problem with more heads."""
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
-    return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and key_bias is None
+    return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and bias is None
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -512,6 +507,8 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def backward(
+    layout: BlockLayout,
+    scores: Scores,
     dout: fused.Queries,
     dlse: fused.Statistic | None,
     q: fused.Queries,
@@ -519,44 +516,37 @@ def backward(
     v: fused.Keys,
     out: fused.Queries,
     lse: fused.Statistic,
-    layout: BlockLayout,
-    scale: float,
-    key_bias: Tensor | None,
-    pairs: Pairs | None = None,
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
     """(dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
     shape = q.shape
-    words = _words(pairs, k)
-    if _foldable(layout, key_bias, q):
-        dout, q, k, v, out, lse, *words = (_fold(x) for x in (dout, q, k, v, out, lse, *words))
-        dlse = None if dlse is None else _fold(dlse)
+    words = _words(scores.pairs, k)
+    if _foldable(layout, scores.bias, q):
+        dout, q, k, v, out, lse, *words_ = (_fold(x) for x in (dout, q, k, v, out, lse, *words))
+        words, dlse = tuple(words_), None if dlse is None else _fold(dlse)
     sums = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (k, v))
     dq = (q.new_empty if _covered(layout) else q.new_zeros)(q.transpose(1, 2).shape, dtype=sums).transpose(1, 2)
     tensors = dout, q, k, v, out, lse, dq, dk, dv, *words, *(() if dlse is None else (dlse,))
-    for problem, whole in _problems(layout, scale, key_bias, tensors):
-        for group, heads in problem.parts(q.shape[1], 2 * q.shape[3] * q.element_size(), by_head=False):
+    for sequence, whole in _sequences(layout, scores, tensors):
+        for group, heads in sequence.parts(q.shape[1], 2 * q.shape[3] * q.element_size(), by_head=False):
             dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = (x[:, heads] for x in whole)
-            words_, dlse_ = rest[: len(words)], rest[len(words) :]
+            group_words, dlse_ = tuple(rest[: len(words)]), rest[len(words) :]
             part_q, part_k, part_v = fused.backward(
-                problem.queries(dout_, group),
-                problem.queries(dlse_[0], group) if dlse_ else None,
-                problem.queries(q_, group),
-                problem.keys(k_, group),
-                problem.keys(v_, group),
-                problem.queries(out_, group),
-                problem.queries(lse_, group),
-                problem.causal(group),
-                scale,
-                problem.bias(group, q.dtype),
-                _pairs(pairs, problem, group, words_),
+                _scores(scores, sequence, group, q.dtype, group_words),
+                sequence.queries(dout_, group),
+                sequence.queries(dlse_[0], group) if dlse_ else None,
+                sequence.queries(q_, group),
+                sequence.keys(k_, group),
+                sequence.keys(v_, group),
+                sequence.queries(out_, group),
+                sequence.queries(lse_, group),
             )
             if group.first:
-                problem.store(dq_, group, part_q.to(sums))
+                sequence.store(dq_, group, part_q.to(sums))
             elif group.row_view:
-                problem.queries(dq_, group).add_(part_q)
+                sequence.queries(dq_, group).add_(part_q)
             else:
-                problem.store(dq_, group, problem.queries(dq_, group) + part_q)
-            problem.add_to_keys(dk_, group, part_k)
-            problem.add_to_keys(dv_, group, part_v)
+                sequence.store(dq_, group, sequence.queries(dq_, group) + part_q)
+            sequence.add_to_keys(dk_, group, part_k)
+            sequence.add_to_keys(dv_, group, part_v)
     return dq.reshape(shape), dk.reshape(shape), dv.reshape(shape)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles
-from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.tiles import Layouts
+from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
@@ -97,6 +96,7 @@ def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
         return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
     if build.outdated():
         return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
+    assert_same_fields(library)
     for name in ("instruction_set", "has_amx", "run"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
@@ -154,40 +154,28 @@ def has_amx() -> bool:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: Tensor | None = None,
-    layouts: Layouts | None = None,
-    dropout: Dropout | None = None,
-    state: tuple[Tensor, Tensor] | None = None,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a plan.
+    """out and lse of a problem.
 
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        key_bias: (B, M); what is not 0 hides a key.
-        layouts: for each number of rows that a group's segments have, the block layout inside such a segment; causal if
-            the call is.
         state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
 
     Returns:
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
         that see nothing.
     """
-    out, lse = state or tiles.outputs(q, plan)
-    arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
+    out, lse = state or tiles.outputs(q, problem.plan)
+    arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)
-    for launch in launches("queries", False, q, plan, is_causal, layouts):
-        run("forward", arguments, launch, layouts)
+    for launch in launches(problem, q, "queries"):
+        run("forward", arguments, launch)
     return out, lse
 
 
 def backward(
+    problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -195,16 +183,9 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: Tensor | None = None,
-    layouts: Layouts | None = None,
-    dropout: Dropout | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a plan from the merged out and lse. Other arguments as for `forward`.
+    """dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
 
     In each launch where the queries that tiles of keys share leave enough jobs for all threads, one kernel of five
     products computes all three; else one for dk and dv and one for dq, of four and three.
@@ -213,18 +194,18 @@ def backward(
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
         state: running (dq, dk, dv), float32, contiguous, added to in place.
     """
-    arguments = _Arguments(q, k, v, plan, is_causal, scale, key_bias, dropout)
-    together = launches("keys", True, q, plan, is_causal, layouts)
+    arguments, plan = _Arguments(problem, q, k, v), problem.plan
+    together = launches(problem, q, "keys", owned=True)
     threads = arguments.call.threads
     apart = tuple([i for i, x in enumerate(together) if x.few or x.idle(threads, q.shape[0]) > MOST_IDLE])
     which = apart if len(apart) < len(together) else None
-    keys = launches("keys", False, q, plan, is_causal, layouts, which)
-    queries = launches("queries", False, q, plan, is_causal, layouts, which)
+    keys = launches(problem, q, "keys", which=which)
+    queries = launches(problem, q, "queries", which=which)
     together = tuple([x for i, x in enumerate(together) if i not in apart])
 
     add_dkdv = state is not None or len(together) + len(keys) > 1
     add_dq = state is not None or bool(together) or len(queries) > 1
-    covered = plan.covered and plan.square and key_bias is None and q.numel() > 0
+    covered = plan.covered and plan.square and problem.hidden is None and q.numel() > 0
     dq, dk, dv = state or (
         tiles.gradient(q, add_dq, plan.covered),
         tiles.gradient(k, add_dkdv, covered),
@@ -234,14 +215,14 @@ def backward(
     stats = lse.new_empty((*lse.shape, 2))
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
     for launch in (*keys, *together)[:1]:
-        run("stats", arguments, launch, None)
+        run("stats", arguments, launch)
     for launch in keys:
-        run("dkdv", arguments, launch, layouts)
+        run("dkdv", arguments, launch)
     arguments.set(dq=dq)
     for launch in together:
-        run("dkdv", arguments, launch, layouts)
+        run("dkdv", arguments, launch)
     for launch in queries:
-        run("dq", arguments, launch, layouts)
+        run("dq", arguments, launch)
     if state is not None:
         return state
     sums = [dv, dk, dq]
@@ -294,20 +275,15 @@ class _Launches:
 
 
 def launches(
-    side: Side,
-    owned: bool,
-    q: Tensor,
-    plan: Plan,
-    is_causal: bool,
-    layouts: Layouts | None,
-    which: tuple[int, ...] | None = None,
+    problem: Problem, q: Tensor, side: Side, *, owned: bool = False, which: tuple[int, ...] | None = None
 ) -> tuple[Launch, ...]:
-    """The launches of a plan.
+    """Return the launches of a problem, from the cache.
 
     Args:
-        owned: the rows that a job's tiles see, no other job's tiles of its launch see.
+        owned: group tiles into jobs so that no row is read by two jobs of the same launch.
         which: only for the groups of these launches of keys; None: all.
     """
+    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
     if not plan.groups or not q.numel() or which == ():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
@@ -340,7 +316,7 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
     few = rows <= most_few
     if not owned:
         order = _neighbours(lines)
-        ordered = tiles.replace(table, lines=torch.from_numpy(lines[order]))
+        ordered = replace(table, lines=torch.from_numpy(lines[order]))
         size = max(1, min(together, len(lines) // 64)) if few else 1
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
         weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
@@ -350,7 +326,7 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
     heaviest = np.argsort(-sums, kind="stable")
     sizes = np.diff(jobs)[heaviest]
     moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
-    ordered = tiles.replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
+    ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
     return Launch(side, ordered, starts, sums[heaviest], few, rows)
 
@@ -404,6 +380,15 @@ class _Call(ctypes.Structure):
     ]
 
 
+def assert_same_fields(library: ctypes.CDLL) -> None:
+    """Assert that `_Call` has the fields of the compiled `Call`, at the same places."""
+    library.dilated_attention_call_fields.restype = ctypes.c_char_p
+    places = [(name, getattr(_Call, name).offset) for name, *_ in _Call._fields_]
+    expected = " ".join(f"{name} {offset}" for name, offset in [*places, ("size", ctypes.sizeof(_Call))])
+    found = library.dilated_attention_call_fields().decode().strip()
+    assert found == expected, f"kernels/cpu/call.h has the fields {found}; backends/cpu.py has {expected}"
+
+
 # When this module is imported: torch.compile reads what `refusal` asks as constants.
 _LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
 
@@ -411,28 +396,18 @@ _LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
 class _Arguments:
     """The arguments of a call of the library. It keeps alive the tensors whose addresses it holds."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Plan,
-        is_causal: bool,
-        scale: float,
-        key_bias: Tensor | None,
-        dropout: Dropout | None,
-    ) -> None:
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        entries = sum(group.entries(is_causal) for group in plan.groups) * ratio * batch
-        self.dtype, self.type = q.dtype, TYPES[q.dtype]
+        entries = sum(group.entries(problem.is_causal) for group in problem.plan.groups) * ratio * batch
+        self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.call = _Call(
-            B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=scale,
+            B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
             threads=1 if entries * head_dim <= ONE_THREAD else torch.get_num_threads(),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
-        self.set(q=q, k=k, v=v, hidden=None if key_bias is None else key_bias != 0)
-        if dropout is not None:
+        self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())
+        if (dropout := problem.dropout) is not None:
             self.set(query_words=dropout.queries.contiguous(), key_words=dropout.keys)
             self.call.kwn = dropout.keys.stride(0)
             self.call.kwh = dropout.keys.stride(1) if dropout.keys.shape[1] > 1 else 0
@@ -451,9 +426,9 @@ class _Arguments:
             setattr(self.call, name, x)
 
 
-def run(kernel: str, arguments: _Arguments, launch: Launch, layouts: Layouts | None) -> None:
-    """One call of the library. MemoryError where there is none for its threads."""
-    table, call = launch.table, arguments.call
+def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
+    """Call the library once. Raise MemoryError where its threads get no memory."""
+    table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
         few=launch.few,

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.backends.dropout import Pairs
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Bias, Keys, Queries, Statistic, aligned, append_column
+from dilated_attention.backends.fused import Keys, Queries, Scores, Statistic, aligned, append_column
 from dilated_attention.errors import BackendError
 
 MODULES = {
@@ -74,10 +73,9 @@ def _installed(module: str) -> bool:
     return (not parent or _installed(parent)) and importlib.util.find_spec(module) is not None
 
 
-def forward(
-    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None, pairs: Pairs | None = None
-) -> tuple[Queries, Statistic]:
-    """As `fused.forward`; bias and pairs are None."""
+def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
+    """As `fused.forward`, without bias and dropout."""
+    is_causal, scale, bias, pairs = scores
     assert bias is None
     assert pairs is None
     number, module = _library(q)
@@ -95,6 +93,7 @@ def forward(
 
 
 def backward(
+    scores: Scores,
     dout: Queries,
     dlse: Statistic | None,
     q: Queries,
@@ -102,18 +101,15 @@ def backward(
     v: Keys,
     out: Queries,
     lse: Statistic,
-    is_causal: bool,
-    scale: float,
-    bias: Bias | None,
-    pairs: Pairs | None = None,
 ) -> tuple[Queries, Keys, Keys]:
-    """As `fused.backward`; bias and pairs are None."""
+    """As `fused.backward`, without bias and dropout."""
+    is_causal, scale, bias, pairs = scores
     assert bias is None
     assert pairs is None
     if dlse is None:
         return _backward(dout, q, k, v, out, lse, is_causal, scale)
     if q.shape[-1] + 8 > MAX_HEAD_DIM:
-        return fused.backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
+        return fused.backward(scores, dout, dlse, q, k, v, out, lse)
     gradients = _backward(*append_column(dout, dlse, q, k, v, out, 8), lse, is_causal, scale)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv

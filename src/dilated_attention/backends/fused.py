@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dilated_attention import torch_internals
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.torch_internals import constant_when_traced
 
 Queries = Float[Tensor, "batch heads queries dim"]
 Keys = Float[Tensor, "batch heads keys dim"]
@@ -34,6 +36,41 @@ _CHUNK = 1 << 18
 """Scores of a chunk of plain products: its temporaries, 4 bytes a score each, stay in a cache."""
 _CHUNK_OF_ACCELERATORS = 1 << 24
 """The same where every chunk costs a dozen kernel launches: 64 MiB a temporary. Not measured."""
+
+
+class Scores(NamedTuple):
+    """How the scores of a call are formed.
+
+    Attributes:
+        is_causal: query i sees keys up to i; then `bias` has one row for all queries.
+        scale: factor of q kᵀ, positive.
+        bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
+        pairs: dropout of these queries and keys.
+    """
+
+    is_causal: bool
+    scale: float
+    bias: Bias | None = None
+    pairs: Pairs | None = None
+
+    def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
+        """The scores of some problems, heads, rows and keys."""
+        bias, pairs = self.bias, self.pairs
+        if bias is not None:
+            every = slice(None)
+            bias = bias[problems, heads if bias.shape[1] > 1 else every, rows if bias.shape[2] > 1 else every, keys]
+        return self._replace(bias=bias, pairs=None if pairs is None else pairs.part(problems, heads, rows, keys))
+
+    def drop(self, p: Tensor) -> Tensor:
+        """Apply dropout to p, in place."""
+        return p if self.pairs is None else self.pairs.drop(p)
+
+
+def bias_of(hidden: Bool[Tensor, "*shape"] | None, dtype: torch.dtype) -> Float[Tensor, "*shape"] | None:
+    """Return -inf for hidden keys and 0 for the others; None if no mask is given."""
+    if hidden is None:
+        return None
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
@@ -50,7 +87,7 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
     """What counts as the compute capability of a CUDA device."""
     return _capability_of(device)
@@ -63,23 +100,16 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def forward(
-    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, bias: Bias | None, pairs: Pairs | None = None
-) -> tuple[Queries, Statistic]:
-    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head).
-
-    Args:
-        is_causal: query i sees keys up to i; then `bias` has one row for all queries.
-        bias: 0 or -inf a score. A row whose every key is masked gives out 0 and lse -inf.
-        pairs: dropout of these queries and keys.
-    """
+def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
+    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
+    bias = scores.bias
     kind = _kind(q, k, bias)
-    if kind == "plain" or pairs is not None:
-        return _plain_forward(q, k, v, is_causal, scale, bias, pairs)
-    out, lse = _fused_forward(kind, q, k, v, is_causal, scale, bias)
+    if kind == "plain" or scores.pairs is not None:
+        return _plain_forward(scores, q, k, v)
+    out, lse = _fused_forward(kind, scores, q, k, v)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
-        seen = seen.squeeze(-2).cumsum(-1) > 0 if is_causal else seen.any(-1)
+        seen = seen.squeeze(-2).cumsum(-1) > 0 if scores.is_causal else seen.any(-1)
         empty = ~seen.expand(lse.shape)
         lse.masked_fill_(empty, -torch.inf)
         out.masked_fill_(empty.unsqueeze(-1), 0.0)
@@ -87,6 +117,7 @@ def forward(
 
 
 def backward(
+    scores: Scores,
     dout: Queries,
     dlse: Statistic | None,
     q: Queries,
@@ -94,23 +125,19 @@ def backward(
     v: Keys,
     out: Queries,
     lse: Statistic,
-    is_causal: bool,
-    scale: float,
-    bias: Bias | None,
-    pairs: Pairs | None = None,
 ) -> tuple[Queries, Keys, Keys]:
     """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse); lse is finite.
 
     A gradient on lse enters as one more column, see `append_column`.
     """
-    kind = _kind(q, k, bias)
-    if kind == "plain" or pairs is not None:
-        return _plain_backward(dout, dlse, q, k, v, out, lse, is_causal, scale, bias, pairs)
+    kind = _kind(q, k, scores.bias)
+    if kind == "plain" or scores.pairs is not None:
+        return _plain_backward(scores, dout, dlse, q, k, v, out, lse)
     if dlse is None:
-        return _fused_backward(kind, dout, q, k, v, out, lse, is_causal, scale, bias)
+        return _fused_backward(kind, scores, dout, q, k, v, out, lse)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
     wider = append_column(dout, dlse, q, k, v, out, width)
-    gradients = _fused_backward(_kind(*wider[1:3], bias), *wider, lse, is_causal, scale, bias)
+    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider, lse)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
 
@@ -142,9 +169,8 @@ def aligned(x: Tensor) -> Tensor:
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _fused_forward(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    is_causal, scale, bias, _ = scores
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -158,17 +184,9 @@ def _fused_forward(
 
 
 def _fused_backward(
-    kind: str,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    bias: Tensor | None,
+    kind: str, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    is_causal, scale, bias, _ = scores
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -176,92 +194,54 @@ def _fused_backward(
             dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
+    # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative lengths.
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
     if kind == "cuda_flash":
-        # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative
-        # lengths.
-        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        queries, keys = q.shape[2], k.shape[2]
         return torch_internals.flash_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            state,
-            state,
-            scale=scale,
+            dout, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, is_causal, state, state, scale=scale
         )
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
     return torch_internals.efficient_backward(
         dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
     )[:3]
 
 
-def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, bias: Tensor | None, pairs: Pairs | None
-) -> tuple[Tensor, Tensor]:
+def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     chunk = _chunk(q)
     if q[..., 0].numel() * k.shape[2] <= chunk:
-        part, lse = _plain_part(q, k, v, is_causal, scale, bias, pairs)
+        part, lse = _plain_part(scores, q, k, v)
         return part.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for problems, heads, rows, keys in _chunks(q, k, is_causal, chunk):
+    for problems, heads, rows, keys in _chunks(q, k, scores.is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
-        rest = _part(bias, *here, keys), None if pairs is None else pairs.part(*here, keys)
-        out[here], lse[here] = _plain_part(q[here], k[there], v[there], is_causal, scale, *rest, rows.start)
+        out[here], lse[here] = _plain_part(scores.part(*here, keys), q[here], k[there], v[there], rows.start)
     return out, lse
 
 
-def _plain_part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    bias: Tensor | None,
-    pairs: Pairs | None,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:
+def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """out, in single precision at least, and lse of the queries from `first` on."""
-    scores = _scores(q, k, is_causal, scale, bias, first)
-    lse = scores.logsumexp(-1)
-    p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    return (p if pairs is None else pairs.drop(p)) @ v.to(p.dtype), lse
+    s = _formed(scores, q, k, first)
+    lse = s.logsumexp(-1)
+    p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return scores.drop(p) @ v.to(p.dtype), lse
 
 
 def _plain_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    bias: Tensor | None,
-    pairs: Pairs | None,
+    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     delta = (dout.to(lse.dtype) * out).sum(-1)
     if dlse is not None:
         delta -= dlse
     chunk = _chunk(q)
     if q[..., 0].numel() * k.shape[2] <= chunk:
-        return _plain_gradients(dout, delta, q, k, v, lse, is_causal, scale, bias, pairs)
+        return _plain_gradients(scores, dout, delta, q, k, v, lse)
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    for problems, heads, rows, keys in _chunks(q, k, is_causal, chunk):
+    for problems, heads, rows, keys in _chunks(q, k, scores.is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
-        rest = _part(bias, *here, keys), None if pairs is None else pairs.part(*here, keys)
         part_q, part_k, part_v = _plain_gradients(
-            dout[here], delta[here], q[here], k[there], v[there], lse[here], is_causal, scale, *rest, rows.start
+            scores.part(*here, keys), dout[here], delta[here], q[here], k[there], v[there], lse[here], rows.start
         )
         dq[here] = part_q
         dk[there] += part_k
@@ -270,24 +250,13 @@ def _plain_backward(
 
 
 def _plain_gradients(
-    dout: Tensor,
-    delta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    bias: Tensor | None,
-    pairs: Pairs | None,
-    first: int = 0,
+    scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, in single precision at least, of the queries from `first` on."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
-    p = _scores(q, k, is_causal, scale, bias, first).sub_(lse.unsqueeze(-1)).exp_()
-    dp = dout @ v.mT
-    ds = (dp if pairs is None else pairs.drop(dp)).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scale)
-    return ds @ k, ds.mT @ q, (p if pairs is None else pairs.drop(p)).mT @ dout
+    p = _formed(scores, q, k, first).sub_(lse.unsqueeze(-1)).exp_()
+    ds = scores.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scores.scale)
+    return ds @ k, ds.mT @ q, scores.drop(p).mT @ dout
 
 
 def _chunk(q: Tensor) -> int:
@@ -309,20 +278,13 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
                 yield slice(problem, problem + sizes[2]), slice(head, head + sizes[1]), slice(row, stop), seen
 
 
-def _part(bias: Tensor | None, problems: slice, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-    if bias is None:
-        return None
-    every = slice(None)
-    return bias[problems, heads if bias.shape[1] > 1 else every, rows if bias.shape[2] > 1 else every, keys]
-
-
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, bias: Tensor | None, first: int) -> Tensor:
-    """Scores, formed in single precision (double for double); row i is query `first` + i."""
+def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> Tensor:
+    """Form the scores in single precision (double for double); row i is query `first` + i."""
     statistic = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(statistic) @ k.to(statistic).mT).mul_(scale)
-    if bias is not None:
-        scores = scores + bias
-    if is_causal:
+    s = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale)
+    if scores.bias is not None:
+        s = s + scores.bias
+    if scores.is_causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1 + first)
-        scores = scores.masked_fill(future, -torch.inf)
-    return scores
+        s = s.masked_fill(future, -torch.inf)
+    return s

@@ -19,16 +19,16 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.fused import Scores, bias_of
+from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
-from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention.plan import Rows, StridedGroup
 
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
 TokenStatistic = Float[Tensor, "batch seq heads"]
-KeyBias = Float[Tensor, "batch keys"] | Float[Tensor, "batch keys kv_heads"]
-Layouts = dict[int, BlockLayout]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
@@ -260,8 +260,10 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x, copied only if its last dimension is strided: the fused operators read rows as dense vectors."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    """x, copied only if its last dimension is strided or its tokens overlap: the fused operators read rows as dense
+    vectors, and matrix products want the next row at least a row's length away."""
+    apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
+    return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Merged(NamedTuple):
@@ -273,31 +275,44 @@ class _Merged(NamedTuple):
     lse: Tensor
 
 
-class _Whole(NamedTuple):
-    """The arguments of a call, of which each tile computes a part."""
+class _Whole:
+    """A problem and its tensors, of which each tile computes a part."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    is_causal: bool
-    scale: float
-    key_bias: Tensor | None
-    layouts: Layouts | None
-    dropout: Dropout | None
-    operators: ModuleType
+    def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.problem, self.operators = problem, operators
+        self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        self.bias = bias_of(problem.hidden, q.dtype)
+        self.groups = problem.plan.groups if q.numel() else ()
 
-    def _options(self, group: StridedGroup, tile: _Tile) -> tuple[float, Tensor | None, Pairs | None]:
-        return self.scale, tile.bias(self.key_bias, group.keys), tile.pairs(self.dropout, group, self.k)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that tiles view: q, k, v, the mask and the words of dropout."""
+        dropout = self.problem.dropout
+        words = () if dropout is None else (dropout.queries, dropout.keys.expand(self.k.shape[:3]))
+        return tuple(x for x in (self.q, self.k, self.v, self.bias, *words) if x is not None)
+
+    def tiles(
+        self, groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], head_dim: int
+    ) -> Iterator[tuple[StridedGroup, _Tile]]:
+        """Cut groups into tiles for calls of this head_dim; `tensors`: what tiles view."""
+        q = self.q
+        limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
+        ratio, row_bytes = q.shape[2] // self.k.shape[2], q.shape[-1] * q.element_size()
+        return _tiles(groups, tensors, ratio, head_dim, row_bytes, limit, self.problem.layouts)
+
+    def _scores(self, group: StridedGroup, tile: _Tile) -> Scores:
+        problem = self.problem
+        pairs = tile.pairs(problem.dropout, group, self.k)
+        return Scores(problem.is_causal and group.diagonal, problem.scale, tile.bias(self.bias, group.keys), pairs)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """out and lse of a tile."""
-        keys = tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        views, (scale, bias, pairs) = (tile.queries(self.q, group.queries), *keys), self._options(group, tile)
-        if self.layouts is not None:
-            bias = None if bias is None else bias[:, 0, 0]
-            return blocks.forward(*views, tile.layout(self.layouts, group), scale, bias, pairs)
-        out, lse = self.operators.forward(*views, self.is_causal and group.diagonal, scale, bias, pairs)
-        if group.phantoms and not self.is_causal:
+        views = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
+        scores, layouts = self._scores(group, tile), self.problem.layouts
+        if layouts is not None:
+            return blocks.forward(tile.layout(layouts, group), scores, *views)
+        out, lse = self.operators.forward(scores, *views)
+        if group.phantoms and not self.problem.is_causal:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
 
@@ -306,46 +321,33 @@ class _Whole(NamedTuple):
         dout, q, out, lse = (tile.queries(x, group.queries) for x in (merged.dout, self.q, merged.out, merged.lse))
         dlse = None if merged.dlse is None else tile.queries(merged.dlse, group.queries)
         views = dout, dlse, q, tile.keys(self.k, group.keys), tile.keys(self.v, group.keys), out, lse
-        scale, bias, pairs = self._options(group, tile)
-        if self.layouts is not None:
-            bias = None if bias is None else bias[:, 0, 0]
-            return blocks.backward(*views, tile.layout(self.layouts, group), scale, bias, pairs)
-        return self.operators.backward(*views, self.is_causal and group.diagonal, scale, bias, pairs)
+        scores, layouts = self._scores(group, tile), self.problem.layouts
+        if layouts is not None:
+            return blocks.backward(tile.layout(layouts, group), scores, *views)
+        return self.operators.backward(scores, *views)
 
 
 def forward(
+    problem: Problem,
     q: Tokens,
     k: KeyTokens,
     v: KeyTokens,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: KeyBias | None = None,
-    layouts: Layouts | None = None,
-    dropout: Dropout | None = None,
-    operators: ModuleType = fused,
     state: tuple[Tokens, TokenStatistic] | None = None,
+    *,
+    operators: ModuleType = fused,
 ) -> tuple[Tokens, TokenStatistic]:
-    """(out, lse) of a plan: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf where a row sees nothing.
+    """(out, lse) of a problem: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf for rows without keys.
 
     Args:
-        key_bias: 0 or -inf a key, in q's dtype; by head, too, where rows of other ranks were gathered by head.
-        layouts: for each number of rows that a group's segments have, the block layout inside such a segment.
-        dropout: which pairs survive.
-        operators: `fused`, or a module with its `forward` and `backward`.
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
+        operators: `fused`, or a module with its `forward` and `backward`.
     """
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    whole = _Whole(problem, operators, q, k, v)
+    groups, inputs, plan = whole.groups, whole.tensors, problem.plan
     statistic = torch.promote_types(q.dtype, torch.float32)
-
-    whole = _Whole(q, k, v, is_causal, scale, key_bias, layouts, dropout, operators)
-    groups = plan.groups if q.numel() else ()
-    words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
-    inputs = tuple(x for x in (q, k, v, key_bias, *words) if x is not None)
     if state is not None:
         out, lse = state
-    elif groups and (tile := _whole(groups[0], q, k, inputs, q.shape[-1])):
+    elif groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, q.shape[-1])):
         part, part_lse = whole.attend(groups[0], tile)
         out = part.transpose(1, 2).reshape(q.shape).contiguous()
         lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
@@ -355,10 +357,7 @@ def forward(
     else:
         out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=statistic)
 
-    row_bytes = q.shape[-1] * q.element_size()
-    limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
-    ratio = q.shape[2] // k.shape[2]
-    for group, tile in _tiles(groups, (*inputs, out), ratio, q.shape[-1], row_bytes, limit, layouts):
+    for group, tile in whole.tiles(groups, (*inputs, out), q.shape[-1]):
         part, part_lse = whole.attend(group, tile)
         rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
         if group.first:
@@ -370,6 +369,7 @@ def forward(
 
 
 def backward(
+    problem: Problem,
     dout: Tokens,
     dlse: TokenStatistic | None,
     q: Tokens,
@@ -377,42 +377,32 @@ def backward(
     v: KeyTokens,
     out: Tokens,
     lse: TokenStatistic,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: KeyBias | None = None,
-    layouts: Layouts | None = None,
     state: tuple[Tokens, KeyTokens, KeyTokens] | None = None,
-    dropout: Dropout | None = None,
+    *,
     operators: ModuleType = fused,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
-    """The exact (dq, dk, dv) of a plan from the merged out and lse; `dlse` is the gradient of the returned lse, or
-    None.
+    """The exact (dq, dk, dv) of a problem from the merged out and lse.
 
     Args:
+        dlse: the gradient of the returned lse, or None.
         state: running (dq, dk, dv), single precision at least, contiguous, added to in place and returned.
     """
-    q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(dout)
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient
     if dlse is not None:
         dlse = dlse.masked_fill(empty, 0.0)
 
-    whole = _Whole(q, k, v, is_causal, scale, key_bias, layouts, dropout, operators)
-    merged = _Merged(dout, dlse, out, lse)
-    groups = plan.groups if q.numel() else ()
-    ratio = q.shape[2] // k.shape[2]
-    words = () if dropout is None else (dropout.queries, dropout.keys.expand(k.shape[:3]))
-    inputs = tuple(x for x in (q, k, v, dout, key_bias, *words) if x is not None)
+    whole, plan = _Whole(problem, operators, q, k, v), problem.plan
+    merged = _Merged(_dense_rows(dout), dlse, out, lse)
+    groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
-    assign = state is None and plan.square and ratio == 1
+    assign = state is None and plan.square and q.shape[2] == k.shape[2]
     # Rows that several parts add to are summed in single precision at least.
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
     if state is not None:
         dq, dk, dv = state
-    elif assign and groups and (tile := _whole(groups[0], q, k, inputs, head_dim)):
+    elif assign and groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, head_dim)):
         parts = whole.differentiate(merged, groups[0], tile)
         dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
@@ -420,9 +410,7 @@ def backward(
         make = torch.empty if assign and plan.covered else torch.zeros
         dq, dk, dv = (make(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
 
-    row_bytes = q.shape[-1] * q.element_size()
-    limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
-    for group, tile in _tiles(groups, (*inputs, dq, dk), ratio, head_dim, row_bytes, limit, layouts):
+    for group, tile in whole.tiles(groups, (*inputs, dq, dk), head_dim):
         part_q, part_k, part_v = whole.differentiate(merged, group, tile)
         if tile.k_step == 0:  # heads share one key-value head
             part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)

@@ -30,7 +30,7 @@ class Backend:
         merits: why `auto` takes it, where it does.
         refusal: why it cannot serve a call, and what would; None if it can.
         on_request: why `auto` passes it by for a call that it could serve; None if it does not.
-        forward, backward: over a plan; arguments as those of `native`.
+        forward, backward: of a `Problem`; arguments as those of `native`.
         attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
         over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
         masks_over_mesh: so with a mask of keys or dropout, which rows gathered from other ranks have by head.

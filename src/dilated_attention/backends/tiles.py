@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.problem import Layouts
 from dilated_attention.cache import lasting
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import Shape, Side
@@ -36,10 +37,6 @@ UNMASKED = {"queries": 2**30, "keys": -(2**30)}
 MAX_SPANS = 8
 MAX_PERIOD = 512
 MAX_EXTRA_STEPS = 1.05
-
-
-Layouts = dict[int, BlockLayout]
-"""For each number of rows that a group's segments have, the block layout inside such a segment."""
 
 
 @dataclass(frozen=True, slots=True)

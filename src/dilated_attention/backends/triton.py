@@ -21,12 +21,13 @@ from torch import Tensor
 from dilated_attention.backends import tiles
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.tiles import Layouts
+from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.value import Transposed
 from dilated_attention.plan import Plan
+from dilated_attention.torch_internals import constant_when_traced
 
 Tensors = Mapping[str, Any]
 """The arguments of a kernel that every call has anew: tensors, or None."""
@@ -82,7 +83,7 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _refusal_of(device: torch.device) -> str | None:
     """Why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
     if importlib.util.find_spec("triton") is None:
@@ -122,7 +123,7 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def architecture(device: torch.device) -> str:
     """The row of kernels/configurations.py that serves a device."""
     return _architecture(device)
@@ -140,43 +141,30 @@ def _architecture(device: torch.device) -> str:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: Tensor | None = None,
-    layouts: Layouts | None = None,
-    dropout: Dropout | None = None,
-    state: tuple[Tensor, Tensor] | None = None,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a plan.
+    """out and lse of a problem.
 
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        key_bias: (B, M); what is not 0 hides a key.
-        layouts: for each number of rows that a group's segments have, the block layout inside such a segment, on q's
-            device; causal if the call is.
         state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
 
     Returns:
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
         that see nothing.
     """
-    out, lse = state or tiles.outputs(q, plan)
+    out, lse = state or tiles.outputs(q, problem.plan)
     tensors = {
         "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse,
-        **_hidden(key_bias, dropout),
+        **_hidden(problem),
     }  # fmt: skip
-    masked = dropout is not None or key_bias is not None
-    for launch in _launches("forward", q, plan, is_causal, layouts, masked).launches:
-        launch(tensors, layouts, dropout, scale, launch.table.chain)
+    for launch in _launches("forward", problem, q).launches:
+        launch(problem, tensors, launch.table.chain)
     return out, lse
 
 
 def backward(
+    problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -184,17 +172,11 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: Plan,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_bias: Tensor | None = None,
-    layouts: Layouts | None = None,
-    dropout: Dropout | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
+    *,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a plan from the merged out and lse. Other arguments as for `forward`.
+    """dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
@@ -203,14 +185,14 @@ def backward(
             additions in any order, so that the last bits differ from call to call. No caller asks for it before a GPU
             has shown it faster; see results/README.md.
     """
-    masked = dropout is not None or key_bias is not None
-    held = _launches("dkdv" if deterministic else "dqdkdv", q, plan, is_causal, layouts, masked)
+    plan = problem.plan
+    held = _launches("dkdv" if deterministic else "dqdkdv", problem, q)
     keys = held.launches
-    queries = _launches("dq", q, plan, is_causal, layouts, masked).launches if deterministic else ()
+    queries = _launches("dq", problem, q).launches if deterministic else ()
     dout = _dense_rows(dout)
     tensors = {
         "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout,
-        "STATS": _stats(out, lse, dout, dlse, held=held.stats), **_hidden(key_bias, dropout),
+        "STATS": _stats(out, lse, dout, dlse, held=held.stats), **_hidden(problem),
     }  # fmt: skip
     add = state is not None or len(keys) > 1, state is not None or len(queries) > 1 or not deterministic
     dq, dk, dv = state or (
@@ -220,9 +202,9 @@ def backward(
     )
     for launch in keys:
         written = {"DQ": None if deterministic else dq, "DK": dk, "DV": dv}
-        launch(tensors | written, layouts, dropout, scale, add[0])
+        launch(problem, tensors | written, add[0])
     for launch in queries:
-        launch(tensors | {"DQ": dq}, layouts, dropout, scale, add[1])
+        launch(problem, tensors | {"DQ": dq}, add[1])
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -301,10 +283,9 @@ class Launch:
     shape: Shape
     bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
-    def __call__(
-        self, tensors: Tensors, layouts: Layouts | None, dropout: Dropout | None, scale: float, chain: bool
-    ) -> None:
+    def __call__(self, problem: Problem, tensors: Tensors, chain: bool) -> None:
         """`tensors`: the kernel's, by name, but for the lists of a layout; `chain` as in kernels/strided.py."""
+        scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
         layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
         lists = None if layout is None else _lists(layout, self.kernel)
         indptr, indices = (None, None) if lists is None else (lists.indptr, lists.indices)
@@ -317,8 +298,8 @@ class Launch:
             function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
             heads = q if side_of(self.kernel) == "queries" else k
             programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
-            settled = _numbers(tensors, scale, dropout) | _of_lists(layout, indptr, q)
-            return Bound(function, programs, settled | self._constants(tensors["BIAS"] is not None, chain, settled))
+            settled = _numbers(tensors, scale, dropout) | self._of_lists(layout, indptr, q)
+            return Bound(function, programs, settled | self._constants(tensors["HIDDEN"] is not None, chain, settled))
 
         probability = 0.0 if dropout is None else dropout.probability
         also = scale, chain, probability, _precision(q.dtype), WIDE_FROM
@@ -331,12 +312,20 @@ class Launch:
         if side_of(self.kernel) == "queries":
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
         else:
-            sizes = {"BM": shape.loop, "BN": shape.own}
+            sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
         return sizes | {
             "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
             "EDGE": -1 if has_bias and side_of(self.kernel) == "queries" else table.edge,
-            "EVEN": table.even, "CHAIN": chain, **shape.options(architecture(table.lines.device)),
+            "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
+
+    def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
+        """The kernel's arguments that a layout settles; `indptr`: of the lists that the kernel reads."""
+        if layout is None or indptr is None:
+            return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
+        batch, heads, lines = indptr.shape
+        size = layout.k_block if side_of(self.kernel) == "queries" else layout.q_block
+        return {"lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +345,9 @@ class _Launches:
         return sum(launch.table.lines.nbytes + 256 for launch in self.launches)
 
 
-def _launches(
-    kernel: Kernel, q: Tensor, plan: Plan, is_causal: bool, layouts: Layouts | None, masked: bool
-) -> _Launches:
+def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
+    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
+    masked = problem.dropout is not None or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
@@ -418,10 +407,11 @@ def _stats(
     return stats
 
 
-def _hidden(key_bias: Tensor | None, dropout: Dropout | None) -> dict[str, Tensor | None]:
+def _hidden(problem: Problem) -> dict[str, Tensor | None]:
     """The tensors that hide pairs."""
+    hidden, dropout = problem.hidden, problem.dropout
     return {
-        "BIAS": None if key_bias is None else key_bias.contiguous(),
+        "HIDDEN": None if hidden is None else hidden.contiguous().view(torch.uint8),
         "WQ": None if dropout is None else dropout.queries.contiguous(),
         "WK": None if dropout is None else dropout.keys,
     }
@@ -440,17 +430,6 @@ def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> 
     return steps | {
         "scale": scale, **_of_dropout(dropout), "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
         "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
-    }  # fmt: skip
-
-
-def _of_lists(layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-    """Those that the lists of a layout settle, whose `indptr` this is."""
-    if layout is None or indptr is None:
-        return {"lsb": 0, "lsh": 0, "LH": 1, "QB": 1, "KB": 1}
-    batch, heads, lines = indptr.shape
-    return {
-        "lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads,
-        "QB": layout.q_block, "KB": layout.k_block,
     }  # fmt: skip
 
 

@@ -18,16 +18,18 @@ plainly bidirectional cannot be expressed this way, and is refused.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
@@ -212,8 +214,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise ValueError(f"length must be a number of tokens, an integer; got {length!r}")
+    length = checks.positive("length", length)
     found = [
         (owner, table)
         for owner in model.modules()
@@ -279,9 +280,21 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [x for x in sets if isinstance(x, dict) and "rope_type" in x]
 
 
+def _calls_the_interface(part: PreTrainedModel) -> bool:
+    """Whether every attention of a model whose class has no flag for it calls transformers' attention interface.
+
+    About 75 files of transformers do and lack the flag, Wav2Vec2 and HuBERT among them; others, such as SAM, hold an
+    attention that does not.
+    """
+    modules = [x for x in part.modules() if type(x).__name__.endswith("Attention")]
+    own = [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+    return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
+
+
 def _require_plain_attention(part: PreTrainedModel) -> None:
     name, config = type(part).__name__, part.config
-    if not part._supports_attention_backend or not part._can_set_attn_implementation():
+    calls = part._supports_attention_backend or _calls_the_interface(part)
+    if not calls or not part._can_set_attn_implementation():
         raise UnsupportedError(
             f"{name} does not call transformers' attention interface, and would go on with its own attention; choose a "
             "model whose class has _supports_attention_backend"
@@ -472,7 +485,7 @@ def attention_forward(
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             if name == "sliding_window":
-                raise UnsupportedError(f"{name}={given}: {_without_windows(module.config)}")
+                raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
             remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
             raise UnsupportedError(f"{name}: {remedy}")
     pattern, backend = pattern_of(module.config)

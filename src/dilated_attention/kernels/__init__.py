@@ -1,1 +1,1 @@
-"""Triton kernels. `online` holds one tile step, `strided` loops over strided spans, `blocks` over lists of blocks."""
+"""Triton kernels: `online` holds one tile step, `strided` loops over spans, `block_lists` over lists of blocks."""

@@ -10,7 +10,7 @@ Lists ascend; if CAUSAL, none names a block that lies wholly above the diagonal.
 lists: the blocks of queries that see a block of keys.
 
 Legend beyond strided.py's.
-  SIZE             positions per block: any number, the tiles inside are powers of two (KB of keys, QB of queries)
+  SIZE             positions per block on the streamed side: any number; the tiles inside are powers of two
   lsb, lsh         strides of indptr
   LH               query heads that share a list
   EDGE             blocks that may need a mask at one end of a list: the last (lists of keys) or the first (of queries)

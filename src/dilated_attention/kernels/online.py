@@ -37,18 +37,18 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_keys(K, V, BIAS, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
+def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
     """k and v of the tokens base + ahead, and which of them are seen: those that the bias, if any, does not hide."""
     k = load_rows(K + base * ksn, ahead * ksn, d, seen, D, MASKED)
     v = load_rows(V + base * vsn, ahead * vsn, d, seen, D, MASKED)
-    return k, v, shown(BIAS, sample + base + ahead, seen)
+    return k, v, shown(HIDDEN, sample + base + ahead, seen)
 
 
 @triton.jit
-def shown(BIAS, keys, seen):
-    """Which keys are seen and not hidden by the bias, if there is one."""
-    if BIAS is not None:
-        seen &= tl.load(BIAS + keys, mask=seen, other=0.0) == 0.0
+def shown(HIDDEN, keys, seen):
+    """Which keys are seen and not hidden by the mask, if there is one."""
+    if HIDDEN is not None:
+        seen &= tl.load(HIDDEN + keys, mask=seen, other=0) == 0
     return seen
 
 

@@ -8,8 +8,8 @@ A launch is an int32 table with one line per tile:
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
-of score and value 0. `list` and INDPTR thin out the one span, see blocks.py. If CAUSAL, row i of the tile sees key j of
-the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans hold queries, iff j >= i + diagonal.
+of score and value 0. `list` and INDPTR thin out the one span, see block_lists.py. If CAUSAL, row i of the tile sees key
+j of the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans queries, iff j >= i + diagonal.
 
 The loops stand in `if steps > 0`, since where a loop may not run at all, ptxas lets every wgmma end before the next one
 begins (its warning C7515).
@@ -22,7 +22,8 @@ Legend beyond online.py's.
   SPANS            spans per tile
   CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
   EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
-  EVEN             no tile, held or streamed, reaches past its rows
+  EVEN             dk/dv: no tile, held or streamed, reaches past its rows
+  SIZE             positions per block of a list (block_lists.py)
   WIDE             the elements that a tile of the loop reaches over do not fit 32 bits
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
@@ -136,13 +137,13 @@ def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
             qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-            EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+            CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """out and lse, contiguous. BIAS (B, M): not 0 hides a key. WQ (B, N, H · G, 2), WK: the words of dropout."""
+    """out and lse, contiguous. HIDDEN (B, M), bytes: not 0 hides a key. WQ (B, N, H · G, 2), WK: dropout."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -160,14 +161,14 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
             if INDPTR is None:
                 steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
             else:
-                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
                         j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
                     else:
-                        j, base, ahead, seen, diagonal = locate_block(where, step, KB, BN, WIDE)
-                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                        j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
+                    k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
                         visible &= j[None, :] <= (i + diagonal)[:, None]
@@ -183,11 +184,11 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale, scale,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale,
                 B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-                EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+                CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
@@ -209,14 +210,14 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
             if INDPTR is None:
                 steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
             else:
-                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, KB, BN)
+                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
                         j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
                     else:
-                        j, base, ahead, seen, diagonal = locate_block(where, step, KB, BN, WIDE)
-                    k, v, seen = load_keys(K, V, BIAS, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
+                        j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
+                    k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
                         visible &= j[None, :] <= (i + diagonal)[:, None]
@@ -231,11 +232,11 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BIAS, WQ, WK, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS, WQ, WK, threshold, keep_scale,
+def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
                   scale, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                   EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, LH: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another.
 
@@ -250,7 +251,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
     if WQ is not None:
         x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
     if DQ is not None:
-        real = shown(BIAS, b * M + token, inside)
+        real = shown(HIDDEN, b * M + token, inside)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
@@ -269,7 +270,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
                     steps, where = read_spans(T, CAUSAL, EDGE, MASKED, False, SPANS, BM)
                 else:
                     steps, where = read_list(
-                        INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, QB, BM
+                        INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, SIZE, BM
                     )
                 if steps > 0:
                     for step in tl.range(0, steps * TOGETHER):
@@ -280,7 +281,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
                         if INDPTR is None:
                             j, base, ahead, seen, diagonal = locate(where, step, SPANS, BM, True)
                         else:
-                            j, base, ahead, seen, diagonal = locate_block(where, step, QB, BM, True)
+                            j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BM, True)
                         query = base + ahead  # offsets of 32 bits would make this kernel spill
                         q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
                         do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
@@ -294,13 +295,13 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, BIAS
                         dk, dv, ds = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
                                                  keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
                         if DQ is not None:
-                            if BIAS is not None or not EVEN:  # the scores of other keys may be infinite
+                            if HIDDEN is not None or not EVEN:  # the scores of other keys may be infinite
                                 ds = tl.where(real[:, None], ds, 0.0)
                             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
                             write_rows(DQ, stats * D, d, seen, dq * scale, D, True)
     token, inside = read_rows(T, i)
-    if BIAS is not None:  # what the loop gave to hidden keys is theirs alone
-        real = shown(BIAS, b * M + token, inside)[:, None]
+    if HIDDEN is not None:  # what the loop gave to hidden keys is theirs alone
+        real = shown(HIDDEN, b * M + token, inside)[:, None]
         dk = tl.where(real, dk, 0.0)
         dv = tl.where(real, dv, 0.0)
     rows = ((b * M + token) * H + h) * D

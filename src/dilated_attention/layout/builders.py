@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout.spans import (
     BlockGrid,
     Lists,
     Spans,
-    check_positive,
     check_share,
     runs_of_spans,
 )
@@ -46,17 +45,12 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
     """Of so many leading tokens, or of those at the positions; numbers of NumPy and tensors of no dimension count."""
-    if isinstance(tokens, Integral) and not isinstance(tokens, bool):
-        return leading(grid, int(tokens), density)
-    if tokens is None:
-        return leading(grid, None, density)
+    if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
+        return leading(grid, tokens, density)
     try:
         positions = torch.as_tensor(tokens, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"tokens must be a number of leading tokens or integer positions, got {tokens!r}") from error
-    if positions.ndim == 0:
-        number: Any = positions.tolist()
-        return leading(grid, number, density)  # which refuses what is no whole number
     if positions.numel() and (positions.is_floating_point() or positions.dtype == torch.bool):
         raise ValueError(
             f"tokens must be a number of leading tokens or integer positions, got {positions.dtype}; "
@@ -83,7 +77,7 @@ def _global_at(grid: BlockGrid, position: Tensor, tokens: Any) -> Spans:
 
 
 def strided(grid: BlockGrid, stride: int) -> Spans:
-    check_positive("stride", stride)
+    stride = checks.positive("stride", stride)
     first, last = grid.queries()
     origin = first % stride
     if stride <= grid.k_block:  # every whole key block holds a hit: one interval, up to the last hit
@@ -94,10 +88,9 @@ def strided(grid: BlockGrid, stride: int) -> Spans:
 
 
 def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: float | None) -> Spans:
+    rates = checks.integers("rates", rates, "positive integers", 1)
     if not rates:
         raise ValueError("rates must name at least one rate, got none")
-    for rate in rates:
-        check_positive("rates", rate)
     unit = max(grid.q_block, grid.k_block)
     units = -(-grid.seq_len // unit)
     first, last = grid.queries()
@@ -111,14 +104,14 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
-    if not levels:
+    if not len(levels):
         raise ValueError("levels must hold at least one (stride, window), got none")
-    if not all(isinstance(level, Sequence) and len(level) == 2 for level in levels):
+    if not all(hasattr(level, "__len__") and len(level) == 2 for level in levels):
         raise ValueError(f"levels must be pairs (stride, window), got {levels!r}")
+    sizes = []
     for stride, window in levels:
-        check_positive("a level's stride", stride)
-        check_positive("a level's window", grid.seq_len if window is None else window)
-    sizes = [(stride, grid.seq_len if window is None else min(window, grid.seq_len)) for stride, window in levels]
+        reach = grid.seq_len if window is None else checks.positive("a level's window", window)
+        sizes.append((checks.positive("a level's stride", stride), min(reach, grid.seq_len)))
     if any(s > t or w > x for (s, w), (t, x) in pairwise(sizes)):
         raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {list(levels)}")
     first, last = grid.queries()
@@ -141,7 +134,7 @@ def random(grid: BlockGrid, density: float, seed: int) -> Lists:
 
 
 def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
-    check_positive("random_blocks", number)
+    number = checks.positive("random_blocks", number)
     return _draw(grid.visible(), grid.visible().clamp(max=number), seed)
 
 
@@ -152,8 +145,7 @@ def _size(
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
     if value is not None:
-        check_positive(name, value)
-        return min(value, largest)
+        return min(checks.positive(name, value), largest)
     assert density is not None
     check_share("density", density)
     total = int(grid.visible().sum())
@@ -173,9 +165,7 @@ def _size(
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
     """`wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    generator = torch.Generator().manual_seed(int(seed))
+    generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)
     draws = torch.empty(visible.numel(), 0, dtype=torch.int64, device="cpu")

@@ -87,7 +87,7 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             "indices must be (query blocks, k), (batch, query blocks, k) or (batch, heads, query blocks, k), "
             f"got shape {tuple(indices.shape)}"
         )
-    q_block, k_block = block_pair((1, block_size) if isinstance(block_size, int) else block_size)
+    q_block, k_block = block_pair(block_size, q_block=1)
     grid = BlockGrid.of(indices.shape[-2] * q_block if seq_len is None else seq_len, (q_block, k_block), is_causal)
     if indices.shape[-2] != grid.rows:
         raise ValueError(
@@ -239,12 +239,18 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
     lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
     is_whole, is_lower = _shown_inside(m, grid, partial, lead[1])
     grid = BlockGrid(keys, grid.q_block, grid.k_block, is_causal=not is_whole)
-    passes_diagonal = bool(grid.cut(full // grid.columns, full % grid.columns).any())
-    if not (is_whole or is_lower) or passes_diagonal:
+    places = _places(full, grid)
+    shows_later = grid.is_causal and bool((grid.cut(*places) | grid.above(*places)).any())
+    if not (is_whole or is_lower) or shows_later:
         raise ValueError("m.mask_mod hides pairs inside a block beyond the causal triangle; a layout has blocks only")
-    lists = lists_of_keys(grid, blocks, lead)
-    check_causal(grid, *lists)
-    return grid, lists
+    if grid.is_causal:  # a partial block above the diagonal shows nothing
+        blocks = blocks[~grid.above(*_places(blocks, grid))]
+    return grid, lists_of_keys(grid, blocks, lead)
+
+
+def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
+    """Row and column of blocks given as row * columns + column."""
+    return blocks // grid.columns, blocks % grid.columns
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.torch_internals import in_torch_func
 
 MAX_BLOCK = 256
 
@@ -24,22 +25,19 @@ Lists = tuple[Tensor, Tensor]
 """How many key blocks each query block sees, and the key blocks themselves, list after list, each ascending."""
 
 
-def check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
 def check_share(name: str, value: float) -> None:
     if not isinstance(value, Real) or not 0 < value <= 1:
         raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
 
-def block_pair(block_size: BlockSize) -> tuple[int, int]:
-    pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    if len(pair) != 2 or not all(isinstance(b, int) and 1 <= b <= MAX_BLOCK for b in pair):
-        raise ValueError(
-            f"block_size must be a whole number from 1 to {MAX_BLOCK}, or a pair (q_block, k_block), got {block_size}"
-        )
+def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
+    """(q_block, k_block) of a pair or of one number, which is both unless `q_block` is given."""
+    if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
+        k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
+        return k_block if q_block is None else q_block, k_block
+    pair = checks.integers("block_size", block_size, f"(q_block, k_block), integers from 1 to {MAX_BLOCK}", 1)
+    if len(pair) != 2 or max(pair) > MAX_BLOCK:
+        raise ValueError(f"block_size must hold two integers from 1 to {MAX_BLOCK}; got {block_size}")
     return pair[0], pair[1]
 
 
@@ -55,7 +53,7 @@ class BlockGrid:
     @classmethod
     def of(cls, seq_len: int, block_size: BlockSize, is_causal: bool) -> BlockGrid:
         """The grid of a caller's numbers, checked."""
-        check_positive("seq_len", seq_len)
+        seq_len = checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         return BlockGrid(seq_len, *block_pair(block_size), is_causal)
 
@@ -119,7 +117,7 @@ def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
     """Ascending; on the CPU in place. "stable" is a merge there: linear for a few sorted lists behind each other."""
-    if keys.device.type != "cpu":
+    if keys.device.type != "cpu" or in_torch_func():  # whose tensors have no memory that NumPy could sort
         return keys.sort().values
     keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
     return keys

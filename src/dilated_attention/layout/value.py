@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
-from dilated_attention.cache import lasting, name_of
+from dilated_attention.cache import is_named, lasting, name_of
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import builders, conversions
 from dilated_attention.layout.spans import (
@@ -64,7 +64,8 @@ class BlockLayout:
     indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR of batch * heads * query
     blocks rows. indices: int64 `(blocks,)`, key blocks, strictly ascending within a row.
 
-    The constructor checks dtypes and shapes only; `from_indices` and `from_mask` check the content of the lists too.
+    The constructor copies both tables, so that what is written to them later changes no layout. It checks dtypes and
+    shapes, and on the CPU also the lists, as `from_indices` does on every device.
     """
 
     indptr: Tensor
@@ -73,9 +74,13 @@ class BlockLayout:
     q_block: int = 128
     k_block: int = 128
     is_causal: bool = False
+    _versions: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        rows = BlockGrid.of(self.seq_len, self.block_size, self.is_causal).rows
+        grid = BlockGrid.of(self.seq_len, self.block_size, self.is_causal)
+        for name in ("seq_len", "q_block", "k_block"):  # as plain integers
+            object.__setattr__(self, name, getattr(grid, name))
+        rows = grid.rows
         if self.indptr.dtype != torch.int64 or self.indices.dtype != torch.int64:
             raise ValueError(f"indptr and indices must be int64, got {self.indptr.dtype} and {self.indices.dtype}")
         if self.indptr.ndim != 3 or self.indptr.shape[-1] != rows + 1:
@@ -85,12 +90,18 @@ class BlockLayout:
             )
         if self.indices.ndim != 1:
             raise ValueError(f"indices must be one flat list, got shape {tuple(self.indices.shape)}")
+        given = self.indptr, self.indices
         for name in ("indptr", "indices"):
-            table = getattr(self, name).contiguous()  # as kernels read it
-            if not torch.compiler.is_compiling() and table.is_inference():  # which no later training could save
-                with torch.inference_mode(False):
-                    table = table.clone()
-            object.__setattr__(self, name, table)
+            object.__setattr__(self, name, _own(getattr(self, name)))
+        copied = self.indptr is not given[0] or self.indices is not given[1]
+        if copied and checks.readable(self.indptr, self.indices):
+            conversions.check_lists(self.grid, self.indptr, self.indices)
+        versions = None if torch.compiler.is_compiling() else self._table_versions()
+        object.__setattr__(self, "_versions", versions)
+
+    def _table_versions(self) -> tuple[int, int]:
+        """How often each table has been written to."""
+        return self.indptr._version, self.indices._version
 
     # ---- builders
 
@@ -381,13 +392,12 @@ class BlockLayout:
 
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
-        `(batch, num_heads, seq_len)`.
+        `(batch, num_heads, seq_len)`. Lists of fewer heads, which divide num_heads, are those of KV heads.
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
         num_heads = checks.positive("num_heads", num_heads)
-        self.check(self.batch_size, seq_len, num_heads)
-        keys = self.seen.expand(-1, num_heads, -1)
+        keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
         causal = ", is_causal=True" * self.is_causal
         local = f"BlockLayout.local({self.seq_len}, 1, {self.block_size}{causal})"
         warn_of_blind(keys, f"Unite with a layout that covers every row, such as {local}")
@@ -396,23 +406,43 @@ class BlockLayout:
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
 
-        For one batch element, or for all of them if each has its own lists.
+        For one batch element, or for all of them if each has its own lists. Heads as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
-        self.check(self.batch_size, seq_len, num_heads)
-        layout = self.causal() if is_causal else self
-        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // self.num_heads)
+        layout = self._for_queries(seq_len, num_heads)
+        layout = layout.causal() if is_causal else layout
+        return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
+
+    def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
+        """This layout for `num_heads` query heads, checked."""
+        self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
+        return self.for_heads(num_heads)
 
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
         """Raise unless the layout fits tensors of this batch size, length and number of heads.
 
         With one list per KV head, all query heads that share a KV head use its list.
         """
+        self._require_unchanged()
         if seq_len != self.seq_len:
-            raise ValueError(f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length")
-        if self.num_heads not in (1, num_heads, num_kv_heads):
+            swapped = ". If q is (batch, heads, seq, head_dim), give q.transpose(1, 2)" * (num_heads == self.seq_len)
+            raise ValueError(
+                f"layout is for {self.seq_len} tokens, got seq_len={seq_len}; build one for that length{swapped}"
+            )
+        heads = self.num_heads  # compared one by one: `in` does not compare the symbols of torch.compile by value
+        if heads != 1 and heads != num_heads and (num_kv_heads is None or heads != num_kv_heads):
             raise ValueError(f"layout has lists for {self.num_heads} heads, got {num_heads}; give 1 or {num_heads}")
+        if not torch.compiler.is_compiling():  # a graph keeps the batch symbolic, and the operator checks it
+            self.check_batch(batch_size)
+
+    def _require_unchanged(self) -> None:
+        """Raise if a table was written to: what was derived from it is of its old content."""
+        if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
+            raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise unless the layout fits this batch size."""
         if self.batch_size not in (1, batch_size):
             raise ValueError(
                 f"layout has lists for a batch of {self.batch_size}, got {batch_size}; give 1 or {batch_size}"
@@ -423,10 +453,11 @@ class BlockLayout:
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
+        return self._with(self.indptr.to(device), self.indices.to(device))
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """The lists of these batch elements and heads alone."""
+        self._require_unchanged()
         if batch is heads is None:
             return self
         indptr = self.indptr[slice(None) if batch is None else list(batch)]
@@ -437,16 +468,17 @@ class BlockLayout:
         start = row_offsets(counts.view(*indptr.shape[:2], self.query_blocks))
         shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
         entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
-        return replace(self, indptr=start, indices=self.indices[entry])
+        return self._with(start, self.indices[entry])
 
     def for_heads(self, num_heads: int) -> BlockLayout:
         """This layout for `num_heads` query heads: each list per key-value head is repeated for its query heads."""
-        if self.num_heads in (1, num_heads):
+        if self.num_heads == 1 or self.num_heads == num_heads:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
     def prefix(self, seq_len: int) -> BlockLayout:
         """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
+        self._require_unchanged()
         if seq_len > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
         if seq_len == self.seq_len:
@@ -454,7 +486,7 @@ class BlockLayout:
         rows, columns = -(-seq_len // self.q_block), -(-seq_len // self.k_block)
         keep = (self.row % self.query_blocks < rows) & (self.indices < columns)
         indptr = kept_before(keep)[self.indptr[..., : rows + 1]]
-        return replace(self, indptr=indptr, indices=self.indices[keep], seq_len=seq_len)
+        return self._with(indptr, self.indices[keep], seq_len=seq_len)
 
     # ---- algebra
 
@@ -483,10 +515,11 @@ class BlockLayout:
 
     def causal(self) -> BlockLayout:
         """Without later keys: blocks wholly above the diagonal are dropped, blocks that it cuts are masked by token."""
+        self._require_unchanged()
         if self.is_causal:
             return self
         keep = ~self.grid.above(self.row, self.indices)
-        return replace(self, indptr=kept_before(keep)[self.indptr], indices=self.indices[keep], is_causal=True)
+        return self._with(kept_before(keep)[self.indptr], self.indices[keep], is_causal=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockLayout):
@@ -508,6 +541,10 @@ class BlockLayout:
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
         """Without what is derived: `key` names tables of this process, and hashes differ between processes."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse: `__reduce__` writes none, and a file that has one would put lists past the constructor's checks."""
+        raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
     def __repr__(self) -> str:
         lead = "".join(
@@ -588,7 +625,12 @@ class BlockLayout:
     def _of(cls, grid: BlockGrid, lists: Lists) -> BlockLayout:
         counts, indices = lists
         counts = counts.reshape(*(1,) * (3 - counts.ndim), *counts.shape)
-        return cls(row_offsets(counts), indices, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
+        tables = _named(row_offsets(counts)), _named(indices)
+        return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
+
+    def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
+        """This layout with new tables, which nobody else holds."""
+        return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
 
     @classmethod
     def _of_spans(cls, grid: BlockGrid, spans: Spans) -> BlockLayout:
@@ -597,6 +639,7 @@ class BlockLayout:
     def _keys(self, lead: tuple[int, int]) -> Tensor:
         """row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
+        self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
         return layout.row.mul_(self.key_blocks).add_(layout.indices)
 
@@ -610,6 +653,26 @@ class BlockLayout:
             raise ValueError(f"layouts must agree in batch_size and num_heads, or have 1, got {self} and {other}")
         lead = (max(self.batch_size, other.batch_size), max(self.num_heads, other.num_heads))
         return sort_keys(torch.cat([self._keys(lead), other._keys(lead)]), "stable"), lead
+
+
+def _named(table: Tensor) -> Tensor:
+    """Name a table that nobody else holds, so that a layout takes it without a copy."""
+    if not torch.compiler.is_compiling():
+        name_of(table)
+    return table
+
+
+def _own(table: Tensor) -> Tensor:
+    """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
+
+    A table without a name belongs to the caller, or lies in a buffer that a compiled graph uses again: it is copied.
+    """
+    if torch.compiler.is_compiling():
+        return table.contiguous()
+    if is_named(table) and table.is_contiguous() and not table.is_inference():
+        return table
+    with torch.inference_mode(False):  # no later training could save a tensor of inference mode
+        return _named(table.clone(memory_format=torch.contiguous_format))
 
 
 def warn_of_blind(keys: Tensor, remedy: str) -> None:

@@ -36,18 +36,22 @@ class TileAttention:
         rolled_up: `(batch, tiles)`: the same through all layers. What is missing from 1 stayed at the cls token, or
             went to the padding that `compat="torchscale"` attends.
         coords: `(batch, tiles, 2)`, as given.
-        lengths: tiles of each slide.
+        lengths: the number of tiles of each slide.
+        tile_size: the side of a tile, in the unit of `coords`.
     """
 
     heads: Float[Tensor, "batch layers heads tiles"]
     rolled_up: Float[Tensor, "batch tiles"]
     coords: Tensor
     lengths: tuple[int, ...]
+    tile_size: int
 
     def plot(
         self, slide: int = 0, *, layer: int | None = None, head: int | None = None, ax: Axes | None = None
     ) -> Axes:
         """Draw one slide's tiles at their places, brighter for more attention, in colours that also work in grey.
+
+        The scale ends at the 99th percentile of the tiles; the few above it have its brightest colour.
 
         Args:
             layer: draw this layer's attention; None: rolled up.
@@ -63,7 +67,7 @@ class TileAttention:
         else:
             values, title = self.heads[slide, layer, head], f"layer {layer}, head {head}"
         places = self.coords[slide, :tiles].cpu().numpy()
-        return plot_places(places, values[:tiles].float().cpu().numpy() * tiles, title, ax)
+        return plot_places(places, values[:tiles].float().cpu().numpy() * tiles, self.tile_size, title, ax)
 
 
 @torch.no_grad()
@@ -121,7 +125,7 @@ def tile_attention(
                 heads[slide, layer, :, :count] = seen[0, :, 1:]
                 flow = (flow + seen[1].mean(0)) / 2
         rolled_up[slide, :count] = flow[1:]
-    return TileAttention(heads, rolled_up, coords, tuple(counts))
+    return TileAttention(heads, rolled_up, coords, tuple(counts), encoder.config.tile_size)
 
 
 class _Layer:
@@ -160,7 +164,8 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     layers: list[_Layer] = []
     for block in encoder.encoder.blocks:
-        assert isinstance(block, TransformerBlock)
+        block = getattr(block, "_orig_mod", block)  # a compiled block's own: the layers write to a file
+        assert isinstance(block, TransformerBlock), f"a block is a {type(block).__name__}"
         layers.append(_Layer(pattern, encoder.encoder.backend, file, lse[len(layers)]))
         if len(layers) < len(encoder.encoder.blocks):
             x = block(x, memory=layers[-1])

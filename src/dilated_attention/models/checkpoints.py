@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import warnings
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,11 @@ Compat = Literal["torchscale"] | None
 ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 """Names under which training scripts put a state_dict into their files."""
+
+_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+"""What torch.compile, FSDP, activation checkpointing and data parallelism put into the names of weights."""
+_ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
+"""What some names of every model that is known here begin with: one of a part alone, one of a model of parts."""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
@@ -81,13 +87,16 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
 
 def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
-    """As `read_checkpoint`, by the names that the loaders know: without what wrapping put before all of them, a
-    data-parallel `module.`, or one half of a larger model."""
-    tensors = read_checkpoint(source, prefix)
-    for wrapping in ("module.", "backbone.", "encoder.", "decoder."):
-        if tensors and all(name.startswith(wrapping) for name in tensors):
-            tensors = {name.removeprefix(wrapping): x for name, x in tensors.items()}
-    return tensors
+    """As `read_checkpoint`, by the names that the loaders know: without what torch.compile and data parallelism put
+    into them, and without what all begin with, as in one half of a larger model."""
+    held = read_checkpoint(source, prefix)
+    tensors = {_WRAPPED.sub("", name): x for name, x in held.items()}
+    if len(tensors) < len(held):
+        raise ValueError(f"the checkpoint holds weights twice, wrapped and not; give prefix=. It has {_begin(held)}")
+    found = tensors
+    while len(parts := {name.partition(".")[0] for name in found}) == 1 and not parts & _ROOTS:
+        found = {name.partition(".")[2]: x for name, x in found.items()}
+    return found if parts & {*_ROOTS, *_HALVES} else tensors
 
 
 def _read_file(path: Path) -> Any:
@@ -105,13 +114,22 @@ def _read_file(path: Path) -> Any:
             # Of a protocol that torch.save does not write by itself: it is read or refused.
             warnings.filterwarnings("ignore", "Detected pickle protocol")
             # An open file: of a path torch goes by the name, and by defaults that it keeps for mmap.
-            return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
+            with torch.serialization.safe_globals([Namespace]):  # of a command's options, which training scripts keep
+                return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
     except PICKLE_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _reason(error)
         raise ValueError(
             f"{path}: damaged, or a pickle of more than plain tensors, which is never run ({reason}); "
             "save the model's state_dict alone"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch found in a pickle that is no tensor, in plain characters, or the first line of its error."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    found = re.search(r"(?:GLOBAL|Unsupported class|Unsupported operand)\s+(\S+)", text)
+    lines = text.splitlines()
+    return f"it holds {found[1]}" if found else lines[0] if lines else type(error).__name__
 
 
 def _is_held(x: Tensor) -> bool:

@@ -192,7 +192,7 @@ class LongNetConfig(Configuration):
         if self.embed_dim % (pairs * self.num_heads):
             raise ValueError(
                 f"embed_dim={self.embed_dim}: must be a multiple of "
-                + (f"num_heads={self.num_heads}" if pairs == 1 else f"2 x num_heads={2 * self.num_heads}, ")
+                + (f"num_heads={self.num_heads}" if pairs == 1 else f"2 x num_heads = {2 * self.num_heads}, ")
                 + ("" if pairs == 1 else "rotary positions turn pairs of channels")
             )
         if self.num_heads % self.kv_heads:

@@ -12,16 +12,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.backends import fused
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.nn import Source
 from dilated_attention.parallel.sharding import from_rank
 from dilated_attention.plan import progressions
 
@@ -130,9 +133,11 @@ class _Layer:
                     values[samples, held, row] = v[samples, 0, heads_]
                     seen = slice(0, row + 1)
                     part, part_lse = fused.forward(
-                        grouped[samples, heads_], keys[samples, held, seen], values[samples, held, seen], False,
-                        head_dim**-0.5, None,
-                    )  # fmt: skip
+                        fused.Scores(False, head_dim**-0.5),
+                        grouped[samples, heads_],
+                        keys[samples, held, seen],
+                        values[samples, held, seen],
+                    )
                     merge_into(out[samples, heads_], lse[samples, heads_], part, part_lse.to(statistic))
         return out.view(q.shape).to(q.dtype)
 
@@ -165,8 +170,7 @@ class KeyValueCache:
     ) -> None:
         if config.pattern is None and max_len is None:
             raise ValueError("max_len=None: dense attention sees every earlier token; give the length to make room for")
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"max_len={max_len}: must be a positive number of tokens, or None")
+        max_len = None if max_len is None else checks.positive("max_len", max_len)
         self.config = config
         self.batch_size = batch_size
         self.max_len = max_len
@@ -176,7 +180,7 @@ class KeyValueCache:
         self.branches = _branches(config, max_len)
         self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.sources: list[tuple[Tensor, Tensor]] | None = None  # of cross-attention, one a layer
+        self.source: Source | None = None  # of cross-attention
         self.source_mask: Tensor | None = None
 
         def make(shape: Sequence[int]) -> Tensor:
@@ -257,11 +261,11 @@ class KeyValueCache:
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """ValueError naming the argument that `sample` cannot take."""
-    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+    if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature!r}: must be a finite number >= 0")
-    if top_k is not None and (type(top_k) is not int or top_k < 1):
-        raise ValueError(f"top_k={top_k!r}: must be a positive integer, or None for all tokens")
-    if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
+    if top_k is not None:
+        checks.positive("top_k", top_k)
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}: must be a probability in (0, 1], or None")
 
 

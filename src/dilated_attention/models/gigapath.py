@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +26,9 @@ from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import require_one_device
 from dilated_attention.nn import grid_sines
 from dilated_attention.patterns import Dilated
+
+_MOST_AT_A_PLACE = 8
+"""Tiles per place on average, beyond which coordinates are likely in another unit: overlapping by half gives four."""
 
 PATTERN = Dilated((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block")
 """The branches of the published weights: five lengths from 1,024 tiles to 1,024 x 1,024, evenly in their logarithm."""
@@ -159,9 +165,9 @@ class GigaPathSlideEncoder(Pretrained):
         """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
         require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
-        ends = [count + 1 for count in counts]
-        options = {"all_layers": all_layers, "first_only": first_only}
-        return self.encoder.packed(rows, ends, is_causal=False, **options), counts
+        edges = [0, *accumulate(count + 1 for count in counts)]
+        states = self.encoder(rows, cu_seqlens=edges, all_layers=all_layers, first_only=first_only)
+        return states if all_layers else [states], counts
 
     def embed(
         self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None = None
@@ -181,25 +187,44 @@ class GigaPathSlideEncoder(Pretrained):
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must be (batch, tiles, 2) = {(*x.shape[:2], 2)}; got {tuple(coords.shape)}")
         counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
-        parts = []
-        for slide, count in enumerate(counts):
-            places = self._places(coords[slide, :count], slide, x.dtype)
-            parts += [self.cls[None], self.projection(x[slide, :count]) + places]
-        rows = torch.cat(parts) if parts else self.projection(x.flatten(0, 1))
+        if all(count == x.shape[1] for count in counts):
+            tiles, points = x.flatten(0, 1), coords.flatten(0, 1)
+        else:
+            kept = within(counts, x.shape[1], x.device)
+            tiles, points = x[kept], coords[kept]
+        places = self._places(points, counts)
+        sines = grid_sines(places, config.slide_ngrids, config.encoder.embed_dim, x.dtype)
+        rows = self.projection(tiles) + sines  # one call, whose hooks see all tiles
+        if counts:
+            rows = torch.cat([part for slide in rows.split(counts) for part in (self.cls[None], slide)])
         return rows[None], counts
 
-    def _places(self, points: Tensor, slide: int, dtype: torch.dtype) -> Tensor:
+    def _places(self, points: Tensor, counts: list[int]) -> Tensor:
+        """The place on the grid of each tile of all slides, int64 `(tiles, 2)`."""
         config = self.config
         exact = points if points.is_floating_point() else points.long()
         places = torch.div(exact, config.tile_size, rounding_mode="floor")
+        if torch.compiler.is_compiling():  # a graph holds no check of values
+            return places.long()
         wrong = ~((places >= 0) & (places < config.slide_ngrids)).all(-1)
+        starts = [0, *accumulate(counts)]
         if wrong.any():
-            tile = int(wrong.nonzero()[0])
+            at = int(wrong.nonzero()[0])
+            slide = bisect_right(starts, at) - 1
             raise ValueError(
                 f"coords must be pixels in [0, {config.slide_ngrids * config.tile_size:,}), {config.slide_ngrids} "
-                f"places of {config.tile_size}; got {points[tile].tolist()} at slide {slide}, tile {tile}"
+                f"places of {config.tile_size}; got {points[at].tolist()} at slide {slide}, tile {at - starts[slide]}"
             )
-        return grid_sines(places.long(), config.slide_ngrids, config.encoder.embed_dim, dtype)
+        number = places.long() @ places.new_tensor([config.slide_ngrids, 1]).long()
+        for slide, (start, stop) in enumerate(pairwise(starts)):
+            found = len(number[start:stop].unique())
+            if found * _MOST_AT_A_PLACE < stop - start:
+                warnings.warn(
+                    f"coords: the {stop - start} tiles of slide {slide} lie at {found} places of {config.tile_size} "
+                    "pixels. Give the pixels of the tiles' corners, not fractions or numbers of a grid",
+                    stacklevel=4,
+                )
+        return places.long()
 
     def _pool(self, state: Tensor, counts: list[int], mean: bool) -> Tensor:
         if not counts:

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.call import dtype_of_products
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack
-from dilated_attention.nn import CrossAttention, SelfAttention
+from dilated_attention.nn import CrossAttention, SelfAttention, Source
 from dilated_attention.parallel.sharding import cp_mean, from_rank, sequence_range, shard_sequence
 
 
@@ -51,7 +51,7 @@ class LongNetAttention(Pretrained):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Called by `parallel.set_context_parallel`, which also reaches the attention inside."""
-        self.mesh = mesh
+        self.mesh = held_mesh(mesh)
 
     def forward(
         self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False, *, seq_len: int | None = None
@@ -82,15 +82,23 @@ class LongNetEncoder(LongNetStack):
         *,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         positions: Int[Tensor, "*batch seq"] | None = None,
+        cu_seqlens: Sequence[int] | Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         all_layers: bool = False,
+        first_only: bool = False,
     ) -> Tensor | list[Tensor]:
         """lengths: tokens of each sample, whose states are those that it would have alone. The rest is padding: it
             costs nothing, influences nothing, and gets states 0.
+        cu_seqlens: the edges of samples that are packed one after another, batch 1, from 0 to seq. Each sample's states
+            are those that it would have alone.
         positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
         seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
+        first_only: return the state of each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples,
+            embed_dim)` of packed ones; the last block computes nothing else. Neither with all_layers nor with lengths.
         """
+        if first_only and (all_layers or lengths is not None):
+            raise ValueError("first_only=True takes neither all_layers nor lengths; pack the samples with cu_seqlens")
         x = self.embed(inputs)
         warn_of_layout(inputs)
         states = self.hidden(
@@ -98,8 +106,10 @@ class LongNetEncoder(LongNetStack):
             is_causal=False,
             positions=positions,
             lengths=lengths,
+            cu_seqlens=cu_seqlens,
             seq_len=seq_len,
             all_layers=all_layers,
+            first_only=first_only,
         )
         return states if all_layers else states[-1]
 
@@ -134,34 +144,43 @@ class LongNetLM(LongNetStack):
         *,
         positions: Int[Tensor, "*batch seq"] | None = None,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        cu_seqlens: Sequence[int] | Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         source: Float[Tensor, "batch keys embed_dim"] | None = None,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
         """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
         lengths: tokens of each sample; padding after them costs nothing in the blocks, and its logits are 0. (Without
-            lengths, the other tokens' logits are the same: they see no later token.)
+            lengths, the other tokens' logits are the same: they see no later token.) Over a mesh padding is computed.
+        cu_seqlens: the edges of samples that are packed one after another, batch 1, over a mesh those of the whole
+            sequence. Each sample's logits are those that it would have alone.
         seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
         """
-        sources, mask = self._read(source, source_lengths)
+        read, mask = self._read(source, source_lengths)
         x = self.embed(tokens)
         warn_of_layout(tokens)
         (states,) = self.hidden(
             x,
             is_causal=True,
             positions=positions,
-            lengths=lengths,
+            lengths=lengths if self.mesh is None else None,  # no token sees the padding after it
+            cu_seqlens=cu_seqlens,
             seq_len=seq_len,
-            sources=sources,
+            source=read,
             source_mask=mask,
         )
+        if lengths is not None and self.mesh is not None:
+            whole = tokens.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+            start, stop = sequence_range(whole, self.mesh)
+            kept = within(checked_lengths(lengths, len(tokens), whole), whole, x.device)[:, start:stop]
+            states = states.masked_fill(~kept[..., None], 0.0)
         return self.logits(states)
 
     def _read(
-        self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None
-    ) -> tuple[list[tuple[Tensor, Tensor]] | None, Tensor | None]:
-        crosses = [x for x in self.modules() if isinstance(x, CrossAttention)]
+        self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None, *, keep: bool = False
+    ) -> tuple[Source | None, Tensor | None]:
+        crosses = any(isinstance(x, CrossAttention) for x in self.modules())
         if source is None or not crosses:
             if source is None and not crosses:
                 return None, None
@@ -174,7 +193,7 @@ class LongNetLM(LongNetStack):
             if not min(counts):
                 raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
             mask = within(counts, source.shape[1], source.device)[:, None, None]
-        return [cross.read(source) for cross in crosses], mask
+        return Source(source, keep=keep), mask
 
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
@@ -193,21 +212,25 @@ class LongNetLM(LongNetStack):
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
         if self.mesh is not None:
             if lengths is not None:
-                raise UnsupportedError("lengths with a mesh is not supported; give samples of one length")
+                counts = [n - 1 for n in self._two_tokens(lengths, tokens)]
+                targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
             shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
             logits = self(shard, seq_len=inputs.shape[1])
             total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
-            return cp_mean(total, own.numel(), self.mesh)
+            return cp_mean(total, (own != -100).sum(), self.mesh)
         if lengths is None:
             return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        lengths = checked_lengths(lengths, *tokens.shape)
-        counts = [max(n - 1, 0) for n in lengths]
-        if not any(counts):
-            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {lengths}")
-        kept = (
-            torch.arange(targets.shape[1], device=tokens.device) < torch.tensor(counts, device=tokens.device)[:, None]
-        )
+        counts = [max(n - 1, 0) for n in self._two_tokens(lengths, tokens)]
+        kept = within(counts, targets.shape[1], tokens.device)
         return F.cross_entropy(self(inputs, lengths=counts)[kept], targets[kept])
+
+    @staticmethod
+    def _two_tokens(lengths: Sequence[int] | Tensor, tokens: Tensor) -> list[int]:
+        """lengths, of which one leaves a token that has one before it."""
+        values = checked_lengths(lengths, *tokens.shape)
+        if max(values, default=0) < 2:
+            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
+        return values
 
     @torch.no_grad()
     def prefill(
@@ -236,14 +259,14 @@ class LongNetLM(LongNetStack):
             raise ValueError("tokens: empty prompt; give at least one token a sample")
         x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
-        cache.sources, cache.source_mask = self._read(source, source_lengths)
+        cache.source, cache.source_mask = self._read(source, source_lengths, keep=True)
         (states,) = self.hidden(
             x,
             is_causal=True,
             lengths=counts if self.mesh is None else lengths,
             seq_len=None if self.mesh is None else seq,
             cache=cache,
-            sources=cache.sources,
+            source=cache.source,
             source_mask=cache.source_mask,
         )
         if self.mesh is not None:
@@ -268,8 +291,7 @@ class LongNetLM(LongNetStack):
             else rotary.tables(positions, cache.origins, torch.promote_types(x.dtype, torch.float32))
         )
         for i, block in enumerate(self.blocks):
-            source = None if cache.sources is None else cache.sources[i]
-            x = block(x, tables, True, memory=cache.layers[i], source=source, source_mask=cache.source_mask)
+            x = block(x, tables, True, memory=cache.layers[i], source=cache.source, source_mask=cache.source_mask)
         cache.end([1] * cache.batch_size)
         return self.logits(self.norm(x)[:, 0])
 
@@ -292,8 +314,7 @@ class LongNetLM(LongNetStack):
         The prompts are read once; each further token costs the same at any position. Over a mesh the ranks share the
         reading, and all compute each further token, which the first one draws. Arguments as in `generate`.
         """
-        if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer >= 0")
+        max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         generation.check_sampling(temperature, top_k, top_p)
         require_tokens(tokens)
         first, cache = self.prefill(

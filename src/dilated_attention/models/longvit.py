@@ -118,7 +118,10 @@ class LongViT(Pretrained):
         x = self.patches(images)
         x = x.flatten(2).transpose(1, 2) + self._positions(*x.shape[2:])
         x = self.encoder(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x.mean(1)))
+        if self.head is None:
+            return x
+        pooled = x.mean(1)
+        return self.head(pooled if self.norm is None else self.norm(pooled))
 
     def _positions(self, rows: int, columns: int) -> Tensor:
         side = math.isqrt(len(self.positions))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.call import in_autocast
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
@@ -54,12 +56,23 @@ def padded(
 
 def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
     """lengths as a list; ValueError unless they are `batch` integers in [0, seq]."""
-    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    if not isinstance(values, list) or len(values) != batch or any(type(value) is not int for value in values):
-        raise ValueError(f"lengths must be {batch} integers, one per sample; got {values!r}")
+    wanted = f"{batch} integers, one per sample"
+    values = list(checks.integers("lengths", lengths, wanted))
+    if len(values) != batch:
+        raise ValueError(f"lengths must hold {wanted}; got {values!r}")
     if any(not 0 <= value <= seq for value in values):
         raise ValueError(f"lengths must lie in [0, {seq}], the padded length; got {values}")
     return values
+
+
+def packed_counts(cu_seqlens: Sequence[int] | Tensor, batch: int, tokens: int) -> list[int]:
+    """The tokens of each packed sample; ValueError unless the edges ascend from 0 to `tokens` in a batch of 1."""
+    edges = checks.integers("cu_seqlens", cu_seqlens, "(samples + 1,) integers")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {batch}")
+    if not edges or edges[0] or edges[-1] != tokens or list(edges) != sorted(edges):
+        raise ValueError(f"cu_seqlens must ascend from 0 to {tokens}, the tokens of the sequence; got {list(edges)}")
+    return [stop - start for start, stop in pairwise(edges)]
 
 
 def require_like(weight: Tensor, **inputs: Any) -> None:

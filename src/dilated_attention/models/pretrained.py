@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dilated_attention.models.configuration import Configuration
 from dilated_attention.storage import (
@@ -37,11 +38,26 @@ class Pretrained(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
 
-        ValueError, before anything is written, unless the weights share one floating dtype.
+        ValueError, before anything is written, unless `from_pretrained` could read it: the weights are those of the
+        configuration, whole tensors of one floating dtype.
         """
-        _require_one_dtype(self.state_dict(), type(self).__name__)
+        state = self.state_dict()
+        try:
+            require_same(self.empty(self.config).state_dict(), state, type(self).__name__)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}, unlike a model of its configuration. Undo what was added (merge LoRA, remove "
+                "parametrizations and torch.compile of parts), or make a model of a configuration that has it"
+            ) from error
+        if pieces := next((name for name, x in state.items() if isinstance(x, DTensor)), None):
+            raise ValueError(
+                f"{type(self).__name__}: {pieces} is a DTensor. Gather the weights (torch.distributed.checkpoint."
+                "state_dict.get_model_state_dict with full_state_dict=True), load them into a model of the same "
+                "configuration and save that"
+            )
+        _require_one_dtype(state, type(self).__name__)
         weights, config = (Path(folder) / name for name in FILES)
-        write_tensors(weights, self.state_dict(), {"architecture": type(self).__name__})
+        write_tensors(weights, state, {"architecture": type(self).__name__})
         write_text(config, self.config.to_json())
         write_digests(Path(folder), {path.name: digest(path) for path in (weights, config)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,22 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
-from dilated_attention.models.packing import checked_lengths, cumulative, packs, padded, require_tokens, within
+from dilated_attention.models.packing import (
+    checked_lengths,
+    cumulative,
+    packed_counts,
+    packs,
+    padded,
+    require_tokens,
+    within,
+)
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.nn import TransformerBlock
-from dilated_attention.parallel.sharding import sequence_range
+from dilated_attention.nn import Source, TransformerBlock
+from dilated_attention.nn.transformer import ShardDropout
+from dilated_attention.parallel.sharding import agreed_seed, sequence_range
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
@@ -109,7 +119,7 @@ class LongNetStack(Pretrained):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Called by `parallel.set_context_parallel`; use that, since it also reaches the attention of every block."""
-        self.mesh = mesh
+        self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
         """Tokens through the embedding; without an embedding, the vectors as they are."""
@@ -131,6 +141,7 @@ class LongNetStack(Pretrained):
         is_causal: bool,
         positions: Int[Tensor, "*batch seq"] | None = None,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        cu_seqlens: Sequence[int] | Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         cache: KeyValueCache | None = None,
         all_layers: bool = False,
@@ -141,29 +152,41 @@ class LongNetStack(Pretrained):
         last].
 
         With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
-        sees another; states are 0 where they are padding.
+        sees another; states are 0 where they are padding. With cu_seqlens they are packed already, and stay so.
 
         Args:
-            first_only: as in `packed`; without lengths.
-            sources: `sources` and `source_mask` of cross-attention.
+            first_only: `(batch, 1, embed_dim)`, or of packed samples `(1, samples, embed_dim)`: of each sample's first
+                token; the last block computes nothing else. Without lengths and all_layers.
+            sources: `source` and `source_mask` of cross-attention.
         """
-        assert not (first_only and lengths is not None)
-        batch, seq, _ = x.shape
+        assert not (first_only and (all_layers or lengths is not None))
+        batch, seq, width = x.shape
         if self.mesh is not None:
-            for name, given in (("lengths", lengths), ("source", sources.get("sources"))):
+            for name, given in (("lengths", lengths), ("source", sources.get("source"))):
                 if given is not None:
                     raise UnsupportedError(
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                     )
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
-        counts = None if lengths is None else checked_lengths(lengths, batch, seq)
-        if counts is not None and all(count == seq for count in counts):
-            counts = None  # nothing is padding
-        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
         options: dict[str, Any] = {
             "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers,
             "first_only": first_only, **sources,
         }  # fmt: skip
+        if cu_seqlens is not None:
+            if lengths is not None:
+                raise ValueError(
+                    "lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed"
+                )
+            samples = packed_counts(cu_seqlens, batch, seq if self.mesh is None else seq_len or 0)
+            if self.mesh is None and positions is None and len(set(samples)) <= 1:  # nothing to pack
+                states = self.hidden(x.view(len(samples), max(samples, default=1), width), **options)
+                return [state.reshape(1, -1, width) for state in states]
+            places = None if self.config.rotary is None else self._packed_positions(x, positions, samples, seq_len)
+            return self._run(x, samples, places, cumulative(samples, x.device), **options)
+        counts = None if lengths is None else checked_lengths(lengths, batch, seq)
+        if counts is not None and all(count == seq for count in counts):
+            counts = None  # nothing is padding
+        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
         if counts is None:
             return self._run(x, None, places, None, **options)
         kept = within(counts, seq, x.device)
@@ -171,40 +194,6 @@ class LongNetStack(Pretrained):
             places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
         states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), **options)
         return [padded(state, kept) for state in states]
-
-    def packed(
-        self,
-        x: Float[Tensor, "1 tokens embed_dim"],
-        counts: Sequence[int],
-        *,
-        is_causal: bool,
-        all_layers: bool = False,
-        first_only: bool = False,
-    ) -> list[Float[Tensor, "1 tokens embed_dim"]]:
-        """As `hidden`, of samples of `counts` tokens that are packed already, and stay so.
-
-        first_only: `(1, samples, embed_dim)`, of each sample's first token; the last block computes nothing else. Not
-        with all_layers.
-        """
-        assert not (all_layers and first_only)
-        if self.mesh is not None:
-            raise UnsupportedError(
-                "packed samples with a mesh are not supported; call parallel.set_context_parallel(model, None) first"
-            )
-        if len(set(counts)) <= 1:  # nothing to pack
-            options: dict[str, Any] = {"all_layers": all_layers, "first_only": first_only}
-            states = self.hidden(
-                x.view(len(counts), max(counts, default=1), x.shape[-1]), is_causal=is_causal, **options
-            )
-            return [state.reshape(1, -1, x.shape[-1]) for state in states]
-        places = None
-        if self.config.rotary is not None:
-            kept = within(counts, max(counts, default=0), x.device)
-            both = self._positions(x.new_empty(*kept.shape, 0), None, list(counts), None)
-            places = (both[0].expand(kept.shape)[kept], both[1].expand(kept.shape)[kept])
-        cu_seqlens = cumulative(counts, x.device)
-        options = {"all_layers": all_layers, "first_only": first_only}
-        return self._run(x, list(counts), places, cu_seqlens, is_causal=is_causal, **options)
 
     def _run(
         self,
@@ -218,12 +207,13 @@ class LongNetStack(Pretrained):
         first_only: bool = False,
         seq_len: int | None = None,
         cache: KeyValueCache | None = None,
-        sources: list[tuple[Tensor, Tensor]] | None = None,
+        source: Source | None = None,
         source_mask: Tensor | None = None,
     ) -> list[Tensor]:
         """The blocks and the norm. counts, cu_seqlens: tokens of each sample and where they start, where samples are
         packed. places: positions and the origins of xPos."""
-        runs = packs(counts) if counts is not None and cache is None and sources is None else []
+        apart = counts is not None and cache is None and source is None and self.mesh is None
+        runs = packs(counts) if counts is not None and apart else []
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and max(self.config.dropout, self.config.attention_dropout) > 0
         if len(runs) > 1 and not (torch.is_grad_enabled() or drops):
@@ -242,15 +232,20 @@ class LongNetStack(Pretrained):
             lengths = [whole] * len(x) if counts is None else counts
             shard = None if self.mesh is None else sequence_range(whole, self.mesh)
             cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
+        dropped = None
+        if self.mesh is not None and self.training and self.config.dropout:
+            start = sequence_range(x.shape[1] if seq_len is None else seq_len, self.mesh)[0]
+            dropped = ShardDropout(agreed_seed(self.mesh, x.device), start)
         states = [x]
         for i, block in enumerate(self.blocks):
             options = {
                 "cu_seqlens": cu_seqlens,
                 "seq_len": seq_len,
                 "memory": None if cache is None else cache.layers[i],
-                "source": None if sources is None else sources[i],
+                "source": source,
                 "source_mask": source_mask,
                 "first_only": first_only and block is self.blocks[-1],
+                "shard_dropout": None if dropped is None else replace(dropped, layer=i),
             }
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)
@@ -263,6 +258,21 @@ class LongNetStack(Pretrained):
                 cache.join(self.mesh)
         return [*states, self.norm(x)] if all_layers else [self.norm(x)]
 
+    def _packed_positions(
+        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `_positions`, `(tokens,)` each, of samples that are packed one after another."""
+        if positions is not None:
+            raise UnsupportedError(
+                "positions with cu_seqlens is not supported; leave positions out: each sample's count from 0"
+            )
+        assert self.config.rotary is not None
+        self.config.rotary.check((max(counts, default=0) + 1) // 2, dtype_of_products(x))
+        start = 0 if self.mesh is None else sequence_range(seq_len or 0, self.mesh)[0]
+        tokens, edges = torch.arange(start, start + x.shape[1], device=x.device), cumulative(counts, x.device)
+        sample = torch.searchsorted(edges, tokens, right=True) - 1
+        return tokens - edges[sample], edges.diff()[sample] // 2
+
     def _positions(
         self, x: Tensor, positions: Tensor | None, counts: list[int] | None, seq_len: int | None
     ) -> tuple[Tensor, Tensor]:
@@ -274,13 +284,16 @@ class LongNetStack(Pretrained):
         assert rotary is not None
         if self.mesh is not None:
             assert seq_len is not None
-            if positions is not None:
-                raise UnsupportedError("positions with a mesh is not supported; they count from the sequence's start")
-            rotary.check((seq_len + 1) // 2, dtype_of_products(x))
-            start = sequence_range(seq_len, self.mesh)[0]
-            return torch.arange(start, start + seq, device=x.device)[None], torch.full((1, 1), seq_len // 2).to(
-                x.device
-            )
+            if positions is not None and rotary.scale_base is not None:
+                raise UnsupportedError(
+                    "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
+                    "positions; leave positions out, which count from the sequence's start"
+                )
+            if positions is None:
+                rotary.check((seq_len + 1) // 2, dtype_of_products(x))
+                start = sequence_range(seq_len, self.mesh)[0]
+                origin = torch.full((1, 1), seq_len // 2, device=x.device)
+                return torch.arange(start, start + seq, device=x.device)[None], origin
         if positions is None:
             rotary.check((seq + 1) // 2, dtype_of_products(x))
             if counts is None:

@@ -12,7 +12,7 @@ from dilated_attention.nn.block_mixture import BlockAttentionMixture
 from dilated_attention.nn.native_sparse import NativeSparseAttention
 from dilated_attention.nn.positions import Rotary, grid_sines, rotary_tables, rotate
 from dilated_attention.nn.selection import SelectionCache
-from dilated_attention.nn.transformer import CrossAttention, SelfAttention, TransformerBlock
+from dilated_attention.nn.transformer import CrossAttention, SelfAttention, Source, TransformerBlock
 
 __all__ = [
     "BlockAttentionMixture",
@@ -27,6 +27,7 @@ __all__ = [
     "Rotary",
     "SelectionCache",
     "SelfAttention",
+    "Source",
     "TransformerBlock",
     "grid_sines",
     "rotary_tables",

@@ -17,7 +17,7 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
 from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
@@ -39,13 +39,14 @@ class _Attention(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.backend = backend
-        self.mesh = mesh
+        self.mesh = held_mesh(mesh)
         self.transport = transport
         self.layer = ""
+        self.seq_len: int | None = None
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
-        self.mesh, self.transport, self.layer = mesh, transport, layer
+        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
     @property
     def compat(self) -> str | None:
@@ -69,6 +70,7 @@ class _Attention(nn.Module):
         return_lse: bool = False,
         seq_len: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        seq_len = self.seq_len if seq_len is None else seq_len
         ranks = 1 if self.mesh is None else mesh_size(self.mesh)
         whole = q.shape[1] * ranks if seq_len is None else seq_len
         return attention(
@@ -141,7 +143,7 @@ class RingDilatedAttention(DilatedAttention):
         **options: Any,
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, **options)
-        self.mesh, self.transport = mesh, transport
+        self.mesh, self.transport = held_mesh(mesh), transport
 
 
 class BlockSparseDilatedAttention(_Attention):
@@ -216,7 +218,7 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         **options: Any,
     ) -> None:
         super().__init__(layout, segment_lengths, dilation_rates, **options)
-        self.mesh, self.transport = mesh, transport
+        self.mesh, self.transport = held_mesh(mesh), transport
 
 
 class _MultiheadAttention(nn.Module):

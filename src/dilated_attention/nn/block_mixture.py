@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
 from dilated_attention.functional import block_sparse_attention
 from dilated_attention.layout import BlockLayout
@@ -61,11 +62,9 @@ class BlockAttentionMixture(SelectingAttention):
         super().__init__(
             embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
         )
-        if top_k < 1:
-            raise ValueError(f"top_k={top_k} must be at least 1: a query's own block")
-        self.top_k = top_k
+        self.top_k = checks.positive("top_k", top_k)
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.input = nn.Linear(embed_dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, **factory)
+        self.input = nn.Linear(embed_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
 
     def extra_repr(self) -> str:

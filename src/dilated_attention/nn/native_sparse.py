@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.call import Pattern
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
@@ -110,17 +111,19 @@ class NativeSparseAttention(SelectingAttention):
         super().__init__(
             embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
         )
-        if compress_stride < 1 or compress_block < 1 or compress_block % compress_stride:
+        compress_block = checks.positive("compress_block", compress_block)
+        compress_stride = checks.positive("compress_stride", compress_stride)
+        if compress_block % compress_stride:
             raise ValueError(f"compress_stride={compress_stride} must divide compress_block={compress_block}")
-        if block_size % compress_stride:
+        if self.block_size % compress_stride:
             raise ValueError(f"compress_stride={compress_stride} must divide block_size={block_size}")
-        if local_blocks < 1 or num_selected < local_blocks + 1:
+        local_blocks = checks.positive("local_blocks", local_blocks)
+        num_selected = checks.positive("num_selected", num_selected)
+        if num_selected < local_blocks + 1:
             raise ValueError(
-                f"num_selected={num_selected} must have room for the first block and local_blocks={local_blocks} "
-                "(at least 1)"
+                f"num_selected={num_selected} must have room for the first block and local_blocks={local_blocks}"
             )
-        if window < 1:
-            raise ValueError(f"window={window} must be at least 1")
+        window = checks.positive("window", window)
         if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
             raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
         self.num_selected, self.local_blocks = num_selected, local_blocks
@@ -133,7 +136,7 @@ class NativeSparseAttention(SelectingAttention):
         self.key_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
         self.value_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
-        self._window_layout = partial(BlockLayout.local, window=window, block_size=block_size, is_causal=True)
+        self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
 
     def extra_repr(self) -> str:
         return (

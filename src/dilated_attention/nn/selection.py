@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -10,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
@@ -105,6 +108,16 @@ class SelectionCache:
             raise ValueError(f"cache holds {self.user[1]} samples, got x with {batch}; begin with an empty one")
         return self.length > 0
 
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Go back to the tokens held before the block if it raises: later queries must not see a refused token."""
+        before = self.length, self.chosen, {name: copy(rows) for name, rows in self.rows.items()}
+        try:
+            yield
+        except BaseException:
+            self.length, self.chosen, self.rows = before
+            raise
+
     def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
         self.rows.setdefault(name, Rows(keep)).append(x)
 
@@ -137,16 +150,17 @@ class SelectingAttention(nn.Module):
         backend: str,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if min(embed_dim, num_heads, num_kv_heads) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
+        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
+        if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
                 "num_heads"
             )
-        if not 1 <= block_size <= MAX_BLOCK:
-            raise ValueError(f"block_size={block_size} must lie in [1, {MAX_BLOCK}]")
+        block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
+        query_block = checks.positive("query_block", query_block)
         # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
-        if query_block < 1 or block_size % query_block:
+        if block_size % query_block:
             raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
         check_name(backend)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
@@ -169,7 +183,8 @@ class SelectingAttention(nn.Module):
 
         cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
         those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
-        No gradient flows into the cache.
+        No gradient flows into the cache. If the call raises, the cache is as it was before; those of a model's earlier
+        layers, whose calls returned, hold x's tokens already.
 
         Raises ValueError where x is not `(batch, seq, embed_dim)`, or rotary not of its tokens.
         """
@@ -184,10 +199,13 @@ class SelectingAttention(nn.Module):
                 )
         if not x.numel():
             return self.output(x)
-        if cache is None or not cache.used_by(self, x.shape[0]):
-            return self._whole(x, rotary, cache)
-        rows = [slice(i, i + 1) for i in range(x.shape[1])]
-        return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+        if cache is None:
+            return self._whole(x, rotary, None)
+        with cache.restored_on_error():
+            if not cache.used_by(self, x.shape[0]):
+                return self._whole(x, rotary, cache)
+            rows = [slice(i, i + 1) for i in range(x.shape[1])]
+            return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """The rows of the first tokens."""

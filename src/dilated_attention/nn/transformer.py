@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -13,16 +14,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import checks
+from dilated_attention.backends.dropout import dropout_of, survives
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.functional import dilated_attention
-from dilated_attention.mesh import mesh_size
+from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated
+from dilated_attention.torch_internals import hooked
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
 # A compiled graph has one piece: with more it would be of one length.
 _ROWS = 2048
+_PLACES = 3  # what a block adds to x: attention, cross-attention, MLP
 
 
 @runtime_checkable
@@ -64,7 +68,8 @@ class SelfAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.backend = backend
-        self.mesh, self.transport, self.layer = None, "auto", ""
+        self.mesh: Any = None
+        self.transport, self.layer = "auto", ""
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -84,7 +89,7 @@ class SelfAttention(nn.Module):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
-        self.mesh, self.transport, self.layer = mesh, transport, layer
+        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
     def forward(
         self,
@@ -165,6 +170,26 @@ def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) 
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
+class Source:
+    """What a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
+
+    keep: let each layer keep the keys and values that it makes of them, for decoding.
+    """
+
+    def __init__(self, states: Float[Tensor, "batch keys embed_dim"], *, keep: bool = False) -> None:
+        self.states, self.keep = states, keep
+        self._kept: dict[CrossAttention, tuple[Tensor, Tensor]] = {}
+
+    def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
+        """The keys and values that `layer` makes of the states."""
+        found = self._kept.get(layer)
+        if found is None:
+            found = layer.project(self.states)
+            if self.keep:
+                self._kept[layer] = found
+        return found
+
+
 class CrossAttention(nn.Module):
     """W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
 
@@ -179,7 +204,7 @@ class CrossAttention(nn.Module):
         self.source = nn.Linear(embed_dim, 2 * num_kv_heads * self.head_dim, bias=bias)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    def read(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
+    def project(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
         """The keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
         k, v = self.source(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads[1], 1)
         return k, v
@@ -187,16 +212,16 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
-        source: tuple[Tensor, Tensor],
+        source: Source,
         mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """source: from `read`. mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
+        """mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = source.read(self)
         if cu_seqlens is None:
-            out = self._attend(q, *source, mask)
+            out = self._attend(q, k, v, mask)
         else:  # each its own source
-            k, v = source
             masks = [None] * len(k) if mask is None else mask.split(1)
             samples = [
                 self._attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
@@ -207,6 +232,33 @@ class CrossAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.heads[0] != self.heads[1])
+
+
+@dataclass(frozen=True, eq=False)
+class ShardDropout:
+    """Dropout of the residual stream over a mesh: what is dropped is a hash of sample, token and channel, as in
+    attention (`backends.dropout`), so that it depends neither on the number of ranks nor on their random states.
+
+    Attributes:
+        seed: int64, the same on every rank.
+        start: the first token of this rank's shard.
+        layer: the number of the block.
+    """
+
+    seed: Int[Tensor, ""]
+    start: int
+    layer: int = 0
+
+    def __call__(
+        self, x: Float[Tensor, "batch shard embed_dim"], p: float, place: int
+    ) -> Float[Tensor, "batch shard embed_dim"]:
+        """Drop entries of x with probability p; `place` tells apart what a block adds."""
+        tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
+        channels = torch.arange(x.shape[2], device=x.device)[:, None]
+        words = dropout_of(p, self.seed, x.shape[0], 1, tokens, channels, _PLACES * self.layer + place)
+        if words is None:
+            return x
+        return x * survives(words.queries[:, :, 0], words.keys[:, 0], words.threshold) / (1 - p)
 
 
 class TransformerBlock(nn.Module):
@@ -269,25 +321,33 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         memory: Memory | None = None,
-        source: tuple[Tensor, Tensor] | None = None,
+        source: Source | None = None,
         source_mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         first_only: bool = False,
+        shard_dropout: ShardDropout | None = None,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """source, source_mask: source and mask of `CrossAttention`. The others as in `SelfAttention`."""
+        """source, source_mask: source and mask of `CrossAttention`. shard_dropout: over a mesh, in place of the block's
+        own dropout. The others as in `SelfAttention`."""
+
+        def drop(x: Tensor, place: int) -> Tensor:
+            if shard_dropout is None or not self.training:
+                return self.dropout(x)
+            return shard_dropout(x, self.dropout.p, place)
+
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "memory": memory}
         out = self.attention(self.attention_norm(x), rotary, is_causal, first_only=first_only, **options)
-        x = (first_tokens(x, cu_seqlens) if first_only else x) + self.dropout(out)
+        x = (first_tokens(x, cu_seqlens) if first_only else x) + drop(out, 0)
         if self.cross_attention is not None:
             assert self.cross_norm is not None
             assert source is not None
             read = self.cross_attention(self.cross_norm(x), source, source_mask, cu_seqlens)
-            x = x + self.dropout(read)
+            x = x + drop(read, 1)
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and self.dropout.p > 0
-        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling()
+        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling() or hooked(self.mlp, self.mlp_norm)
         if whole or x.shape[0] * x.shape[1] <= _ROWS:
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+            return x + drop(self.mlp(self.mlp_norm(x)), 2)
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):
-            rows += self.dropout(self.mlp(self.mlp_norm(rows.clone())))  # a hook may keep what the norm reads
+            rows += self.mlp(self.mlp_norm(rows))
         return x

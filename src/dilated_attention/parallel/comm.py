@@ -2,9 +2,9 @@
 
 `torch.distributed` moves the bytes. What is added is what its users lack when something is wrong. Gloo hands over
 whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
-message ends in a *seal*, the fingerprint of its plan and phase and the number of the transfer, which the receiver
-compares before it uses a row. And before the first transfer of a plan the ranks compare fingerprints, so that a
-differing call is named instead of exchanged.
+message ends in a *seal*, which the receiver compares before it uses a row: the fingerprint of its plan, layer, phase
+and forward, and the number of the transfer. And before the first transfer of a plan the ranks compare fingerprints, so
+that a differing call is named instead of exchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import hashlib
 import secrets
 import time
 import weakref
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,10 +30,14 @@ from torch.distributed import ProcessGroup
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.parallel import presence
 from dilated_attention.parallel.partition import Integers
-from dilated_attention.torch_internals import rendezvous_store, require_when_run
+from dilated_attention.torch_internals import autograd_position, rendezvous_store, require_when_run
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
+_MOST_AGREED = 2**16
+"""Descriptions that are remembered. The oldest goes first, at the same call on every rank, since all add alike."""
+_MOST_FORWARDS = 2**12
+"""Forwards of a layer that a recomputation is looked up among."""
 
 
 def seal_rows(row_bytes: int) -> int:
@@ -130,6 +136,48 @@ class Transfer:
         return self.buffer
 
 
+@dataclass
+class Forwards:
+    """The forwards of one layer under one plan, numbered alike on every rank that is in step.
+
+    Attributes:
+        places: autograd's sequence number at each of the last forwards, ascending.
+        again: the node in which forwards were last recomputed, and how many.
+    """
+
+    count: int = 0
+    places: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_FORWARDS))
+    again: tuple[int, int] = (-1, 0)
+
+    def next(self) -> int:
+        """Return the number of the forward that starts.
+
+        Inside a backward that is the number of the forward which it recomputes: the last one before the node that
+        runs, and the how manieth in that node.
+        """
+        here, node = autograd_position()
+        if node is None:
+            self.count += 1
+            self.places.append(here)
+            return 2 * self.count
+        self.again = node, self.again[1] + 1 if self.again[0] == node else 0
+        repeated = self.count - len(self.places) + bisect_right(self.places, node)
+        return 2 * (repeated << 20 | self.again[1]) + 1
+
+
+@dataclass
+class Agreed:
+    """What the ranks have compared about a description.
+
+    Attributes:
+        wanted: whether some rank wants gradients, in calls that can have them; None: not compared yet.
+        layers: the forwards of each layer.
+    """
+
+    wanted: bool | None = None
+    layers: dict[str, Forwards] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Link:
     """One rank's end of a process group, which it does not keep alive: its threads end where it is destroyed."""
@@ -140,7 +188,10 @@ class Link:
     description: str = ""
     place: str = ""
     calls: int = 0
-    _agreed: set[int] = field(default_factory=set)
+    _agreed: dict[int, Agreed] = field(default_factory=dict)
+    _functions: dict[str, Forwards] = field(default_factory=dict)
+    _call: int = 0
+    _compared_first: bool = False
     _collectives: int = 0
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
@@ -167,7 +218,7 @@ class Link:
                 "Destroy it, start the lost ranks again (torchrun does) and resume from a checkpoint"
             )
 
-    def agree(self, description: str, problem: str | None, device: torch.device) -> None:
+    def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> Agreed:
         """Compare a call's description over the ranks, once for each description, before any row moves.
 
         Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
@@ -175,23 +226,51 @@ class Link:
         Args:
             description: one `name=value` a line: all that must be equal for the ranks' messages to fit.
             problem: why this rank refuses its own call, if it does.
+            wanted: whether this rank wants gradients of a call that can have them; compared once per description, and
+                again when this rank wants them and no rank did.
         """
         self.require_alive()
-        self.calls += 1
+        self.calls += not self._compared_first  # once per call, which may compare before it runs
+        self._compared_first = wanted is not None
         self.fingerprint, self.description = fingerprint(description), description
-        if self.fingerprint in self._agreed:
+        agreed = self._agreed.get(self.fingerprint)
+        if agreed is not None and (problem is not None or wanted is None or agreed.wanted or wanted is agreed.wanted):
             if problem is not None:
                 self._report_refusal(problem)
                 raise ValueError(problem)
-            return
+            return agreed
         text = description if problem is None else f"refused={problem}"
         self.fingerprint = fingerprint(text)
         self.traffic.agreements += 1
         with self.guard("while comparing the plan's fingerprint"):
-            texts, self._attempt = compare_texts(text, self.group, device, self._number)
+            texts, self._attempt, anywhere = compare_texts(text, self.group, device, self._number, bool(wanted))
         if problem is not None or len(set(texts)) > 1:
             raise ValueError(_difference(texts))
-        self._agreed.add(self.fingerprint)
+        if agreed is None:
+            agreed = self._agreed[self.fingerprint] = Agreed()
+            if len(self._agreed) > _MOST_AGREED:
+                del self._agreed[next(iter(self._agreed))]
+        if wanted is not None:
+            agreed.wanted = anywhere
+        return agreed
+
+    def enter(self, name: str, number: int | None = None) -> int:
+        """Begin a call of a function that is no attention; `number` as in `begin`."""
+        self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
+        number = self._functions.setdefault(name, Forwards()).next() if number is None else number
+        self._call = fingerprint(f"{number} {name}")
+        return number
+
+    def begin(self, layer: str, number: int | None = None) -> int:
+        """Put the layer and the number of the call into the seals that follow, and return the number.
+
+        Args:
+            number: of the forward, where this is its backward.
+        """
+        if number is None:
+            number = self._agreed[self.fingerprint].layers.setdefault(layer, Forwards()).next()
+        self._call = fingerprint(f"{number} {layer}")
+        return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
         """Raise what makes this rank's call impossible: in the group's first call on every rank.
@@ -223,6 +302,31 @@ class Link:
         with self.guard(what):
             works = self.gather(buffer, send, sent)
         return self.started(works, buffer, received, received, seal, what)
+
+    def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
+        """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, to the whole on every rank."""
+        if not rows.shape[1:].numel():
+            return rows.new_empty(bounds[-1], *rows.shape[1:])
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
+        framing = Framing((self.rank,), (max(sizes),), seal)
+        message = rows.new_zeros(framing.rows, *rows.shape[1:])
+        message[: len(rows)] = rows
+        found = self.all_gather(message, framing, what).wait()
+        return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
+
+    def transposed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
+        """Exchange what every rank has of all shards, rows `(seq, columns, ...)` each: return what all ranks have of
+        this rank's shard, `(ranks, shard, columns, ...)`."""
+        counts = [stop - start for start, stop in pairwise(bounds)]
+        if not rows.shape[1:].numel():
+            return rows.new_empty(1, counts[self.rank], *rows.shape[1:])
+        seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
+        sent, received = Framing.of(counts, seal), Framing.of([counts[self.rank]] * self.size, seal)
+        message = rows.new_empty(sent.rows, *rows.shape[1:])
+        message[torch.from_numpy(sent.positions).to(rows.device)] = rows
+        buffer = self.all_to_all(message, sent, received, what).wait()
+        return buffer[torch.from_numpy(received.positions).to(rows.device)].unflatten(0, (self.size, counts[self.rank]))
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
@@ -268,7 +372,8 @@ class Link:
             found = [tuple(seal) for seal, good in zip(seals.tolist(), right.tolist(), strict=True) if not good]
             reason = (
                 f"the rows received from rank {', '.join(map(str, wrong))} are not those of this call "
-                f"(shorter than expected, or of another plan or phase: seal {found[0]}, expected {transfer.seal})"
+                f"(shorter than expected, or of another plan, layer, forward or phase: seal {found[0]}, expected "
+                f"{transfer.seal}); every rank must make the same calls in the same order"
             )
             raise self._fail(transfer.what, reason)
 
@@ -344,8 +449,8 @@ class Link:
         return self._phase(what), 2 * self._collectives
 
     def _phase(self, what: str) -> int:
-        """Of the plan and the phase in which rows move: a backward has other rows than a forward of the same plan."""
-        return self.fingerprint ^ fingerprint(what)
+        """Return what the plan, the layer and forward, and the phase in which rows move have in common on all ranks."""
+        return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
         """A receive buffer whose seals are void: fresh memory may hold those of an older call."""
@@ -372,20 +477,26 @@ class Link:
         return Transfer(self, works, buffer, received, seal, what)
 
 
+@lru_cache(maxsize=1024)
 def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def compare_texts(text: str, group: ProcessGroup, device: torch.device, number: int = 0) -> tuple[list[str], int]:
-    """Every rank's text, and the largest of their numbers. Only what differs is gathered: else one small reduction."""
+def compare_texts(
+    text: str, group: ProcessGroup, device: torch.device, number: int = 0, flag: bool = False
+) -> tuple[list[str], int, bool]:
+    """Return every rank's text, the largest of their numbers, and whether any flag is set.
+
+    One small reduction; texts are gathered only where they differ.
+    """
     size, mine = dist.get_world_size(group), fingerprint(text)
-    words = torch.tensor([mine, -mine, number], device=device)
+    words = torch.tensor([mine, -mine, number, int(flag)], device=device)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest, number = words.tolist()
+    largest, smallest, number, any_flag = words.tolist()
     texts = [text] * size
     if largest != -smallest:
         dist.all_gather_object(texts, text, group=group)
-    return texts, number
+    return texts, number, bool(any_flag)
 
 
 def _difference(texts: Sequence[str]) -> str:

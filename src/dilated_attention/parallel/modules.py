@@ -7,17 +7,28 @@ from torch import nn
 from dilated_attention.parallel.sharding import Mesh, context_group
 
 
-def set_context_parallel(module: nn.Module, mesh: Mesh | None, transport: str = "auto") -> None:
+def set_context_parallel(
+    module: nn.Module, mesh: Mesh | None, transport: str = "auto", *, seq_len: int | None = None
+) -> None:
     """Run every attention of `module` over `mesh`, on which its sequences are sharded; None: back to one device.
 
     Whatever takes part has its own method `set_context_parallel(mesh, transport, layer)`: the attention modules of this
     library, and models whose positions or losses depend on where a shard lies. Errors name the layer.
+
+    Args:
+        seq_len: the global length of sequences with uneven shards, for attention that is called without one, as inside
+            `nn.TransformerEncoder`.
 
     Raises ValueError if nothing in `module` takes part: its attention would see only a shard.
     """
     if mesh is not None:
         context_group(mesh)
     found = [(x, name) for name, x in module.named_modules() if callable(getattr(x, "set_context_parallel", None))]
+    if not found and getattr(getattr(module, "config", None), "dilated_attention", None):
+        raise ValueError(
+            f"module {type(module).__name__} is a transformers model, whose positions, masks and caches are those of "
+            "whole sequences: it is not supported over a mesh. Use LongNetLM or modules of dilated_attention.nn"
+        )
     if not found:
         raise ValueError(
             f"module {type(module).__name__} holds no attention of this library; its own would see this rank's shard "
@@ -25,3 +36,5 @@ def set_context_parallel(module: nn.Module, mesh: Mesh | None, transport: str = 
         )
     for child, name in found:
         child.set_context_parallel(mesh, transport, name)
+        if hasattr(child, "seq_len"):
+            child.seq_len = seq_len

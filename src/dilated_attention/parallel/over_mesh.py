@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +17,14 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention.backends.dropout import dropout_of
+from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, split_scale
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
-from dilated_attention.parallel.comm import Link, link_of
+from dilated_attention.parallel.comm import Agreed, Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import StridedGroup
@@ -75,8 +75,17 @@ class _Rank:
         self.shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
 
-    def open(self, q: Tensor) -> Link:
-        """The link, once every rank has been found to make the same call."""
+    def open(self, q: Tensor, number: int | None = None) -> tuple[Link, int]:
+        """Return the link, once every rank has been found to make the same call, and the number of the forward.
+
+        Args:
+            number: of the forward, where this is its backward.
+        """
+        link = self.agree(q)[0]
+        return link, link.begin(self.shards.layer, number)
+
+    def agree(self, q: Tensor, wanted: bool | None = None) -> tuple[Link, Agreed]:
+        """Compare the call over the ranks; `wanted` as in `Link.agree`."""
         link, sharding, shards = link_of(self.group), self.sharding, self.shards
         start, stop = sharding.shard(link.rank)
         problem = None
@@ -89,8 +98,7 @@ class _Rank:
         key = ("description", sharding, len(shards.bounds), shards.lengths, self.shape, scores, self.transport)
         description = plan_cache.get(key, self._describe)
         link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
-        link.agree(description.text, problem, q.device)
-        return link
+        return link, link.agree(description.text, problem, q.device, wanted)
 
     def schedule(self, link: Link, device: torch.device) -> transports.Transport:
         return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
@@ -141,42 +149,35 @@ class _Pairs:
     def __init__(self, rank: _Rank, link: Link, q: Tensor) -> None:
         call, self.sharding = rank.call, rank.sharding
         self.tokens = torch.arange(*rank.sharding.shard(link.rank), device=q.device)
-        self.bias, self.seed = None, None
+        self.hidden, self.seed = None, None
         self.dropout_p, self.first_head = call.dropout_p, call.first_head
         if call.key_padding_mask is not None:
-            hidden = self._whole(link, call.key_padding_mask)
-            self.bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            self.hidden = self._whole(link, call.key_padding_mask)
         if call.seed is not None:  # ranks may have drawn other ones
             self.seed = call.seed.clone()
             with link.guard("while agreeing on the seed of dropout"):
                 dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
 
     def _whole(self, link: Link, mask: Tensor) -> Tensor:
-        """The mask of the whole sequence, `(batch, seq)`, of those of the shards: a byte a token."""
-        sizes = [stop - start for start, stop in pairwise(self.sharding.bounds)]
-        own = mask.new_zeros(mask.shape[0], max(sizes), dtype=torch.uint8)
-        own[:, : mask.shape[1]] = mask
-        found = [torch.empty_like(own) for _ in sizes]
-        with link.guard("while gathering key_padding_mask"):
-            dist.all_gather(found, own, group=link.group)
-        return torch.cat([shard[:, :size] for shard, size in zip(found, sizes, strict=True)], 1).bool()
+        """Return the mask of the whole sequence, `(batch, seq)`, from the shards': one byte per token."""
+        return link.whole(mask.T.to(torch.uint8), self.sharding.bounds, "while gathering key_padding_mask").T.bool()
 
-    def options(
-        self, q: Tensor, queries: Tensor | None = None, keys: Tensor | None = None, head: int = 0
-    ) -> dict[str, Any]:
-        """key_bias and dropout of a backend's call.
+    def of(
+        self, problem: Problem, q: Tensor, queries: Tensor | None = None, keys: Tensor | None = None, head: int = 0
+    ) -> Problem:
+        """Return `problem` with the mask and the dropout of these rows.
 
         Args:
             queries, keys: the token of each row of q, and of each row of k, or row and head; None: the shard's.
             head: the first of q's heads, counted from the first of the rank's.
         """
         queries, keys = (self.tokens if tokens is None else tokens for tokens in (queries, keys))
-        bias, dropped = None if self.bias is None else self.bias[:, keys], None
+        hidden, dropped = None if self.hidden is None else self.hidden[:, keys], None
         if self.seed is not None:
             rows = keys if keys.dim() == 2 else keys[:, None]
             shape = q.shape[0], q.shape[2]
             dropped = dropout_of(self.dropout_p, self.seed, *shape, queries, rows, self.first_head + head)
-        return {"key_bias": bias, "dropout": dropped}
+        return replace(problem, hidden=hidden, dropout=dropped)
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
@@ -196,18 +197,16 @@ class _Compute:
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.options = {"is_causal": rank.call.is_causal, "scale": rank.scale}
-        self.whole = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
+        self.is_causal, self.scale = rank.call.is_causal, rank.scale
+        self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """The running (out, lse) with a part merged into it."""
-        arguments = part.keys, part.values, part.plan
         if part.queries is None:
-            options = {**self.options, **self.pairs.options(self.q, keys=part.tokens)}
-            return self.backend.forward(self.q, *arguments, **options, layouts=self.whole, state=state)
+            return self.backend.forward(self._problem(part), self.q, part.keys, part.values, state)
         assert state is not None
         (q,), rows = self._rows(part.queries, self.q), part.queries.positions
-        found = self.backend.forward(q, *arguments, **self._block_options(part.queries))
+        found = self.backend.forward(self._problem(part), q, part.keys, part.values)
         index = self._index(part.queries)
         merged = [x[index] for x in state]
         merge_into(*merged, *(x[:, rows] for x in found))
@@ -219,19 +218,16 @@ class _Compute:
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
     ) -> parts.Gradients:
         """A part's (dk, dv), in the type in which gradients add up; its dq is added to `dq`."""
-        keys = part.keys, part.values, part.plan
+        problem, keys = self._problem(part), (part.keys, part.values)
         sums = [torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in (part.keys, part.values)]
         if part.queries is None:
-            tensors = dout, dlse, self.q, part.keys, part.values, out, lse, part.plan
-            options = {**self.options, **self.pairs.options(self.q, keys=part.tokens)}
-            self.backend.backward(*tensors, **options, layouts=self.whole, state=(dq, *sums))
+            self.backend.backward(problem, dout, dlse, self.q, *keys, out, lse, (dq, *sums))
             return sums[0], sums[1]
         dout, q, out = self._rows(part.queries, dout, self.q, out)
         (lse,) = self._rows(part.queries, lse, fill=-torch.inf)
         dlse = None if dlse is None else self._rows(part.queries, dlse)[0]
         part_dq = torch.zeros(q.shape, dtype=dq.dtype, device=dq.device)
-        options = self._block_options(part.queries)
-        self.backend.backward(dout, dlse, q, *keys[:2], out, lse, part.plan, **options, state=(part_dq, *sums))
+        self.backend.backward(problem, dout, dlse, q, *keys, out, lse, (part_dq, *sums))
         dq[self._index(part.queries)] += part_dq[:, part.queries.positions]
         return sums[0], sums[1]
 
@@ -249,31 +245,38 @@ class _Compute:
             made.append(rows)
         return made
 
-    def _block_options(self, queries: parts.BlockQueries) -> dict[str, Any]:
-        bias = None
-        if queries.hidden is not None:
-            bias = torch.zeros(queries.hidden.shape, dtype=self.q.dtype, device=self.q.device)
-            bias = bias.masked_fill_(queries.hidden, -torch.inf).expand(self.q.shape[0], -1)
-        return {**self.options, "layouts": {queries.layout.seq_len: queries.layout}, "key_bias": bias}
+    def _problem(self, part: parts.Part) -> Problem:
+        if part.queries is None:
+            problem = Problem(part.plan, self.is_causal, self.scale, layouts=self.layouts)
+            return self.pairs.of(problem, self.q, keys=part.tokens)
+        layout, hidden = part.queries.layout, part.queries.hidden
+        if hidden is not None:
+            hidden = hidden.expand(self.q.shape[0], -1)
+        return Problem(part.plan, self.is_causal, self.scale, hidden, {layout.seq_len: layout})
+
+
+def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
+    """Whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    return bool(_Rank(call, q, k).agree(q, wanted)[1].wanted)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out; lse, `(batch, shard, heads)`; and what the backward needs of other ranks' rows: two flat tensors."""
+    """out; lse, `(batch, shard, heads)`; what the backward needs of other ranks' rows: two flat tensors; and the number
+    of this forward, int64 on the CPU."""
     rank = _Rank(call, q, k)
-    link = rank.open(q)
+    link, count = rank.open(q)
+    number = torch.tensor(count, device="cpu")
     if not len(q):
         wide = parts.statistic(q.dtype)
-        return [torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0), k.new_empty(0, dtype=wide)]
+        lse, empty = q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0, dtype=wide)
+        return [torch.empty_like(q), lse, k.new_empty(0), empty, number]
     if rank.transport == "ulysses":
         heads = Ulysses(link, rank.sharding, q.shape[2])
         q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
-        whole_out, whole_lse = call.backend.forward(
-            q, k, v, heads.plan, is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None,
-            **_whole_pairs(rank, link, q),
-        )  # fmt: skip
+        whole_out, whole_lse = call.backend.forward(_whole_problem(rank, link, heads, q), q, k, v)
         out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
         saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
-        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
+        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten(), number]
     compute = _Compute(rank, link, q, k)
     state: State | None = None
 
@@ -283,17 +286,22 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
     saved = _drive(rank.schedule(link, k.device).forward(k, v), add)
     assert state is not None
-    return [*state, saved.flatten(), state[1].new_empty(0)]
+    return [*state, saved.flatten(), state[1].new_empty(0), number]
 
 
-def _whole_pairs(rank: _Rank, link: Link, q: Tensor) -> dict[str, Any]:
-    """key_bias and dropout of all tokens, for the heads of q that this rank has of each other one's."""
+def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
+    """All tokens, for the heads of q that this rank has of each other one's."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
-    return _Pairs(rank, link, q).options(q, tokens, tokens, link.rank * q.shape[2])
+    problem = Problem(heads.plan, rank.call.is_causal, rank.scale, layouts=heads.layouts or None)
+    return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 
-def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `forward` gives for the backward, as fake tensors."""
+    return *_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     wide = parts.statistic(q.dtype)
     if call.layouts:  # what is saved depends on the lists
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
@@ -318,9 +326,9 @@ def backward(
     results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the shard, from what `forward` gave."""
-    out, lse, saved, saved_lse = results
+    out, lse, saved, saved_lse, number = results
     rank = _Rank(call, q, k)
-    link = rank.open(q)
+    link, _ = rank.open(q, int(number))
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if rank.transport == "ulysses":
@@ -331,11 +339,8 @@ def backward(
         pieces = saved.split([torch.Size(shape).numel() for shape in shapes])
         q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
         lse = saved_lse.view(out.shape[:3])
-        gradients = call.backend.backward(
-            dout, dlse, q, k, v, out, lse, heads.plan,
-            is_causal=call.is_causal, scale=rank.scale, layouts=heads.layouts or None,
-            **_whole_pairs(rank, link, q),
-        )  # fmt: skip
+        problem = _whole_problem(rank, link, heads, q)
+        gradients = call.backend.backward(problem, dout, dlse, q, k, v, out, lse)
         dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     compute = _Compute(rank, link, q, k)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
+from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import compare_texts
+from dilated_attention.parallel.comm import compare_texts, link_of
 from dilated_attention.parallel.partition import balanced_bounds
+from dilated_attention.torch_internals import flattened
 
 
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
     """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's
     start."""
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a non-negative integer; got {seq_len!r}")
+    seq_len = checks.integer("seq_len", seq_len, 0)
     group = context_group(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return rank * seq_len // size, (rank + 1) * seq_len // size
@@ -39,27 +39,32 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     return x
 
 
+def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
+    """A random int64, the same on every rank of the mesh, each of which draws one from its own generator."""
+    link = link_of(context_group(mesh))
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
+    with link.guard("while agreeing on the seed of dropout"):
+        dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=link.group)
+    return seed
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, seq_len: int) -> Tensor:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        bounds = balanced_bounds(seq_len, size)
-        ctx.group, ctx.dim, ctx.bounds, ctx.rank = group, dim, bounds, rank
-        longest = max([stop - start for start, stop in pairwise(bounds)])
+        link = link_of(group)
+        ctx.group, ctx.dim, ctx.bounds = group, dim, balanced_bounds(seq_len, link.size)
+        ctx.number = link.enter("unshard_sequence")
         rows = x.movedim(dim, 0)
-        padded = rows.new_zeros((longest, *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        gathered = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(gathered, padded, group=group)
-        parts = [part[: bounds[j + 1] - bounds[j]] for j, part in enumerate(gathered)]
-        return torch.cat(parts).movedim(0, dim)
+        whole = link.whole(rows.flatten(1) if x.dim() > 1 else rows[:, None], ctx.bounds, "in forward")
+        return whole.view(seq_len, *rows.shape[1:]).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        start, stop = ctx.bounds[ctx.rank], ctx.bounds[ctx.rank + 1]
-        return total.narrow(ctx.dim, start, stop - start), None, None, None
+        link = link_of(ctx.group)
+        link.enter("unshard_sequence", ctx.number)
+        rows = gradient.movedim(ctx.dim, 0)
+        shards = link.transposed(rows.flatten(1) if gradient.dim() > 1 else rows[:, None], ctx.bounds, "in backward")
+        return shards.sum(0).view(shards.shape[1], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
@@ -93,7 +98,8 @@ def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None
     except ValueError as error:
         problem = f"{error} on rank {rank}"
     kind = f"{x.dtype} of shape ({', '.join(sizes)})"
-    texts, _ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
+    with link_of(group).guard("unshard_sequence, while comparing lengths"):
+        texts, *_ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
     found = [json.loads(text) for text in texts]
     if refusal := next((problem for problem, *_ in found if problem), ""):
         raise ValueError(refusal)
@@ -137,15 +143,19 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
     Args:
         loss_sum: the sum of this rank's token losses, a scalar.
         n_valid: how many tokens it sums over.
-        mesh: the ranks to average over: where data and context axes both exist, the flattened one.
+        mesh: the ranks to average over: where data and context axes both exist, the mesh of both, `mesh["data",
+            "context"]`, which is flattened.
         gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The
             gradient of the result is scaled so that the reduced one is exactly that of the global mean.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')
-    group = context_group(mesh)
-    total = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).double()])
-    dist.all_reduce(total, group=group)
-    size = dist.get_world_size(group) if gradients == "mean" else 1
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        mesh = flattened(mesh, "_".join(mesh.mesh_dim_names or map(str, range(mesh.ndim))))
+    link = link_of(context_group(mesh))
+    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).double()])
+    link.enter("cp_mean")
+    total = link.whole(own[None], range(link.size + 1), "in the exchange of sums").sum(0)
+    size = link.size if gradients == "mean" else 1
     mean = (total[0] / total[1]).to(loss_sum.dtype)
     return mean + (loss_sum - loss_sum.detach()) * (size / total[1]).to(loss_sum.dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from dilated_attention import checks
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import dilated_factor
 from dilated_attention.layout import BlockLayout
@@ -245,15 +246,13 @@ def exchange_plan(
         num_heads: of q; `num_kv_heads` of k and v, default the same.
         bounds: shard edges; default the balanced ones that `sequence_range` gives.
     """
-    for name, value, least in (("seq_len", seq_len, 0), ("num_heads", num_heads, 1), ("world_size", world_size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ValueError(f"rank must be an integer in [0, {world_size}), the world size; got {rank!r}")
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if kv_heads < 1 or num_heads % kv_heads:
+    seq_len, num_heads = checks.integer("seq_len", seq_len, 0), checks.positive("num_heads", num_heads)
+    world_size = checks.positive("world_size", world_size)
+    rank = checks.integer("rank", rank, 0, world_size - 1)
+    kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
+    if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads!r}")
-    edges = partition.balanced_bounds(seq_len, world_size) if bounds is None else tuple(bounds)
+    edges = partition.balanced_bounds(seq_len, world_size) if bounds is None else checks.integers("bounds", bounds)
     if len(edges) != world_size + 1 or edges[-1] != seq_len:
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"

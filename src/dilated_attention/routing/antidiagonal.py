@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import Pooled
@@ -47,7 +48,8 @@ def antidiagonal_blocks(
     as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    if stride < 1 or grid.q_block % stride or grid.k_block % stride:
+    stride = checks.positive("stride", stride)
+    if grid.q_block % stride or grid.k_block % stride:
         raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")
     return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pieces, stride=stride))
 

@@ -132,8 +132,7 @@ def candidates(
         raise ValueError(f"the heads of k must divide the {q.shape[2]} heads of q, got {k.shape[2]}")
     if is_causal and not keep_diagonal:
         raise ValueError("keep_diagonal=False contradicts is_causal=True: no earlier token can judge the diagonal")
-    if floor < 0:
-        raise ValueError(f"floor must be at least 0, got {floor}")
+    floor = checks.integer("floor", floor, 0)
     checks.number("scale", scale)
     grid = BlockGrid.of(q.shape[1], block_size, is_causal)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import along, in_blocks, part_means, pieces
@@ -49,12 +50,9 @@ def lsh_blocks(
     so far; pairs that the block's later queries would form are then not looked for.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    if num_hashes < 1 or not 1 <= num_bits <= 16:
-        raise ValueError(
-            f"num_hashes must be at least 1 and num_bits from 1 to 16, got num_hashes={num_hashes}, num_bits={num_bits}"
-        )
+    num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)
     dtype, scale, group = grid.dtype, grid.scale, q.shape[2] // k.shape[2]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
     planes, buckets = planes.to(grid.device, dtype), 2**num_bits
     # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start

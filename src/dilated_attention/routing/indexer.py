@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing import estimates
@@ -48,10 +49,8 @@ class Indexer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if min(embed_dim, num_heads, head_dim, top_k) < 1:
-            raise ValueError(
-                f"embed_dim={embed_dim}, num_heads={num_heads}, head_dim={head_dim} and top_k={top_k} must be positive"
-            )
+        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
+        head_dim, top_k = checks.positive("head_dim", head_dim), checks.positive("top_k", top_k)
         self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.query = nn.Linear(embed_dim, num_heads * head_dim, **factory)
@@ -72,9 +71,7 @@ class Indexer(nn.Module):
         """The tokens that the last `new` queries see (None: all queries); -1 where there are fewer than `top_k`."""
         self._check(x)
         seq_len = x.shape[1]
-        new = seq_len if new is None else new
-        if not 0 <= new <= seq_len:
-            raise ValueError(f"new={new} must lie between 0 and the {seq_len} tokens of x")
+        new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
         chosen = [torch.empty(x.shape[0], 0, min(self.top_k, seq_len), dtype=torch.int64, device=x.device)]
         for at in self._pieces(x, seq_len - new):
             index = self._index(x, at)

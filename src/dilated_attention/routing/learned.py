@@ -45,9 +45,13 @@ class LearnedRouter(nn.Module):
         super().__init__()
         check_share("density", density)
         block_pair(block_size)
+        num_heads, head_dim, rank = (
+            checks.positive(name, value)
+            for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("rank", rank))
+        )
         checks.boolean("is_causal", is_causal)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")

@@ -48,7 +48,8 @@ def page_bounds(
     All else as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    if page_size < 1 or grid.k_block % page_size:
+    page_size = checks.positive("page_size", page_size)
+    if grid.k_block % page_size:
         raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
     return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pages, page_size=page_size))
 

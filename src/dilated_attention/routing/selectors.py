@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize, check_share
 from dilated_attention.ranking import stable_topk
@@ -142,8 +143,9 @@ def hierarchical_blocks(
     for given tokens never depends on the values of later ones, but on how many there are: a prefix alone may get
     another choice.
     """
-    if region < 1 or breadth < 1:
-        raise ValueError(f"region and breadth must be at least 1, got region={region}, breadth={breadth}")
+    region = checks.positive("region", region)
+    if not breadth >= 1:
+        raise ValueError(f"breadth must be at least 1, got {breadth}")
     grid = candidates(q, k, block_size, is_causal, True, floor, scale)
     budget = grid.budget(density)
     most = int(budget.max())
@@ -195,9 +197,7 @@ def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float =
 
     An exponent of 1 keeps the number of keys per query constant, an exponent of 0 the density.
     """
-    if seq_len < 1 or dense_until < 1 or not 0 <= exponent <= 1:
-        raise ValueError(
-            "seq_len and dense_until must be at least 1 and exponent in [0, 1], "
-            f"got seq_len={seq_len}, dense_until={dense_until}, exponent={exponent}"
-        )
+    seq_len, dense_until = checks.positive("seq_len", seq_len), checks.positive("dense_until", dense_until)
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"exponent must lie in [0, 1], got {exponent}")
     return min(1.0, (dense_until / seq_len) ** exponent)

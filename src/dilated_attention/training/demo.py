@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
 from dilated_attention.environment import environment
@@ -28,6 +25,10 @@ from dilated_attention.storage import write_text
 from dilated_attention.training import recall
 from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
 from dilated_attention.training.text import Split, read_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 CONTEXT, NEAR, ORDER = 8192, 256, 3
 """Bytes of context for the byte model, the shorter context to compare it with, and the order of the table to beat."""
@@ -95,7 +96,8 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
     console.print(_table(found))
     console.print("\n".join(sentences(found)), highlight=False)
-    console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", highlight=False)
+    said = f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -222,6 +224,8 @@ def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], conte
 @contextmanager
 def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
     """A progress bar with elapsed and expected time; without a terminal, a line every so often and at the end."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     begin = printed = time.perf_counter()
     done, last = 0.0, ""
@@ -242,7 +246,8 @@ def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
             now = time.perf_counter()
             if not console.is_terminal and now - printed > PLAIN_SECONDS:
                 printed = now
-                tell(f", at most {(now - begin) * (total / done - 1):.0f} s left")
+                left = max(0.0, (now - begin) * (total / done - 1)) if done else 0.0
+                tell(f", at most {left:.0f} s left")
 
         yield advance
     if not console.is_terminal:
@@ -250,6 +255,8 @@ def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
 
 
 def _table(found: Demo) -> Table:
+    from rich.table import Table
+
     table = Table("", title="What was found", title_justify="left")
     table.add_column("dilated", justify="right")
     table.add_column("other", justify="right")

@@ -16,8 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dilated_attention.backends import table
 from dilated_attention.backends.facts import Facts
@@ -31,6 +29,8 @@ from dilated_attention.training.loop import OPTIONS, Recipe, Training, read_chec
 from dilated_attention.training.text import Text, read_text, readable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dilated_attention.training.ranks import Ranks
 
 PROMPT_BYTES = 128
@@ -218,7 +218,8 @@ def run(
             if number or step % save_every == 0 or step == training.recipe.steps:
                 path = save(training, out, keep=keep)
             if number:
-                console.print(f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}")
+                stopped = f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}"
+                console.print(stopped, markup=False, highlight=False, soft_wrap=True)
                 return 128 + number
     _report(training, out, console, held_out_windows, sample_bytes)
     return 0
@@ -298,7 +299,8 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png")
+    written = f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png"
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
@@ -343,6 +345,8 @@ def _with_progress(training: Training, console: Console) -> Iterator[int]:
                 console.file.flush()  # to a pipe it would come pages later
             yield step
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         MofNCompleteColumn(),
         BarColumn(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import native, triton
+from dilated_attention.backends.problem import Problem
 from dilated_attention.plan import Plan, Rows, StridedGroup
 from dilated_attention.verification import BARS, Check, poisoned_memory, relative_error
 from dilated_attention_bench.cases import Case
@@ -109,9 +110,9 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
     def results(backend: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, dout = inputs
-        options = {"is_causal": True, "scale": 0.125}
-        out, lse = backend.forward(q, k, v, plan, **options)
-        gradients = backend.backward(dout, lse.cos(), q, k, v, out, lse, plan, **options)
+        problem = Problem(plan, is_causal=True, scale=0.125)
+        out, lse = backend.forward(problem, q, k, v)
+        gradients = backend.backward(problem, dout, lse.cos(), q, k, v, out, lse)
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
     for dtype in BARS:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles, triton
+from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.verification import relative_error
@@ -181,7 +182,7 @@ def gluon(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
     plan, scale = case.plan, case.head_dim**-0.5
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         "gluon": hopper.prepare(q, k, v, plan, scale),
-        "triton": partial(triton.forward, q, k, v, plan, is_causal=False, scale=scale),
+        "triton": partial(triton.forward, Problem(plan, False, scale), q, k, v),
     }
     for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
         title = f"{name}: relative difference of the candidate in Gluon from triton"

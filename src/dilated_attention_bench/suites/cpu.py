@@ -14,6 +14,7 @@ import torch
 
 from dilated_attention.backends import cpu
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.models import load_gigapath
 from dilated_attention.training.loop import Recipe, Training
@@ -284,10 +285,11 @@ def _tables() -> Iterator[Row]:
     """What the first call of a plan adds to the later ones."""
     case = replace(DILATED, seq_len=32768, heads=12)
     q = torch.empty(1, case.seq_len, case.heads, case.head_dim)
+    problem = Problem(case.plan, case.is_causal, case.head_dim**-0.5)
 
     def make() -> object:
         plan_cache.clear()
-        return cpu.launches("queries", False, q, case.plan, case.is_causal, None)
+        return cpu.launches(problem, q, "queries")
 
     made: Spread = measure.elapsed(make, runs=20).scaled(1e3)
     yield Row.of("time to make a plan and the forward's table", case.parameters, made, "ms")

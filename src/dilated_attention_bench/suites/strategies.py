@@ -110,7 +110,7 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for group in plan.groups:
         q_, k_, v_ = (strategy.take(x, group).transpose(1, 2) for x in (q, k, v))
-        part, part_lse = (x.transpose(1, 2) for x in fused.forward(q_, k_, v_, is_causal, scale, None))
+        part, part_lse = (x.transpose(1, 2) for x in fused.forward(fused.Scores(is_causal, scale), q_, k_, v_))
         if group.first and strategy.put:
             strategy.put(out, group, part)
             strategy.put(lse, group, part_lse)

@@ -3,6 +3,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstddef>
+#include <string>
+
 #include "kernels.h"
 #include "threads.h"
 
@@ -46,6 +49,19 @@ int64_t dilated_attention_has_amx() { return has_amx(); }
 
 // What the library was made of (build.py), so that it does not meet callers of another version.
 const char *dilated_attention_sources() { return SOURCES_DIGEST; }
+
+// The fields of Call, "name offset" each, and its size: backends/cpu.py compares them with its own structure.
+const char *dilated_attention_call_fields() {
+#define AT(field) " " #field " " + std::to_string(offsetof(Call, field)) +
+  static const std::string fields =
+      AT(q) AT(k) AT(v) AT(dout) AT(out) AT(lse) AT(dlse) AT(stats) AT(dq) AT(dk) AT(dv) AT(lines) AT(jobs) AT(indptr)
+      AT(indices) AT(hidden) AT(query_words) AT(key_words) AT(B) AT(N) AT(M) AT(H) AT(G) AT(D) AT(qsb) AT(qsn) AT(qsh)
+      AT(ksb) AT(ksn) AT(ksh) AT(vsb) AT(vsn) AT(vsh) AT(dsb) AT(dsn) AT(dsh) AT(job_count) AT(spans) AT(own) AT(lsb)
+      AT(lsh) AT(LH) AT(size) AT(kwn) AT(kwh) AT(threshold) AT(add_dq) AT(add_dkdv) AT(few) AT(threads) AT(scale)
+      AT(keep_scale) " size " + std::to_string(sizeof(Call));
+#undef AT
+  return fields.c_str();
+}
 
 int64_t dilated_attention_has_pool() { return has_pool(); }
 

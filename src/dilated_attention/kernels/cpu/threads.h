@@ -33,7 +33,7 @@ bool compute(const Work &work, int64_t threads) {
     else
       shared.failed = true;
     while (!shared.failed) {
-      const int64_t i = shared.next++;
+      const int64_t i = shared.next.fetch_add(1, std::memory_order_relaxed);  // no job waits for another
       if (i >= shared.work.count()) break;
       shared.work(i, memory);
     }

@@ -1,0 +1,37 @@
+"""What a backend is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from dilated_attention.backends.dropout import Dropout
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import Plan
+
+Hidden = Bool[Tensor, "batch keys"] | Bool[Tensor, "batch keys kv_heads"]
+Layouts = dict[int, BlockLayout]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Everything that a backend needs beside its tensors.
+
+    Attributes:
+        plan: which rows see which.
+        is_causal: groups of the plan apply their diagonal.
+        scale: factor of the scores, positive (`call.split_scale`).
+        hidden: True for a key that no query sees; per KV head where keys were gathered per head.
+        layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q,
+            and causal if the call is. None where every key of a segment is seen.
+        dropout: which pairs of query and key survive; None where all do.
+    """
+
+    plan: Plan
+    is_causal: bool
+    scale: float
+    hidden: Hidden | None = None
+    layouts: Layouts | None = None
+    dropout: Dropout | None = None

@@ -1,0 +1,148 @@
+"""Tables that their caller writes to, views, frees and allocates again: no call runs the plan of an earlier content.
+
+`python tests/test_tables.py 10000` runs that many random sequences of calls.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+
+import pytest
+import torch
+
+from dilated_attention import BlockLayout, block_sparse_attention
+from dilated_attention.backends import cpu
+
+N, BLOCK, HEADS = 48, 8, 2
+ROWS = N // BLOCK
+BACKENDS = ["native", *(["cpu"] if cpu.missing() is None else [])]
+
+
+def expected(q, k, v, blocks, is_causal):
+    """out of dense attention under `blocks`, booleans (heads or 1, rows, rows); 0 where a query sees no key."""
+    seen = blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    seen = seen.tril() if is_causal else seen
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+def check(layout, blocks, is_causal, backend, inputs):
+    for x in inputs:
+        x.grad = None
+    out = block_sparse_attention(*inputs, layout, is_causal=is_causal, backend=backend)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    right = expected(*wide, blocks, is_causal)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, dout)
+    wanted = torch.autograd.grad(right, wide, dout.double())
+    for x, y in zip((out, *found), (right, *wanted), strict=True):
+        assert (x - y).abs().max() < 1e-4, (backend, is_causal)
+
+
+def run(seed):
+    """A random sequence of calls on tables that change between them."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    inputs = [torch.randn(1, N, HEADS, 8, requires_grad=True) for _ in range(3)]
+    buffer, held = torch.empty(4 * ROWS * ROWS, dtype=torch.int64), []
+    for _ in range(draw.randint(2, 4)):
+        heads, number = draw.choice((1, HEADS)), draw.randint(1, 3)
+        order = torch.rand(heads, ROWS, ROWS).argsort(-1)[..., :number]
+        blocks = torch.zeros(heads, ROWS, ROWS, dtype=torch.bool).scatter_(2, order, True)
+        indices, indptr = order.sort(-1)[0].flatten(), torch.arange(0, heads * ROWS * number + 1, number)
+        indptr = torch.stack([indptr[head * ROWS : (head + 1) * ROWS + 1] for head in range(heads)])[None]
+        kind = draw.choice(("refilled", "viewed", "new"))
+        if kind != "new":  # in memory that earlier calls had their tables in
+            start = draw.randint(0, 3) if kind == "viewed" else 0
+            tables = buffer[start:].split(
+                [indptr.numel(), indices.numel(), len(buffer) - start - indptr.numel() - indices.numel()]
+            )
+            indptr = tables[0].view(indptr.shape).copy_(indptr)
+            indices = tables[1].copy_(indices)
+        layout = BlockLayout(indptr, indices, N, BLOCK, BLOCK)
+        is_causal, backend = draw.random() < 0.7, draw.choice(BACKENDS)
+        check(layout, blocks, is_causal, backend, inputs)
+        held.append((layout, blocks))
+        if draw.random() < 0.3:  # the layout's own table is written to, and a new layout is made of it
+            turned = order.flip(0) if heads > 1 else (order + 1) % ROWS
+            layout.indices.copy_(turned.sort(-1)[0].flatten())
+            with pytest.raises(ValueError, match="written to"):
+                check(layout, blocks, is_causal, backend, inputs)
+            blocks = torch.zeros(heads, ROWS, ROWS, dtype=torch.bool).scatter_(2, turned, True)
+            layout = BlockLayout(layout.indptr, layout.indices, N, BLOCK, BLOCK)
+            held[-1] = layout, blocks
+            check(layout, blocks, is_causal, backend, inputs)
+        if draw.random() < 0.3:
+            held.clear()
+            del layout, indices, indptr
+            gc.collect()
+        elif draw.random() < 0.5:  # an earlier layout is still what it was
+            check(*draw.choice(held), is_causal, backend, inputs)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_sequences(first):
+    for seed in range(first, first + 20):
+        run(seed)
+
+
+def test_the_tables_of_a_layout_are_its_own():
+    indptr, indices = torch.arange(ROWS + 1)[None, None], torch.zeros(ROWS, dtype=torch.int64)
+    layout = BlockLayout(indptr, indices, N, BLOCK, BLOCK)
+    indices.fill_(1)
+    assert not layout.indices.any()
+
+
+def test_a_layout_that_was_written_to_is_refused():
+    layout, q = BlockLayout.local(N, 4, BLOCK), torch.randn(1, N, HEADS, 8)
+    layout.indices[0] = 1
+    for use in (lambda: block_sparse_attention(q, q, q, layout), layout.causal, lambda: layout | layout):
+        with pytest.raises(ValueError, match=r"layout.*written to.*new BlockLayout"):
+            use()
+
+
+def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
+    """Inductor gives the memory, and the tensor, of one layer's tables to the next layer's."""
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout, block_sparse_attention
+
+        def layer(x, channels):
+            score = x[0, ::16, 0, :channels].sum(-1)
+            indices = (score.abs() * 1000).long() % (torch.arange(16) + 1)
+            layout = BlockLayout((torch.arange(17) + 0)[None, None], indices, 256, 16, 16)
+            return block_sparse_attention(x, x, x, layout, is_causal=True)
+
+        def layers(x):
+            for channels in (3, 4, 5):
+                x = layer(x.roll(3, 1) * 1.5, channels) + x
+            return x
+
+        x = torch.randn(1, 256, 2, 8)
+        with torch.no_grad():
+            compiled, expected = torch.compile(layers, fullgraph=True), layers(x)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), expected)
+
+            # A layout that was written to, which no graph can see.
+            layout = BlockLayout.local(256, 16, 16)
+            def call(x, layout):
+                return block_sparse_attention(x, x, x, layout)
+            compiled = torch.compile(call, fullgraph=True, backend="eager")
+            compiled(x, layout)
+            layout.indices[1] = 2
+            torch.testing.assert_close(
+                compiled(x, layout), call(x, BlockLayout(layout.indptr, layout.indices, 256, 16, 16))
+            )
+        """
+    )
+
+
+if __name__ == "__main__":
+    for seed in range(int(sys.argv[1])):
+        run(seed)
+    print(f"{sys.argv[1]} sequences: no stale plan")
