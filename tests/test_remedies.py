@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import create_block_mask
 
 import dilated_attention
 from dilated_attention import (
@@ -45,6 +49,7 @@ from dilated_attention import (
 )
 from dilated_attention.backends import cpu
 from dilated_attention.cli import main
+from dilated_attention.conversion import convert
 from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
 from dilated_attention.errors import require
 from dilated_attention.integrations import convert_attention
@@ -422,6 +427,50 @@ def _(told, mesh):
     same(whole(out, mesh), oracle(*(x.flatten(0, 1) for x in (q, k, v))))
 
 
+@remedy("fold the mapped dimension into the batch instead")
+def _(told):
+    q, k, v = (x.unflatten(0, (3, 1)) for x in tensors(batch=3))
+    lengths, product = torch.tensor([[16], [11], [5]]), PATTERN * (lambda length: BlockLayout.local(length, length, 4))
+    folded = [x.flatten(0, 1) for x in (q, k, v)]
+    for pattern, backend in ((product, "auto"), (PATTERN, "reference")):
+
+        def call(q, k, v, lengths, pattern=pattern, backend=backend):
+            return attention(q, k, v, pattern, lengths=lengths, backend=backend)
+
+        with told():
+            torch.func.vmap(call)(q, k, v, lengths)
+        same(call(*folded, lengths.flatten()), oracle(*folded, lengths=[16, 11, 5]))
+
+
+@remedy("use torch.export instead, with backend='reference' for ONNX")
+def _(told):
+    class Module(nn.Module):
+        def __init__(self, backend: str = "auto") -> None:
+            super().__init__()
+            self.backend = backend
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, PATTERN, backend=self.backend)
+
+    q, k, v = tensors()
+    with told():
+        torch.jit.trace(Module(), (q, k, v))
+    for backend in ("auto", "reference"):
+        exported = torch.export.export(Module(backend), (q, k, v))
+        same(exported.module()(q, k, v), oracle(q, k, v))
+
+
+@remedy("got a DTensor. Give {}.to_local(), this rank's shard, and mesh=", ON_TWO_RANKS)
+def _(told, _):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    q, k, v = tensors()
+    spread = [dist.tensor.distribute_tensor(x, mesh, [dist.tensor.Shard(1)]) for x in (q, k, v)]
+    with told():
+        attention(*spread, PATTERN)
+    out = attention(*(x.to_local() for x in spread), PATTERN, mesh=mesh)
+    same(whole(out, mesh), oracle(q, k, v))
+
+
 # ---- patterns
 
 
@@ -704,6 +753,67 @@ def _(told):
     united = local.causal() | leading.causal()
     expected = BlockLayout.local(16, 4, 4) | leading
     same(attention(q, k, v, united), oracle(q, k, v, expected, is_causal=True))
+
+
+@remedy("Give layout.prefix({}) if that is meant, or make one call per sample, each with its layout")
+def _(told):
+    q, k, v = tensors()
+    packed, layout = {"cu_seqlens": torch.tensor([0, 12, 16])}, BlockLayout.random(16, 0.5, 1, 4)
+    with told() as caught:
+        attention(q, k, v, layout, **packed)
+    prefix = eval(of(caught, r"Give (layout\.prefix\(\d+\))"), {"layout": layout})
+    samples = [[x[:, start:stop] for x in (q, k, v)] for start, stop in ((0, 12), (12, 16))]
+    apart = [oracle(*x, layout.prefix(x[0].shape[1])) for x in samples]
+    same(attention(q, k, v, prefix, **packed), torch.cat(apart, 1))
+    for x, length in zip(samples, (12, 4), strict=True):
+        same(attention(*x, BlockLayout.local(length, length, 4)), _dense(*x))
+
+
+@remedy("; give BlockLayout.from_block_mask of it")
+def _(told):
+    q, k, v = tensors(64)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    with told():
+        attention(q, k, v, mask)
+    same(attention(q, k, v, BlockLayout.from_block_mask(mask)), oracle(q, k, v, Dilated((64,), (1,)), is_causal=True))
+
+
+@remedy("; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor")
+def _(told):
+    q, k, v = tensors()
+    local = BlockLayout.local(16, 5, 4)
+    blocks = local.to_torch_sparse().to_dense()[::4, ::4].bool()
+    for given in (blocks, local.to_torch_sparse()):
+        with told():
+            attention(q, k, v, given)
+    for layout in (
+        BlockLayout.from_mask(blocks, block_size=4),
+        BlockLayout.from_torch_sparse(local.to_torch_sparse()),
+    ):
+        same(attention(q, k, v, layout), oracle(q, k, v, local))
+
+
+@remedy(". If q is (batch, heads, seq, head_dim), give q.transpose(1, 2)")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(*(x.transpose(1, 2) for x in (q, k, v)), BlockLayout.local(16, 5, 4))
+    same(attention(q, k, v, BlockLayout.local(16, 16, 4)), _dense(q, k, v))
+
+
+@remedy("a table was written to after the layout was made; make a new BlockLayout of it")
+def _(told):
+    q, k, v = tensors()
+    indptr, indices = torch.arange(5)[None, None], torch.tensor([0, 1, 2, 3])
+    layout = BlockLayout(indptr, indices, seq_len=16, q_block=4, k_block=4)
+    layout.indices.copy_(torch.tensor([3, 2, 1, 0]))
+    with told():
+        attention(q, k, v, layout)
+    fresh = BlockLayout(layout.indptr, layout.indices, seq_len=16, q_block=4, k_block=4)
+    turned = torch.cat(
+        [_dense(q[:, i : i + 4], k[:, 12 - i : 16 - i], v[:, 12 - i : 16 - i]) for i in (0, 4, 8, 12)], 1
+    )
+    same(attention(q, k, v, fresh), turned)
 
 
 @remedy("no keys to choose among; append those of the tokens so far")
@@ -1048,36 +1158,15 @@ def language_model(**options: Any) -> LongNetLM:
     return LongNetLM(LongNetConfig(**config | options)).eval()
 
 
-@remedy("lengths with a mesh is not supported; give samples of one length", ON_TWO_RANKS)
-def _(told, mesh):
-    model, tokens = language_model(), torch.randint(20, (2, 17))
-    expected = model.loss(tokens[:, :13])
-    parallel.set_context_parallel(model, mesh)
-    with told():
-        model.loss(tokens, lengths=[17, 13])
-    same(model.loss(tokens[:, :13]), expected)
-
-
 @remedy("{} with a mesh is not supported; call parallel.set_context_parallel(model, None) first", ON_TWO_RANKS)
 def _(told, mesh):
-    model, tokens = language_model(), torch.randint(20, (2, 16))
-    expected = model(tokens, lengths=[16, 11])
-    parallel.set_context_parallel(model, mesh)
+    model, source, tokens = halves(), torch.randn(2, 9, 16), torch.randint(20, (2, 16))
+    expected, states = model(source, tokens), model.encoder(source)
+    parallel.set_context_parallel(model.decoder, mesh)
     with told():
-        model(shard(tokens, mesh), lengths=[16, 11])
-    parallel.set_context_parallel(model, None)
-    same(model(tokens, lengths=[16, 11]), expected)
-
-
-@remedy("packed samples with a mesh are not supported; call parallel.set_context_parallel(model, None) first")
-def _(told, one_rank):
-    model, x = language_model(), torch.randn(1, 16, 16)
-    parallel.set_context_parallel(model, one_rank)
-    with told():
-        model.packed(x, [10, 6], is_causal=True)
-    parallel.set_context_parallel(model, None)
-    (out,) = model.packed(x, [10, 6], is_causal=True)
-    same(out[:, :10], model.hidden(x[:, :10], is_causal=True)[0])
+        model.decoder(shard(tokens, mesh), source=states)
+    parallel.set_context_parallel(model.decoder, None)
+    same(model(source, tokens), expected)
 
 
 def slide_encoder() -> GigaPathSlideEncoder:
@@ -1101,6 +1190,26 @@ def _(told, mesh):
     same(model(tiles, coords), expected)
     parallel.set_context_parallel(model.encoder, mesh)
     same(whole(model.encoder(shard(rows, mesh)), mesh), states)
+
+
+@remedy("leave positions out, which count from the sequence's start", ON_TWO_RANKS)
+def _(told, mesh):
+    model, tokens = language_model(positions="xpos"), torch.randint(20, (2, 16))
+    expected = model(tokens)
+    parallel.set_context_parallel(model, mesh)
+    with told():
+        model(shard(tokens, mesh), positions=torch.arange(16)[slice(*parallel.sequence_range(16, mesh))])
+    same(whole(model(shard(tokens, mesh)), mesh), expected)
+
+
+@remedy("it is not supported over a mesh. Use LongNetLM or modules of dilated_attention.nn")
+def _(told, llama, one_rank):
+    with told():
+        parallel.set_context_parallel(_dilated(llama), one_rank)
+    model, tokens = language_model(), torch.randint(20, (2, 16))
+    expected = model(tokens)
+    parallel.set_context_parallel(model, one_rank)
+    same(model(tokens), expected)
 
 
 # ---- models and checkpoints
@@ -1295,6 +1404,83 @@ def _(told, tmp_path):
         model.save_pretrained(tmp_path)
     model.to(torch.float32).save_pretrained(tmp_path)
     same(LongNetLM.from_pretrained(tmp_path)(tokens), expected)
+
+
+@remedy("leave positions out: each sample's count from 0")
+def _(told):
+    model, tokens, edges = language_model(), torch.randint(20, (1, 16)), torch.tensor([0, 10, 16])
+    with told():
+        model(tokens, cu_seqlens=edges, positions=torch.arange(16))
+    out = model(tokens, cu_seqlens=edges)
+    same(out, torch.cat([model(tokens[:, :10]), model(tokens[:, 10:])], 1))
+
+
+@remedy("first_only=True takes neither all_layers nor lengths; pack the samples with cu_seqlens")
+def _(told):
+    config = LongNetConfig(vocab_size=None, embed_dim=16, num_layers=2, num_heads=2, pattern=PATTERN)
+    encoder, x = LongNetEncoder(config).eval(), torch.randn(2, 10, 16)
+    with told():
+        encoder(x, lengths=[10, 6], first_only=True)
+    packed = torch.cat((x[0], x[1, :6]))[None]
+    out = encoder(packed, cu_seqlens=torch.tensor([0, 10, 16]), first_only=True)
+    same(out[0], encoder(x, lengths=[10, 6])[:, 0])
+
+
+@remedy("Give the pixels of the tiles' corners, not fractions or numbers of a grid")
+def _(told):
+    model, tiles = slide_encoder(), torch.randn(1, 30, 8)
+    grid = torch.stack((torch.arange(30) // 6, torch.arange(30) % 6), 1)[None]
+    for coords in (grid, grid / 8):
+        with told(UserWarning):
+            model(tiles, coords)
+    assert model(tiles, grid * 256).isfinite().all()
+
+
+@remedy("the checkpoint holds weights twice, wrapped and not; give prefix=. It has {}")
+def _(told):
+    weights, options = golden()
+    twice = {**weights, **{f"module.{name}": 2 * x for name, x in weights.items()}}
+    with told():
+        load_torchscale(twice, **options)
+    found = load_torchscale(twice, **options, prefix="module.").state_dict()
+    expected = load_torchscale({name: 2 * x for name, x in weights.items()}, **options).state_dict()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@remedy("Undo what was added (merge LoRA, remove parametrizations and torch.compile of parts), or make a model of a {}")
+def _(told, tmp_path):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    expected = model(tokens)
+    project = next(module for module in model.blocks.modules() if isinstance(module, nn.Linear))
+    nn.utils.parametrizations.weight_norm(project)
+    with told():
+        model.save_pretrained(tmp_path)
+    nn.utils.parametrize.remove_parametrizations(project, "weight")
+    model.save_pretrained(tmp_path)
+    same(LongNetLM.from_pretrained(tmp_path)(tokens), expected)
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+    with told():
+        model.save_pretrained(tmp_path)
+    made = language_model(num_layers=2)
+    made.load_state_dict(model.state_dict())
+    made.save_pretrained(tmp_path)
+    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), model(tokens))
+
+
+@remedy("Gather the weights ({}), load them into a model of the same configuration and save that", ON_TWO_RANKS)
+def _(told, mesh):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    expected = model(tokens)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    with tempfile.TemporaryDirectory() as folder:
+        with told():
+            model.save_pretrained(folder)
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if dist.get_rank() == 0:
+            made = language_model()
+            made.load_state_dict(weights)
+            made.save_pretrained(folder)
+            same(LongNetLM.from_pretrained(folder)(tokens), expected)
 
 
 # ---- transformers
@@ -1580,18 +1766,23 @@ def _(told, tmp_path, capsys):
     succeeds(capsys, *words, *branches)
 
 
-@remedy("exists: give --overwrite (overwrite=True), or another folder")
+@remedy("exists: give overwrite=True, or another folder")
 def _(told, tmp_path, capsys):
     save_file(longvit_weights(), tmp_path / "weights")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
     branches = ["--kind", "longvit", "--heads", 4, "--segments", "8,16", "--rates", "1,2", "--tokens", 20]
-    told_by_command(told, capsys, "convert", tmp_path / "weights", tmp_path / "out", *branches)
+    options = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "num_heads": 4, "tokens": 20}
+    with told():
+        convert(tmp_path / "weights", tmp_path / "out", "longvit", **options)
+    convert(tmp_path / "weights", tmp_path / "out", "longvit", **options, overwrite=True)
+    command = Told("exists: give --overwrite, or another folder")
+    told_by_command(command, capsys, "convert", tmp_path / "weights", tmp_path / "out", *branches)
     succeeds(capsys, "convert", tmp_path / "weights", tmp_path / "out", *branches, "--overwrite")
     succeeds(capsys, "convert", tmp_path / "weights", tmp_path / "other", *branches)
 
 
-@remedy("device={}: {}; use 'cpu'")
+@remedy("; use 'cpu'")
 def _(told, tmp_path, capsys):
     language_model(vocab_size=256).save_pretrained(tmp_path / "model")
     words = ["generate", tmp_path / "model", "--bytes", 2, "--device"]
@@ -1698,7 +1889,7 @@ def _(told, text, tmp_path, capsys):
     succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN, "--dim", 16)
 
 
-@remedy("nothing is saved in {} yet: start again, without --resume")
+@remedy("nothing is saved in {} yet: start again")
 def _(told, text, tmp_path, capsys):
     session.remember(tmp_path / "out", session.OPTIONS)  # lost before its first checkpoint
     told.printed(cli._onwards(tmp_path / "out"))
@@ -1728,3 +1919,18 @@ def _(told, text, tmp_path, capsys):
 @remedy("held-out text takes {} bits per byte; try a lower --lr")
 def _(told, text, tmp_path, capsys):
     _lower_rate(told, text, tmp_path, capsys, "--steps", 1)
+
+
+@remedy("is empty: give at least one character")
+def _(told, tmp_path, capsys):
+    language_model(vocab_size=256).save_pretrained(tmp_path / "model")
+    words = ["generate", tmp_path / "model", "--bytes", 2, "--prompt"]
+    told_by_command(told, capsys, *words, "")
+    succeeds(capsys, *words, "x")
+
+
+@remedy("--budget 1 is one key per query. Give 1.0 for the cost of dense attention")
+def _(told, capsys):
+    words = ["suggest", "--tokens", 1000, "--heads", 8, "--budget"]
+    told_by_command(told, capsys, *words, "1")
+    assert "100.0% of dense attention" in succeeds(capsys, *words, "1.0").replace("100.00%", "100.0%")

@@ -154,6 +154,7 @@ def _in_options(command: str, message: str) -> str:
     def given(found: re.Match[str]) -> str:
         return f"{names[found[1]]} {found[3] if found[2] is None else found[2].replace(' ', '')}"
 
+    message = re.sub(rf"{alone}({name})=True\b", lambda found: names[found[1]], message)
     message = re.sub(rf"{alone}({name})=(?:\((\d[\d, ]*\d)\)|'([^' ]+)')", given, message)
     message = re.sub(rf"{alone}({name})= ?", lambda found: f"{names[found[1]]} ", message)
     long = "|".join(word for word in names if "_" in word) or name

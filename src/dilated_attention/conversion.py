@@ -70,7 +70,7 @@ def convert(
         ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
     """
     if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists: give --overwrite (overwrite=True), or another folder")
+        raise ValueError(f"{out} exists: give overwrite=True, or another folder")
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"tokens={tokens}: a comparison takes 1 to {MOST_TOKENS}")
     load: Any = {"gigapath": load_gigapath, "longvit": load_longvit, "torchscale": load_torchscale}[kind]
