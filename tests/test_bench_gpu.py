@@ -89,6 +89,7 @@ def test_the_groups_of_a_gpu():
     assert {check.name for check in checks(777)} <= checked
 
 
+@pytest.mark.slow
 def test_what_is_timed_was_checked():
     """Every machine code whose time is taken in part 1 or 3 is one that a check of part 1 compares with the oracle."""
     (right,) = (group for group in gpu.part_1(MACHINE) if group.label == "right: what is timed")
@@ -499,6 +500,7 @@ def test_last_rows_are_their_own():
     assert all(row.value > 1e-3 for row in correctness.last_rows(case, 48, CPU)), "not whole segments"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter():
     in_a_child_process(f"{__file__}::TestInterpreted")

@@ -135,6 +135,7 @@ def test_what_a_file_holds_is_not_measured_again(few, tmp_path, monkeypatch, cap
     assert main([*words, "--only", "no such title"]) == 2
 
 
+@pytest.mark.slow
 def test_a_setting_is_measured_again_for_a_new_peer_and_after_an_interruption(few, checkout, tmp_path, monkeypatch):
     setting = compare.Setting(TINY, backward=False, seconds=0.0)
     monkeypatch.setattr(compare, "settings", lambda quick: [setting])
@@ -360,6 +361,7 @@ def test_checks_of_plain_attention():
     assert found["row sum, least"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_every_variant_compiles(fresh_python):
     """In a fresh process: what checks annotations here cannot be traced."""
     fresh_python("""

@@ -64,6 +64,7 @@ def test_emulated(case, seed):
         assert relative_error(x, y) <= TOLERANCE[call.q.dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(triton.__version__) >= Version("3.9"),
     reason="Gluon of Triton 3.9 gave async_copy_global_to_shared another name",

@@ -124,6 +124,7 @@ def shardings(draw: st.DrawFn) -> tuple:
     return tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(shardings())
 def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> None:
