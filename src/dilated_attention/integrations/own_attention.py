@@ -1,15 +1,15 @@
 """The attention that a transformers model has by itself, computed at the cost of what it shows.
 
 transformers describes what a layer's queries may see by a mask function: `causal_mask_function`, or closures that
-combine it with a window, with chunks, or with packed samples. `read_mask` reads the description back, so that no mask over
-pairs of tokens is ever formed; `attend` computes it.
+combine it with a window, with chunks, or with packed samples. `read_mask` reads the description back, so that no mask
+over pairs of tokens is ever formed; `attend` computes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,35 @@ from dilated_attention.patterns import Dilated, Window
 _REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
+class _NoTensorError(UnsupportedError, AttributeError):
+    """Raised by what stands in a mask's place; an AttributeError too, so that `hasattr` answers no."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
+            "hands it to its attention alone"
+        )
+
+
+class NotATensor:
+    """Stand in a mask's place where transformers hands it from the mask function to the attention function.
+
+    A model that computes with its mask gets an error that says so.
+    """
+
+    def _refuse(self, other: object = None) -> Any:
+        raise _NoTensorError
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoTensorError
+
+
 @dataclass(frozen=True)
-class Shown:
+class Shown(NotATensor):
     """Which keys the queries of one forward see.
 
     A query at position p sees the key at position j iff j <= p where `is_causal`, j > p - window (without causality:
@@ -50,6 +77,10 @@ class Shown:
     queries: int = 0
     keys: int = 0
     hidden: Tensor | None = None
+    ndim: ClassVar[int] = 4  # what transformers asks of a mask that is made before the forward
+
+    def contiguous(self) -> Shown:
+        return self
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
@@ -106,7 +137,7 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the attention of q `(batch, queries, heads, head_dim)` over k and v `(batch, keys, kv_heads, head_dim)`."""
+    """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     options = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
@@ -123,7 +154,7 @@ def attend(
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()
     return attention(
         q, k, v, _pattern(shown, first), is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start,
         k_start=shown.k_start + first, **options,
@@ -164,19 +195,16 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
             hidden=None if shown.hidden is None else shown.hidden[i : i + 1, k_first:],
         )
         rows = slice(i, i + 1)
-        part = attend(sample, q[rows, q_first:], k[rows, k_first:], v[rows, k_first:], **_as_attend(options))
+        part = attend(sample, q[rows, q_first:], k[rows, k_first:], v[rows, k_first:], **options)
         out = torch.cat([out[:i], torch.cat([out[rows, :q_first], part], 1), out[i + 1 :]])
     return out
-
-
-def _as_attend(options: dict[str, Any]) -> dict[str, Any]:
-    return options
 
 
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """Attend in packed samples: all rows of the batch as one sequence, cut where a sample or a chunk begins."""
     samples = shown.samples
-    assert samples is not None and shown.hidden is None
+    assert samples is not None
+    assert shown.hidden is None  # transformers looks for packed samples only where there is no padding mask
     begins = torch.ones_like(samples, dtype=torch.bool)
     begins[:, 1:] = samples[:, 1:] != samples[:, :-1]
     if shown.chunk is not None:

@@ -1,0 +1,130 @@
+"""transformers' models with windows, chunks, sinks and caps compute their own attention, as in eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.integrations.huggingface import NAME
+from dilated_attention.integrations.own_attention import read_mask
+from transformers_families import FAMILIES, REFUSED, build
+
+TOKENS = 43
+NO_STATIC_CACHE: tuple[str, ...] = ()  # refused by transformers for these families
+
+
+def _pair(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    eager, ours = build(family, "eager"), build(family, NAME)
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+def _tokens() -> Tensor:
+    return torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def _output(model: PreTrainedModel, **inputs: Tensor | bool) -> Tensor:
+    output = model(**inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def _assert_close(expected: Tensor, actual: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def _masks() -> list[Tensor]:
+    """Return masks with padding on the left and on the right."""
+    left, right = torch.ones(2, 2, TOKENS, dtype=torch.long)
+    left[1, :11] = 0
+    right[1, -9:] = 0
+    return [left, right]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_eager(family):
+    eager, ours = _pair(family)
+    tokens = _tokens()
+    expected, actual = (_output(model, input_ids=tokens) for model in (eager, ours))
+    _assert_close(expected, actual)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    gradients = [
+        torch.autograd.grad((x * weights).sum(), list(model.parameters()), allow_unused=True)
+        for model, x in ((eager, expected), (ours, actual))
+    ]
+    names = [name for name, _ in eager.named_parameters()]
+    for name, x, y in zip(names, *gradients, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert (x - y).abs().max() <= 1e-5 * max(float(x.abs().max()), 1.0), name
+    with torch.no_grad():
+        for mask in _masks():
+            expected, actual = (_output(model, input_ids=tokens, attention_mask=mask) for model in (eager, ours))
+            _assert_close(expected[mask.bool()], actual[mask.bool()])
+
+
+def _takes_position_ids(family: str) -> bool:
+    return family not in ("minimax", "zaya")  # whose other layers do not know samples
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if _takes_position_ids(family)])
+def test_packed_samples(family):
+    eager, ours = _pair(family)
+    positions = torch.cat([torch.arange(17), torch.arange(TOKENS - 17)])[None].expand(2, -1)
+    inputs = {"input_ids": _tokens(), "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        _assert_close(_output(eager, **inputs), _output(ours, **inputs))
+
+
+@pytest.mark.parametrize("family", [family for family, (_, name, _) in FAMILIES.items() if name.endswith("LM")])
+def test_generates_the_same_tokens(family):
+    eager, ours = _pair(family)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for cache in (None, "static") if family not in NO_STATIC_CACHE else (None,):
+        for mask in (torch.ones(2, TOKENS, dtype=torch.long), _masks()[0]):
+            inputs = {**options, "attention_mask": mask, "cache_implementation": cache}
+            expected = eager.generate(_tokens(), **inputs)
+            assert torch.equal(expected, ours.generate(_tokens(), **inputs))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refuses_by_name(family):
+    words = REFUSED[family][3]
+    with pytest.raises(UnsupportedError, match=words):
+        _output(build(family, NAME), input_ids=_tokens())
+
+
+def test_masks_are_read_back():
+    assert read_mask(sliding_window_causal_mask_function(7)).window == 7
+    both = read_mask(sliding_window_bidirectional_mask_function(7))
+    assert (both.window, both.is_causal) == (7, False)
+    padding = torch.tensor([0, 3])
+    chunks = read_mask(chunked_causal_mask_function(5, padding))
+    assert (chunks.chunk, chunks.is_causal) == (5, True)
+    assert chunks.first_tokens is padding
+    samples = torch.tensor([[0, 0, 1]])
+    assert read_mask(and_masks(causal_mask_function, packed_sequence_mask_function(samples))).samples is samples
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        or_masks(causal_mask_function, packed_sequence_mask_function(torch.zeros(1, 3))),
+        and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(4)),
+        lambda batch, head, query, key: key <= query,
+    ],
+)
+def test_a_mask_that_is_nothing_of_these_is_refused(mask):
+    with pytest.raises(UnsupportedError, match="sdpa"):
+        read_mask(mask)
