@@ -550,7 +550,7 @@ def _shown_of(
     mask: Visibility | Shown | UnsupportedError | Tensor | None,
     is_causal: bool | None,
 ) -> Shown:
-    """Return what the mask of a layer shows. Without a mask that is every key, or every earlier key of a causal layer."""
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(mask, UnsupportedError):
         raise mask
