@@ -24,7 +24,7 @@ from dilated_attention.call import Call, Shards, in_autocast, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
-from dilated_attention.plan import Branches
+from dilated_attention.plan import WHOLE, Branches
 from dilated_attention.torch_internals import (
     BelowAutograd,
     in_batched_gradients,
@@ -92,8 +92,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def _pack(call: Call) -> tuple[Any, ...]:
     """A call as the operators' arguments behind their tensors."""
     branches, shards = call.branches, call.shards
-    numbers = [int(call.is_causal), call.first_head, int(branches.compat is not None), len(branches.offsets)]
-    for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets):
+    numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
+    numbers += (len(branches.offsets), len(branches.bands))
+    bands = [WHOLE if bound is None else bound for band in branches.bands for bound in band]
+    for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
         numbers += row
     words = [call.backend.name]
     if shards is not None:
@@ -130,7 +132,7 @@ def _unpack(
         shards = Shards(words[1], read.bounds, read.samples, words[2], words[3], read.lengths)
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
-        key_padding_mask, dropout_p, read.first_head, seed, shards,
+        key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts,
     )  # fmt: skip
 
 
@@ -138,6 +140,7 @@ class _Numbers(NamedTuple):
     branches: Branches
     is_causal: bool
     first_head: int
+    starts: tuple[int, int]
     bounds: tuple[int, ...]
     samples: tuple[int, ...] | None
     lengths: tuple[int, ...]
@@ -151,14 +154,23 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     def take(count: int) -> tuple[int, ...]:
         return tuple(islice(rest, count))
 
-    is_causal, first_head, compat, count = take(4)
+    is_causal, first_head, q_start, k_start, compat, count, banded = take(7)
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
-    branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None)
+    bands = tuple([tuple([None if x == WHOLE else x for x in take(2)]) for _ in range(banded)])
+    branches = Branches(
+        segment_lengths,
+        dilation_rates,
+        offsets,
+        "torchscale" if compat else None,
+        bands,
+        take(banded),  # type: ignore[arg-type]
+    )
     bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
     left = tuple(rest)
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
-    return _Numbers(branches, bool(is_causal), first_head, bounds, samples or None, lengths, sizes)
+    starts = q_start, k_start
+    return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, sizes)
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")

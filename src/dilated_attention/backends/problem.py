@@ -21,7 +21,6 @@ class Problem:
 
     Attributes:
         plan: which rows see which.
-        is_causal: groups of the plan apply their diagonal.
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head where keys were gathered per head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q,
@@ -30,7 +29,6 @@ class Problem:
     """
 
     plan: Plan
-    is_causal: bool
     scale: float
     hidden: Hidden | None = None
     layouts: Layouts | None = None

@@ -346,7 +346,7 @@ class _Launches:
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
-    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
+    plan, layouts = problem.plan, problem.layouts
     masked = problem.dropout is not None or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
@@ -358,10 +358,10 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     def make() -> _Launches:
         side = side_of(kernel)
         cut = shape.cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, cut, layouts, q.device)
+        tables = tiles.tables(plan, side, cut, layouts, q.device)
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
-    key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
+    key = "triton", id(plan), blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
     if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
         # Not the default stream, whose memory the tables have: when nobody holds them any more, it would give that away
