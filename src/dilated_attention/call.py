@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     layer: str
     q_start: int | None
     k_start: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Call:
         seed: of dropout, drawn when the call runs; None without.
         shards: over a mesh of several ranks; None on one device.
         starts: the positions of the first query and of the first key.
+        softcap: the bound of scores; 0: none.
     """
 
     branches: Branches
@@ -97,6 +99,7 @@ class Call:
     seed: Tensor | None = None
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
+    softcap: float = 0.0
 
     @classmethod
     def of(
@@ -121,6 +124,7 @@ class Call:
         layer: str = "",
         q_start: int | None = None,
         k_start: int | None = None,
+        softcap: float | None = None,
     ) -> Call:
         """What `attention` with these arguments asks.
 
@@ -161,6 +165,7 @@ class Call:
             "dropout_p": dropout_p > 0,
             "a block layout": isinstance(pattern, (BlockLayout, Product)),
             "a window": bool(branches.bands),
+            "softcap": softcap is not None,
         }
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(
@@ -178,6 +183,7 @@ class Call:
             dropout_p=float(dropout_p),
             first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
             starts=(starts[0], starts[1]),
+            softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
         )
         if isinstance(pattern, (BlockLayout, Product)):
             layouts = call._layouts(pattern, q, k, seq_len)

@@ -32,8 +32,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or (not placed and q.shape[1] != k.shape[1]):
         raise ValueError(
             f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
-            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the first "
-            "query"
+            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the first"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
@@ -149,6 +148,13 @@ def boolean(name: str, value: bool) -> None:
 def number(name: str, value: float | None) -> None:
     if value is not None and not (isinstance(value, Real) and abs(value) <= _LARGEST_SCALE):
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
+
+
+def positive_number(name: str, value: Any) -> float:
+    number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name} must be a positive number; got {value!r}")
+    return float(value)
 
 
 def readable(*tensors: Tensor) -> bool:

@@ -31,9 +31,10 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         branches = branches._replace(offsets=table)
         visible = _dense_layouts(call.layouts, q.shape[2])
     return run(
-        q, k, v, *branches[:3], is_causal=call.is_causal, scale=call.scale, compat=branches.compat,
-        bands=branches.bands, leading=branches.leading, starts=call.starts, lengths=call.lengths,
-        cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible, dropout=dropout,
+        q, k, v, *branches[:3], is_causal=call.is_causal, scale=call.scale, softcap=call.softcap,
+        compat=branches.compat, bands=branches.bands, leading=branches.leading, starts=call.starts,
+        lengths=call.lengths, cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible,
+        dropout=dropout,
     )  # fmt: skip
 
 
@@ -102,14 +103,14 @@ def _problem(
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
-    return Problem(plan, split_scale(call.scale)[1], hidden, layouts, dropout)
+    return Problem(plan, split_scale(call.scale)[1], hidden, layouts, dropout, call.softcap)
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
     """One problem for all samples of a ragged call, whose tensors are read as one sequence."""
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
-    return Problem(_packed_plan(call, k, slices), split_scale(call.scale)[1], hidden, None, dropout)
+    return Problem(_packed_plan(call, k, slices), split_scale(call.scale)[1], hidden, None, dropout, call.softcap)
 
 
 def layouts_of(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dilated_attention import checks, operators
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, layout_remedy
-from dilated_attention.layout import BlockLayout
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
 from dilated_attention.patterns import Dilated, Offsets, Sum
@@ -46,6 +46,7 @@ def attention(
     layer: str = "",
     q_start: int | None = None,
     k_start: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a pattern: one softmax over the keys that the pattern shows, counted with multiplicity.
 
@@ -91,9 +92,10 @@ def attention(
             rank. Offsets that depend on the number of heads are then given as a table over all of them,
             `Dilated(...).offset_table(total)`, of which each rank takes its own. Default: there are no other heads.
         layer: the calling layer's name, for error messages over a mesh.
-        q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues, windows
-            and causality go by positions. With either given, q may have fewer tokens than k: a chunk of a prompt, or new
-            tokens over a cache, is q_start = k.shape[1] - q.shape[1].
+        q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues,
+            windows and causality go by positions. With either given, q may have fewer tokens than k: a chunk of a
+            prompt, or new tokens over a cache, is q_start = k.shape[1] - q.shape[1].
+        softcap: c > 0 bounds the scores: c tanh(s / c) takes the place of s (Gemma 2). Backends that cannot refuse.
 
     Returns:
         out, like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
@@ -108,6 +110,7 @@ def attention(
             q, k, v, pattern, sinks, return_lse, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
             cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
             head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
+            softcap=softcap,
         )  # fmt: skip
     q, k, v = as_autocast(q, k, v)
     try:
@@ -116,6 +119,7 @@ def attention(
             q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, sinks=sinks, lengths=lengths,
             cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
             head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
+            softcap=softcap,
         )  # fmt: skip
     except ValueError as error:
         refuse(mesh, error, q)

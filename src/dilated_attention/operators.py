@@ -36,7 +36,7 @@ from dilated_attention.torch_internals import (
 )
 
 _CALL = (
-    "SymInt[] numbers, float scale, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
+    "SymInt[] numbers, float scale, float softcap, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
     "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? seed"
 )
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor[]")
@@ -106,13 +106,14 @@ def _pack(call: Call) -> tuple[Any, ...]:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
     tables = [table for x in call.layouts for table in (x.indptr, x.indices)]
     ragged = call.lengths, call.cu_seqlens, call.key_padding_mask
-    return numbers, call.scale, call.dropout_p, words, tables, *ragged, call.seed
+    return numbers, call.scale, call.softcap, call.dropout_p, words, tables, *ragged, call.seed
 
 
 def _unpack(
     k: Tensor,
     numbers: Sequence[int],
     scale: float,
+    softcap: float,
     dropout_p: float,
     words: Sequence[str],
     tables: Sequence[Tensor],
@@ -133,6 +134,7 @@ def _unpack(
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts,
+        softcap,
     )  # fmt: skip
 
 
@@ -192,7 +194,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 @torch.library.register_fake("dilated_attention::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    numbers, _, _, words = packed[:4]
+    numbers, _, _, _, words = packed[:5]
     if len(words) == 1:
         return [out, lse]
     call = _unpack(k, [int(x) for x in numbers], *packed[1:])
@@ -274,7 +276,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise _not_fused("forward-mode", ctx.options[3])
+        raise _not_fused("forward-mode", ctx.options[4])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -293,7 +295,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.words = inputs[11]
+        ctx.words = inputs[12]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

@@ -61,9 +61,9 @@ class _Branched:
             is_causal: count only the keys that do not come after the token.
         """
         checks.boolean("is_causal", is_causal)
-        seq_len = checks.positive("seq_len", seq_len)
+        seq_len, branches = checks.positive("seq_len", seq_len), self.branches(num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
-        for group in plan_of(self.branches(num_heads), (0, seq_len), None, is_causal).groups:
+        for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
             rows, count = group.queries, group.keys.count
             row = torch.arange(rows.count, device="cpu")
             stop = count if group.high is None else (row + group.high + 1).clamp(0, count)
@@ -95,7 +95,7 @@ class _Branched:
         num_heads: int | None = None,
         is_causal: bool = False,
     ) -> Axes:
-        """Draw which keys (columns) each query (rows) of `head` sees; darker where the pattern shows the key more often.
+        """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
             num_heads: heads of k and v; default: just enough for `head` to exist.
@@ -117,8 +117,8 @@ class _Branched:
 class Window(_Branched):
     """A sliding window: token p sees the keys p + i * rate for -before <= i <= after; a causal call has after = 0.
 
-    A model of transformers with `sliding_window = w` is `Window(w - 1)` with a causal call; one with windows on both sides
-    is `Window(w, w)`.
+    A model of transformers with `sliding_window = w` is `Window(w - 1)` with a causal call; one with windows on both
+    sides is `Window(w, w)`.
 
     Args:
         before, after: keys on each side, in keys of the token's residue class modulo `rate`; after=None: as before.
@@ -146,8 +146,8 @@ class Window(_Branched):
 
     def __mul__(self, layout: Any) -> Any:
         raise UnsupportedError(
-            f"Window(...) * {type(layout).__name__}: a window shows keys by distance and a layout by block; give their sum, "
-            "Window(...) + layout, or a layout alone, BlockLayout.local"
+            f"Window(...) * {type(layout).__name__}: a window shows keys by distance and a layout by block; give their "
+            "sum, Window(...) + layout, or a layout alone, BlockLayout.local"
         )
 
 
@@ -388,8 +388,8 @@ def _sum(first: Any, second: Any) -> Sum:
             )
         if isinstance(term, Dilated) and term.compat is not None:
             raise UnsupportedError(
-                f"compat={term.compat!r} in a sum: the zero keys of released checkpoints belong to their pattern alone; use "
-                f"{without_padding(term)!r}"
+                f"compat={term.compat!r} in a sum: the zero keys of released checkpoints belong to one pattern; "
+                f"use {without_padding(term)!r}"
             )
     return Sum(tuple(terms))
 

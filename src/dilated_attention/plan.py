@@ -341,9 +341,9 @@ def plan_of(
     """Return the plan of a pattern in normal form, from the cache.
 
     Args:
-        queries, keys: positions [start, stop) of the rows of q and of k; keys: as queries by default. Rows of the plan are
-            numbered from these starts. With compat="torchscale", which needs all tokens, groups that are not causal count
-            ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
+        queries, keys: positions [start, stop) of the rows of q and of k; keys: as queries by default. Rows of the plan
+            are numbered from these starts. With compat="torchscale", which needs all tokens, groups that are not causal
+            count ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(

@@ -57,6 +57,8 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels run on CPUs, not {facts.device.type}"
     if (why := missing()) is not None:
         return why
+    if "softcap" in facts.needs:
+        return "the kernels do not cap scores; native does"
     if facts.dtype not in TYPES:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:

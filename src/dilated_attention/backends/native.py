@@ -265,8 +265,8 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
     """Cut a group with a band into groups for PyTorch's operators, which know a causal mask and a bias.
 
-    Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into runs
-    of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
+    Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into
+    runs of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group
@@ -346,7 +346,7 @@ class _Whole:
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)
             bias = band if bias is None else bias + band
-        return Scores(causal, problem.scale, bias, pairs)
+        return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """out and lse of a tile."""

@@ -25,6 +25,7 @@ class Problem:
         hidden: True for a key that no query sees; per KV head where keys were gathered per head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q,
             and causal if the call is. None where every key of a segment is seen.
+        softcap: c > 0 takes c tanh(s / c) in place of the scores s; 0: scores stay.
         dropout: which pairs of query and key survive; None where all do.
     """
 
@@ -33,3 +34,4 @@ class Problem:
     hidden: Hidden | None = None
     layouts: Layouts | None = None
     dropout: Dropout | None = None
+    softcap: float = 0.0

@@ -138,6 +138,7 @@ def attend(
     counts: Int[Tensor, "*#samples kv_heads queries keys"],
     *,
     scale: float,
+    softcap: float = 0.0,
     phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
     keep: Bool[Tensor, "batch heads queries keys"] | None = None,
     dropout_p: float = 0.0,
@@ -148,6 +149,7 @@ def attend(
         q, k, v: query head h attends with KV head h // (heads / kv_heads).
         counts: c, of any pattern; the batch may be left out.
         scale: s = scale · q·k.
+        softcap: c > 0 takes c tanh(s / c) in place of s.
         phantoms: further keys per query with score 0 and value 0.
         keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
@@ -169,6 +171,8 @@ def attend(
     # A product with a weight of 0 must not carry NaN where nothing is seen: only finite numbers are multiplied.
     finite_query, finite_key, finite_value = (torch.where(x.isfinite(), x, 0.0) for x in (query, key, value))
     score = scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
+    if softcap:
+        score = softcap * (score / softcap).tanh()
     nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
     nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
     score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
@@ -214,7 +218,7 @@ def batch_counts(
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
     """Counts and phantoms of a batch whose samples each have segments of their own, from their own first token on.
 
-    Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are seen by none.
+    Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are unseen.
     """
     num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:
@@ -252,6 +256,7 @@ def reference_attention(
     *,
     is_causal: bool,
     scale: float | None = None,
+    softcap: float = 0.0,
     compat: str | None = None,
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
@@ -266,6 +271,7 @@ def reference_attention(
     Args:
         segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
         scale: 1/√head_dim unless given.
+        softcap: as for `attend`.
         compat: `"torchscale"` adds the zero keys of `phantom_counts`.
         lengths: tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
         cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
@@ -303,7 +309,8 @@ def reference_attention(
         keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
         keep = survives(dropout.queries.transpose(1, 2), keys.T[None], dropout.threshold)
     return attend(
-        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms, keep=keep,
+        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, phantoms=phantoms,
+        keep=keep,
         dropout_p=dropout.probability if dropout is not None else 0.0,
     )  # fmt: skip
 

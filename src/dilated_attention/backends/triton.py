@@ -74,6 +74,8 @@ def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if (why := _refusal_of(facts.device)) is not None:
         return why
+    if unserved := {"a window", "softcap"} & set(facts.needs):
+        return f"the kernels do not serve {' or '.join(sorted(unserved))}; use native"
     if facts.dtype not in DTYPES:
         return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
     if facts.head_dim > MAX_HEAD_DIM:
