@@ -157,9 +157,15 @@ void with_rows(void *gradient, bool add, int64_t b, int64_t head, int64_t tokens
 // As many as the spans of a tile have at most, of that many tokens.
 inline int64_t chunks(const Call &call, int64_t tokens) { return call.spans * ((tokens + CHUNK - 1) / CHUNK); }
 
+// Whether the rows that tiles see begin later from tile to tile.
+inline bool is_window(const Call &call) {
+  const int32_t far = call.job_count ? tile_of(call, 0).spans()->far : 1 << 30;
+  return far != 1 << 30 && far != -(1 << 30);
+}
+
 // Chunks that a thread has gathered, for the next tile that streams the same rows: a gather of rows that lie far apart
 // costs as much as the products. A chunk's place names its slot, so that a look is one comparison. Places past the last
-// slot share one, but for lists, which jump: they go round.
+// slot share one, but for lists, which jump, and windows, which move on: they go round.
 class Kept {
  public:
   struct Slot {
@@ -171,7 +177,7 @@ class Kept {
 
   // Room for so many chunks of so many floats; for fewer where that is more than a core's second cache.
   Kept(const Call &call, int64_t chunks, int64_t floats)
-      : goes_round(call.indptr), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
+      : goes_round(call.indptr || is_window(call)), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
 
   int64_t floats() const { return slots * (size + SLOT); }
 
