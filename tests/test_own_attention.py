@@ -17,7 +17,7 @@ from transformers.masking_utils import (
 )
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.integrations.huggingface import NAME
+from dilated_attention.integrations.huggingface import NAME, dilate, report
 from dilated_attention.integrations.own_attention import read_mask
 from transformers_families import FAMILIES, REFUSED, build
 
@@ -132,3 +132,35 @@ def test_masks_are_read_back():
 def test_a_mask_that_is_nothing_of_these_is_refused(mask):
     with pytest.raises(UnsupportedError, match="sdpa"):
         read_mask(mask)
+
+
+def test_a_report_says_what_layers_do():
+    model = build("gemma2", NAME)
+    with pytest.raises(ValueError, match="has not called this library yet"):
+        report(model)
+    model(input_ids=_tokens())
+    lines = report(model).splitlines()
+    assert lines[0] == "model.layers.0.self_attn: causal, window 8: 43 queries from 0 on, 43 keys, softcap 50.0"
+    assert lines[1] == "model.layers.1.self_attn: causal, all keys: 43 queries from 0 on, 43 keys, softcap 50.0"
+    assert len(lines) == 4
+
+
+def test_full_layers_alone_are_dilated():
+    """Layers with windows stay what they are; one segment of all tokens is the model's own full attention."""
+    eager, ours, _ = _models("gemma3")
+    dilate(ours, [64], [1], layers="full")
+    tokens = _tokens()
+    with torch.no_grad():
+        expected = _output(eager, input_ids=tokens)
+        found = _output(ours, input_ids=tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert ["Dilated" in line for line in report(ours).splitlines()] == [False, True] * 2
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(ours.generate(tokens, **options), eager.generate(tokens, **options))
+    with torch.no_grad():
+        dilate(ours, [8], [1], layers="full")
+        assert not torch.allclose(_output(ours, input_ids=tokens), expected, atol=1e-3)
+    with pytest.raises(ValueError, match='layers must be "all" or "full"'):
+        dilate(ours, [8], [1], layers="windows")
+    with pytest.raises(UnsupportedError, match="sliding_attention"):
+        dilate(ours, [8], [1])

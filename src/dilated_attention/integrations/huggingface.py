@@ -27,7 +27,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,12 @@ from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import dilated_attention
-from dilated_attention.integrations.own_attention import NotATensor, Shown, attend, read_mask
+from dilated_attention.integrations.own_attention import NotATensor, Shown, attend, describe, read_mask
 from dilated_attention.patterns import Dilated
 
 NAME = "dilated_attention"
 
-_OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend")
+_OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
 
 _WITHOUT_EFFECT = {
     "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
@@ -124,7 +125,8 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
     found = _their_implementation(self, *args, **kwargs)
     if found == NAME:
         _require_interface(self)
-        if getattr(self.config, NAME, None) is not None:
+        options = getattr(self.config, NAME, None)
+        if options is not None and not _keeps_windows(options):
             _require_no_windows(self)
     return found
 
@@ -147,6 +149,7 @@ def dilate(
     offsets: Any = "head",
     head_groups: bool = False,
     backend: str = "auto",
+    layers: Literal["all", "full"] = "all",
 ) -> PreTrainedModel:
     """Let a transformers model use dilated attention, in place; its weights stay. Returns the model.
 
@@ -155,12 +158,15 @@ def dilate(
     Args:
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
         backend: as in `dilated_attention`.
+        layers: `"full"` leaves layers with windows or chunks as they are, and dilates the others.
 
     Raises:
         ValueError: before anything is changed, for an invalid pattern or backend, for a pattern that does not fit the
             model's key-value heads, and for a model that does not call transformers' attention interface, caps its
-            scores, or has windows.
+            scores, or, with `layers="all"`, has windows.
     """
+    if layers not in ("all", "full"):
+        raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model must be a transformers PreTrainedModel; got {type(model).__name__}. Of a module that holds one, "
@@ -171,7 +177,8 @@ def dilate(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)
-        _require_no_windows(part)
+        if layers == "all":
+            _require_no_windows(part)
         _require_heads(part, pattern)
     model.set_attn_implementation(NAME)
     for part in parts:
@@ -181,6 +188,7 @@ def dilate(
             "offsets": offsets if isinstance(offsets, str) else [list(row) for row in offsets],
             "head_groups": head_groups,
             "backend": backend,
+            "layers": layers,
         }
     for module in model.modules():
         if _position_table(module) is not None and _require_positions not in module._forward_pre_hooks.values():
@@ -390,8 +398,13 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
         if names:
             raise ValueError(f"{where} {word} {', '.join(sorted(names))}; it may hold {', '.join(_OPTIONS)}")
     options = dict(options)
-    backend = options.pop("backend", "auto")
+    backend, _ = options.pop("backend", "auto"), options.pop("layers", "all")
     return Dilated(**options), backend
+
+
+def _keeps_windows(options: Any) -> bool:
+    """Whether layers with windows keep their own attention beside dilated ones."""
+    return isinstance(options, dict) and options.get("layers") == "full"
 
 
 def visibility(
@@ -412,7 +425,8 @@ def visibility(
     """
     if isinstance(attention_mask, Shown):  # `generate` with a static cache makes masks before the forward
         return attention_mask
-    if getattr(config, NAME, None) is None:
+    options = getattr(config, NAME, None)
+    if options is None or (local_size is not None and _keeps_windows(options)):
         return _own(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
@@ -473,6 +487,24 @@ def _own(
     return replace(shown, q_start=int(q_start), k_start=k_start, queries=queries, keys=keys, hidden=hidden)
 
 
+_REPORTED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""What each attention layer computed in its last forward."""
+
+
+def report(model: nn.Module) -> str:
+    """Return a line for each attention layer of a transformers model: what its last forward with this library computed.
+
+    Raises ValueError if no layer has had such a forward yet.
+    """
+    lines = [f"{name}: {_REPORTED[module]}" for name, module in model.named_modules() if module in _REPORTED]
+    if not lines:
+        raise ValueError(
+            f"{type(model).__name__} has not called this library yet; load it with "
+            f'attn_implementation="{NAME}" and run a forward first'
+        )
+    return "\n".join(lines)
+
+
 def _selection(real: Tensor) -> slice | Tensor:
     """An index of the real tokens: a slice where they are neighbours, so that no key is copied."""
     index = real.nonzero()[:, 0]
@@ -497,7 +529,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
     head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
-    own = getattr(module.config, NAME, None) is None
+    own = getattr(module.config, NAME, None) is None or (
+        isinstance(attention_mask, Shown) and _keeps_windows(getattr(module.config, NAME))
+    )
     for name, given in (kwargs if own else {**kwargs, "softcap": softcap}).items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             if name == "sliding_window":
@@ -508,6 +542,8 @@ def attention_forward(
             raise UnsupportedError(f"{name}: {remedy}")
     if own:
         shown = _shown_of(module, query, key, attention_mask, is_causal)
+        if not torch.compiler.is_compiling():
+            _REPORTED[module] = f"{describe(shown)}, softcap {softcap}" if softcap else describe(shown)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return attend(shown, q, k, v, scale=scaling, dropout_p=dropout, sinks=s_aux, softcap=softcap), None
     if isinstance(attention_mask, Shown):
@@ -516,6 +552,8 @@ def attention_forward(
             "call dilate on the whole model"
         )
     pattern, backend = pattern_of(module.config)
+    if not torch.compiler.is_compiling():
+        _REPORTED[module] = repr(pattern)
     seen = _visibility_of(module, query, key, attention_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if seen.past:

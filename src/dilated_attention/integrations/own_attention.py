@@ -161,6 +161,16 @@ def attend(
     )  # fmt: skip
 
 
+def describe(shown: Shown) -> str:
+    """Return what a layer shows, in a few words."""
+    words = ["causal" if shown.is_causal or shown.queries == 1 else "bidirectional"]
+    words += [f"{name} {x}" for name, x in (("window", shown.window), ("chunk", shown.chunk)) if x is not None]
+    if shown.window is None and shown.chunk is None:
+        words.append("all keys")
+    words += [name for name, x in (("packed", shown.samples), ("padded", shown.hidden)) if x is not None]
+    return f"{', '.join(words)}: {shown.queries:,} queries from {shown.q_start:,} on, {shown.keys:,} keys"
+
+
 def _first_visible(shown: Shown) -> int:
     """The position of the first key that a query of a causal call sees."""
     if shown.window is not None:
