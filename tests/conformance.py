@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from dilated_attention.plan import Plan, StridedGroup
 from tolerances import TOLERANCE, excess
 
 
+@lru_cache  # backends keep tables by plan
 def causal(plan: Plan) -> Plan:
     """Return the plan of a causal call: its groups that have as many queries as keys see none that comes after."""
     groups = [

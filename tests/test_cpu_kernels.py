@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import test_bad_input
 import test_dropout
 import test_properties
-from conformance import band_of, evaluate, excesses, problem
+from conformance import band_of, causal, evaluate, excesses, problem
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
@@ -242,9 +242,9 @@ class TestFeatures(Forced):
         local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
         received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
         aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1)
-        groups = local, received, aligned
+        plan = Plan(48, 2, (local, received, aligned), covered=True, square=False)
         counts = torch.zeros(2, 48, 206, dtype=torch.int32)
-        for group in groups:
+        for group in (causal(plan) if is_causal else plan).groups:
             for segment in range(group.queries.segments):
                 rows, columns = (
                     side.start + segment * side.segment + side.stride * torch.arange(side.count)
@@ -253,7 +253,6 @@ class TestFeatures(Forced):
                 seen = band_of(group).int()
                 for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
                     counts[head, rows[:, None], columns[None, :]] += seen
-        plan = Plan(48, 2, groups, covered=True, square=False)
         check(tensors(1, 48, 4, 2, 16, dtype, keys=206), [plan], counts, is_causal=is_causal)
 
     @both
@@ -558,8 +557,8 @@ def test_rows_beyond_two_to_the_31_elements():
 
 def test_owners_share_no_queries():
     plan, _ = dilated(512, 2, (64, 128), (1, 2))
-    for causal in (False, True):
-        for launch in cpu.launches(problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys", owned=True):
+    for is_causal in (False, True):
+        for launch in cpu.launches(problem(plan, is_causal, 1.0), torch.empty(1, 512, 2, 8), "keys", owned=True):
             seen = []
             lines = launch.table.lines
             for first, last in zip(launch.jobs[:-1].tolist(), launch.jobs[1:].tolist(), strict=True):
@@ -572,7 +571,7 @@ def test_owners_share_no_queries():
                 seen.append(rows)
             assert sum(map(len, seen)) == len(set().union(*seen))
             assert len(seen) >= 8  # two heads, four segments of 128
-            plain = cpu.launches(problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys")
+            plain = cpu.launches(problem(plan, is_causal, 1.0), torch.empty(1, 512, 2, 8), "keys")
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 

@@ -344,7 +344,8 @@ class _Whole:
         pairs = tile.pairs(problem.dropout, group, self.k)
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
-            band = bias_of(_hidden(group, self.q.device), self.q.dtype)
+            band = torch.zeros_like(hidden := _hidden(group, self.q.device), dtype=self.q.dtype)
+            band.masked_fill_(hidden, -torch.inf)
             bias = band if bias is None else bias + band
         return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 

@@ -267,9 +267,8 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     cells[:, ROWS], cells[:, FIRST] = own.count, group.first
     cells[:, PHANTOMS] = group.phantoms
     cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
-    edges = (group.high, group.low)
-    if side == "keys":  # key i is seen by query j iff -high <= j - i <= -low
-        edges = tuple(None if x is None else -x for x in edges)
+    sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
+    edges = [None if x is None else sign * x for x in (group.high, group.low)]
     unmasked = UNMASKED[side]
     cells[:, TILE_FIELDS + 1 :] = (
         loop.stride, loop.count, *(hidden if x is None else x for x, hidden in zip(edges, unmasked, strict=True))

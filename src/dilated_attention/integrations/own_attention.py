@@ -138,7 +138,7 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
-    options = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
     if shown.chunk is not None and shown.first_tokens is not None and bool(shown.first_tokens.any()):
@@ -151,14 +151,16 @@ def attend(
     hidden = None if shown.hidden is None else shown.hidden[:, first:stop]
     if shown.is_causal and shown.queries == 1 and dropout_p == 0 and sinks is None and softcap is None:
         mask = None if hidden is None else ~hidden[:, None, None]
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous()
-    return attention(
+    found = attention(
         q, k, v, _pattern(shown, first), is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start,
         k_start=shown.k_start + first, **options,
     )  # fmt: skip
+    assert isinstance(found, Tensor)
+    return found
 
 
 def describe(shown: Shown) -> str:
@@ -222,8 +224,7 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
     edges = begins.flatten().nonzero()[:, 0].to(torch.int32)
     cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
     pattern = _pattern(replace(shown, chunk=None), 0)
-    packed = attention(
-        *(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v)), pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens,
-        **options,
-    )  # fmt: skip
-    return packed.view(*q.shape[:3], v.shape[-1])
+    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
+    assert isinstance(out, Tensor)
+    return out.view(*samples.shape, *out.shape[2:])
