@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_properties
-from conformance import excesses, random_calls
+from conformance import excesses, problem, random_calls
 from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Scores
-from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call
@@ -211,7 +210,7 @@ def test_views_are_not_copied(installed, monkeypatch):
     monkeypatch.setattr(sys.modules[flash.MODULES[3]], "_flash_attn_forward", forward)
     q, k, v = (torch.randn(1, 64, 2, 16).half() for _ in range(3))
     plan = plan_dilated((64,), (2,), ((0, 1),), 64)
-    native.forward(Problem(plan, is_causal=False, scale=0.25), q, k, v, operators=flash)
+    native.forward(problem(plan, is_causal=False, scale=0.25), q, k, v, operators=flash)
     assert set(seen) == {x.data_ptr() for x in (q, k, v)}
 
 

@@ -13,8 +13,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import emulation
+from conformance import problem
 from dilated_attention.backends import native
-from dilated_attention.backends.problem import Problem
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
@@ -59,7 +59,7 @@ def test_emulated(case, seed):
     plan, call = launch(**case)
     found = emulate(call, seed)
     q, k, v = (x.double() for x in (call.q, call.k, call.v))
-    expected = native.forward(Problem(plan, is_causal=False, scale=call.scale), q, k, v)
+    expected = native.forward(problem(plan, is_causal=False, scale=call.scale), q, k, v)
     for x, y in zip(found, expected, strict=True):
         assert relative_error(x, y) <= TOLERANCE[call.q.dtype]
 

@@ -642,7 +642,7 @@ def test_more_tokens_than_learned_positions(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (None, r"LlamaConfig.dilated_attention must be a dict with segment_lengths and dilation_rates; got None"),
+        ([4], r"LlamaConfig.dilated_attention must be a dict with segment_lengths and dilation_rates; got \[4\]"),
         ({"segment_lengths": [4]}, "LlamaConfig.dilated_attention lacks dilation_rates"),
         ({**WHOLE, "window": 3}, "has the unknown window"),
         ({"segment_lengths": [4], "dilation_rates": [1, 2]}, "one entry per branch"),

@@ -26,10 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from conformance import problem
 from dilated_attention import plan_cache
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.dropout import dropout_of
-from dilated_attention.backends.problem import Problem
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 from dilated_attention_bench.compile_ahead import (
@@ -194,9 +194,9 @@ def test_calls_bind_their_arguments(compiled, call):
     w, r = ((1024,), (1,)) if "layouts" in options else ((256, 1024), (1, 2))
     plan = plan_dilated(w, r, ((0, 0), (0, 1))[: len(w)], 1024)
     q, k, v = (torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    out, lse = backend.forward(Problem(plan, **options), q, k, v)
-    backend.backward(Problem(plan, **options), out, lse, q, k, v, out, lse)
-    backend.backward(Problem(plan, **options), out, lse, q, k, v, out, lse, deterministic=False)
+    out, lse = backend.forward(problem(plan, **options), q, k, v)
+    backend.backward(problem(plan, **options), out, lse, q, k, v, out, lse)
+    backend.backward(problem(plan, **options), out, lse, q, k, v, out, lse, deterministic=False)
     turns = 2 if call == "branches one after another" else 1
     expected = ["forward"] * turns + ["backward_stats"] + ["backward_dkdv"] * turns + ["backward_dq"] * turns
     assert compiled == expected + ["backward_stats"] + ["backward_dkdv"] * turns
@@ -228,7 +228,7 @@ def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
     plan = plan_dilated((256, 1024), (1, 2), ((0, 0), (0, 1)), 1024)
 
     def call(q, k, v, scale=0.1, is_causal=False):
-        return backend.forward(Problem(plan, is_causal=is_causal, scale=scale), q, k, v)
+        return backend.forward(problem(plan, is_causal=is_causal, scale=scale), q, k, v)
 
     def tensors():
         return [torch.empty(2, 1024, heads, 48, dtype=torch.bfloat16) for heads in (4, 2, 2)]
@@ -301,10 +301,10 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
 
     def all_launches(x, merged, dout, gradients, options):
         launched.clear()
-        backend.forward(Problem(plan, **options), *x, state=merged)
+        backend.forward(problem(plan, **options), *x, state=merged)
         for deterministic in (True, False):
             backend.backward(
-                Problem(plan, **options), dout, merged[1], *x, *merged, state=gradients, deterministic=deterministic
+                problem(plan, **options), dout, merged[1], *x, *merged, state=gradients, deterministic=deterministic
             )
         return launched.copy()
 

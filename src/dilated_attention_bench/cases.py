@@ -136,7 +136,9 @@ class Case:
     def plan(self) -> Plan:
         pattern = self.pattern
         table = pattern.offset_table(self.heads)
-        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len)
+        return plan_dilated(
+            pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len, is_causal=self.is_causal
+        )
 
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None

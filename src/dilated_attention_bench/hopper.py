@@ -32,7 +32,7 @@ ROWS = gl.constexpr(64)
 """Rows of a warpgroup; a tile has two."""
 
 TILE_FIELDS = gl.constexpr(8)
-SPAN_FIELDS = gl.constexpr(4)
+SPAN_FIELDS = gl.constexpr(5)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -198,9 +198,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch
     if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
         raise UnsupportedError("the candidate needs contiguous q, k and v on 16 bytes")
     keys, stages = TILES_IN_FLIGHT[head_dim]
-    found = tiles.tables(plan, "queries", False, Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
+    found = tiles.tables(plan, "queries", Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
     lines = found[0].lines
-    strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 4)]].flatten().tolist()} - {0})  # 0: spans of other tiles
+    strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 5)]].flatten().tolist()} - {0})  # 0: spans of other tiles
     if len(found) != 1 or found[0].chain or not found[0].even or not plan.covered or lines[:, 5].any():
         raise UnsupportedError("the candidate needs one launch of full tiles that covers all rows, without phantoms")
     if any(tokens % stride for stride in strides):

@@ -74,6 +74,8 @@ def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if (why := _refusal_of(facts.device)) is not None:
         return why
+    if unserved := {"a window", "softcap"} & set(facts.needs):
+        return f"the kernels do not serve {' or '.join(sorted(unserved))}; use native"
     if facts.dtype not in DTYPES:
         return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
     if facts.head_dim > MAX_HEAD_DIM:
@@ -346,7 +348,7 @@ class _Launches:
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
-    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
+    plan, layouts = problem.plan, problem.layouts
     masked = problem.dropout is not None or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
@@ -358,10 +360,10 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     def make() -> _Launches:
         side = side_of(kernel)
         cut = shape.cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, cut, layouts, q.device)
+        tables = tiles.tables(plan, side, cut, layouts, q.device)
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
-    key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
+    key = "triton", id(plan), blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
     if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
         # Not the default stream, whose memory the tables have: when nobody holds them any more, it would give that away

@@ -52,7 +52,7 @@ from dilated_attention.kernels.online import (
 )
 
 TILE_FIELDS = tl.constexpr(8)
-SPAN_FIELDS = tl.constexpr(4)
+SPAN_FIELDS = tl.constexpr(5)
 INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
 INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 

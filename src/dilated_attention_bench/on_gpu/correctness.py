@@ -98,9 +98,9 @@ def wide_launches(check: Check, name: str) -> list[Callable[[], object]]:
 
 def elsewhere(device: torch.device) -> Iterator[Row]:
     """A plan of context parallelism: a local branch, then keys that other ranks sent; judged on native in float64."""
-    local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
-    received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
-    aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+    local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, high=0, first=True)
+    received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
+    aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, high=0)
     plan = Plan(48, 2, (local, received, aligned), covered=True, square=False)
     generator = torch.Generator(device).manual_seed(0)
     normal = [
@@ -110,7 +110,7 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
     def results(backend: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, dout = inputs
-        problem = Problem(plan, is_causal=True, scale=0.125)
+        problem = Problem(plan, scale=0.125)
         out, lse = backend.forward(problem, q, k, v)
         gradients = backend.backward(problem, dout, lse.cos(), q, k, v, out, lse)
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
