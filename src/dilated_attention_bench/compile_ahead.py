@@ -40,12 +40,9 @@ SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232
 """Bytes of shared memory that one program may have."""
 
 MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 20, "tf32": 0}
-"""Bytes of stack a thread that may stay: in fp32 six kernels for three of the targets have some."""
+"""Bytes of stack a thread that may stay: in fp32 two kernels for gfx942 have some."""
 
-KERNELS = {
-    "forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv,
-    "dqdkdv": strided.backward_dkdv,
-}  # fmt: skip
+KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 _POINTERS = {
@@ -160,7 +157,7 @@ def code_of(variant: Variant) -> Any:
         "WIDE": False,
         "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
         "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
-    } | ({"DQ": None} if variant.kernel == "dkdv" else {})  # fmt: skip
+    }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
