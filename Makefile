@@ -48,7 +48,8 @@ docs: $(VENV)/installed-dev ## build the documents into site/, every warning and
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 pictures: $(VENV)/installed-dev ## draw the pictures of the documents; needs chromium on PATH
-	$(BIN)/python -m dilated_attention plot --patterns
+	$(BIN)/python docs/tools/patterns.py
+	$(BIN)/python -m dilated_attention plot
 	$(BIN)/python docs/tools/screenshots.py
 
 format: $(VENV)/installed-dev ## format the code and apply the safe lint fixes

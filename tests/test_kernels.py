@@ -62,10 +62,10 @@ class _Attention(torch.autograd.Function):
     """The gradients of a forward that has been run."""
 
     @staticmethod
-    def forward(ctx, q, k, v, state, plans, options, deterministic):
+    def forward(ctx, q, k, v, state, plans, options):
         out, lse = (x.clone() for x in state)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plans, ctx.options, ctx.deterministic = plans, options, deterministic
+        ctx.plans, ctx.options = plans, options
         return out, lse.transpose(1, 2)
 
     @staticmethod
@@ -76,35 +76,24 @@ class _Attention(torch.autograd.Function):
             state = tuple(torch.zeros(x.shape) for x in (q, k, v))
         for plan in ctx.plans:
             gradients = backend.backward(
-                problem(plan, **ctx.options),
-                dout,
-                dlse.transpose(1, 2),
-                q,
-                k,
-                v,
-                out,
-                lse,
-                state=state,
-                deterministic=ctx.deterministic,
+                problem(plan, **ctx.options), dout, dlse.transpose(1, 2), q, k, v, out, lse, state=state
             )
-        return *(x.to(q.dtype) for x in gradients), None, None, None, None
+        return *(x.to(q.dtype) for x in gradients), None, None, None
 
 
 def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
-    """out, lse and gradients of the plans, chained, against the oracle of the count matrix: the backward in two kernels
-    and in one."""
+    """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     options = {"is_causal": False, "scale": scale} | options
     assert why(inputs[0]) is None
     state = None
     for plan in plans:
         state = backend.forward(problem(plan, **options), *inputs, state=state)
-    for deterministic in (True, False):
-        errors = excesses(
-            lambda q, k, v, end=deterministic: _Attention.apply(q, k, v, state, plans, options, end),
-            inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
-        )  # fmt: skip
-        assert all(error <= 1 for error in errors.values()), f"{deterministic=}, errors over their bars: {errors}"
+    errors = excesses(
+        lambda q, k, v: _Attention.apply(q, k, v, state, plans, options),
+        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+    )  # fmt: skip
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
 def tensors(batch, seq_len, heads, kv_heads, head_dim, dtype=torch.float32, keys=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,16 @@ def contender(call: Callable[[], object]) -> Contender:
         yield "forward"
 
     return work
+
+
+def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
+    """Work while a setting holds."""
+
+    def limited() -> Iterator[str]:
+        with setting():
+            yield from work()
+
+    return limited
 
 
 def doubling(first: int, branches: int) -> Dilated:

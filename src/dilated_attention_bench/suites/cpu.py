@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from dilated_attention.backends import cpu
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.problem import Problem
-from dilated_attention.cache import plan_cache
 from dilated_attention.models import load_gigapath
 from dilated_attention.training.loop import Recipe, Training
 from dilated_attention.training.text import read_text
 from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Blocks, Case, Contender, contender
+from dilated_attention_bench.cases import Blocks, Case, contender, under
 from dilated_attention_bench.measure import Rounds, Spread
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import LONGNET, Step, model, peak, rates, seconds
@@ -81,12 +78,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
             found.append(_blocks(replace(case, seq_len=seq_len, heads=heads), budget * (1 if seq_len < 10_000 else 3)))
     found += [_short_rows(dtype, budget / 2) for dtype in (*dtypes, "float16")]
     found += [_small(dtype, budget / 3) for dtype in dtypes]
-    found += [_threads(dtype, budget) for dtype in dtypes]
-    found += [_sets(case, budget) for case in kinds if case.dtype == "bfloat16" and cpu.instruction_set() > 1]
     if cpu.instruction_set() == cpu.AMX:
         single = [case for case in kinds if case.dtype == "float32"]
         found += [_halves(case, bar, budget) for case, bar in zip(single, (0.60, 0.65), strict=False)]
-    found.append(Step("tables of 32,768 tokens", _tables))
     for dtype in dtypes:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
         found += [peak(case, device, bar=0.2, beside_out=True), peak(case, device, backward=True, beside_out=True)]
@@ -190,26 +184,6 @@ def _small(dtype: str, budget: float) -> Step:
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 
 
-def _under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
-    """Work while a setting holds."""
-
-    def limited() -> Iterator[str]:
-        with setting():
-            yield from work()
-
-    return limited
-
-
-@contextmanager
-def _threads_set_to(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @contextmanager
 def _high_precision() -> Iterator[None]:
     """Products of float32 are three of bfloat16."""
@@ -220,28 +194,6 @@ def _high_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
 
 
-def _set_to(number: int) -> AbstractContextManager[Any]:
-    """An instruction set of the machine, by its place in INSTRUCTION_SETS."""
-    return patch.object(cpu, "instruction_set", lambda: number)
-
-
-def _threads(dtype: str, budget: float) -> Step:
-    case = replace(DILATED, dtype=dtype)
-
-    def run() -> Iterator[Row]:
-        device = torch.device("cpu")
-        work = case.contender(device, backward=True)
-        settings = {str(n): _under(partial(_threads_set_to, n), work) for n in (1, 2)}
-        rounds = measure.interleave(settings, seconds=budget, device=device)
-        for phase in ("forward", "forward+backward"):
-            yield Row.of(
-                f"{phase}: time on two threads over that on one", case.parameters, rounds.ratio("2", "1", phase),
-                bar=1 / 1.8, times={f"{n} threads": rounds.spread(str(n), phase) for n in (1, 2)},
-            )  # fmt: skip
-
-    return Step(f"threads, {dtype}", run, ((case, True),))
-
-
 def _halves(case: Case, bar: float, budget: float) -> Step:
     """Float32 under `set_float32_matmul_precision("high")`, over PyTorch's float32 and ours."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
@@ -249,7 +201,7 @@ def _halves(case: Case, bar: float, budget: float) -> Step:
     def run() -> Iterator[Row]:
         device = torch.device("cpu")
         contenders = {name: case.contender(device, backward=True) for name, case in cases.items()}
-        contenders["high"] = _under(_high_precision, contenders[OURS])
+        contenders["high"] = under(_high_precision, contenders[OURS])
         rounds = measure.interleave(contenders, seconds=budget, device=device)
         for phase in ("forward", "forward+backward"):
             name, ratio = f"{phase}: time in halves over dense calls", rounds.ratio("high", "dense calls", phase)
@@ -259,40 +211,6 @@ def _halves(case: Case, bar: float, budget: float) -> Step:
             )  # fmt: skip
 
     return Step(f"{case.seq_len:,} tokens, {_words(case)}, in halves", run, tuple((x, True) for x in cases.values()))
-
-
-def _sets(case: Case, budget: float) -> Step:
-    """The machine's highest instruction set beside each lower one."""
-    *lower, highest = range(1, cpu.instruction_set() + 1)
-
-    def run() -> Iterator[Row]:
-        device = torch.device("cpu")
-        work = case.contender(device, backward=True)
-        sets = {cpu.INSTRUCTION_SETS[n]: _under(partial(_set_to, n), work) for n in (*lower, highest)}
-        rounds = measure.interleave(sets, seconds=budget, device=device)
-        ours = cpu.INSTRUCTION_SETS[highest]
-        for phase, n in product(("forward", "forward+backward"), lower):
-            name = cpu.INSTRUCTION_SETS[n]
-            yield Row.of(
-                f"{phase}: time in {ours} over that in {name}", case.parameters, rounds.ratio(ours, name, phase),
-                times={key: rounds.spread(key, phase) for key in (ours, name)},
-            )  # fmt: skip
-
-    return Step(f"instruction sets, {_words(case)}", run, ((case, True),))
-
-
-def _tables() -> Iterator[Row]:
-    """What the first call of a plan adds to the later ones."""
-    case = replace(DILATED, seq_len=32768, heads=12)
-    q = torch.empty(1, case.seq_len, case.heads, case.head_dim)
-    problem = Problem(case.plan, case.head_dim**-0.5)
-
-    def make() -> object:
-        plan_cache.clear()
-        return cpu.launches(problem, q, "queries")
-
-    made: Spread = measure.elapsed(make, runs=20).scaled(1e3)
-    yield Row.of("time to make a plan and the forward's table", case.parameters, made, "ms")
 
 
 @torch.no_grad()
@@ -331,7 +249,3 @@ def _language(count: int) -> Iterator[Row]:
     yield Row(
         "training: loss in bfloat16, relative distance from float32, last 10 steps", parameters, apart, "", bar=0.01
     )
-    for dtype, run in runs.items():
-        for step in range(0, count, max(1, count // 10)):
-            name = f"training: loss in {dtype}"
-            yield Row(name, {**parameters, "step": step + 1}, run.losses[step], "nats per byte")

@@ -1,7 +1,10 @@
 # mypy: ignore-errors
 """A candidate that a GPU has to judge: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
 
-`bench gpu` checks and times it; no backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
+    python lab/experiments/hopper.py [--out FOLDER]
+
+compares it with the kernel that ships and times both, on a GPU of sm_90, and writes <out>/<device>/hopper.jsonl. No
+backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
 waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
 tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
 at issuing products, as FlashAttention-3 has it: a softmax runs under the same warpgroup's product with values and under
@@ -15,7 +18,11 @@ keys a tile; ST tiles in flight; STRIDES of the tiles and spans; s, p, m, z, acc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,10 +30,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention.backends import tiles
+from dilated_attention.backends import tiles, triton
+from dilated_attention.backends.problem import Problem
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import FUSED, Shape
 from dilated_attention.plan import Plan
+from dilated_attention.verification import relative_error
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.on_gpu import PAPER
+from dilated_attention_bench.results import Recorder, Row
+from dilated_attention_bench.suites import rates
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup; a tile has two."""
@@ -258,3 +272,31 @@ class Launch:
             self.scale * LOG2E.value, **self.constants(), num_warps=4, **FUSED,
         )  # fmt: skip
         return out, lse
+
+
+def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """How far from triton's numbers, then its time over triton's in the same rounds."""
+    q, k, v = case.inputs(device)[0]
+    plan, scale = case.plan, case.head_dim**-0.5
+    calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "gluon": prepare(q, k, v, plan, scale),
+        "triton": partial(triton.forward, Problem(plan, False, scale), q, k, v),
+    }
+    for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
+        title = f"{name}: relative difference of the candidate in Gluon from triton"
+        yield Row(title, case.parameters, relative_error(x.double(), y.double()), "", bar=1e-2)
+    contenders = {name: contender(call) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    ratio, useful = rounds.ratio("gluon", "triton"), rates(rounds, "forward", dict.fromkeys(calls, case.flops))
+    yield Row.of("forward: the candidate in Gluon over triton", case.parameters, ratio, rates=useful)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    device = torch.device("cuda")
+    recorder = Recorder(parser.parse_args().out, "hopper", device)
+    for head_dim in (128, 64):
+        for row in measured(replace(PAPER, head_dim=head_dim), device, 5.0):
+            recorder.add(row)
+            print(f"{row.name}, head_dim {head_dim}: {row.value} {row.unit}", flush=True)
