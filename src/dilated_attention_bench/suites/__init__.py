@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,15 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
     """A row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
     useful = {name: count / rounds.spread(name, phase).median / 1e9 for name, count in flops.items()}
     return {**useful, MATMUL: rounds.matmul_gflops}
+
+
+def over(
+    rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
+) -> Row:
+    """The time of a contender over another's."""
+    times = {key: rounds.spread(key, phase) for key in (name, other)}
+    title = title or f"{phase}: time over {other}"
+    return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)
 
 
 def peak(

@@ -24,7 +24,7 @@ from dilated_attention_bench import activations, measure
 from dilated_attention_bench.cases import Blocks, Case, Method
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, peak, rates
+from dilated_attention_bench.suites import Step, over, peak, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
@@ -90,14 +90,9 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
         rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
         for phase, factor in (("forward", 1.0), ("forward+backward", 3.5)):
             for name, case in cases.items():
-                yield Row.of(
-                    f"{phase}: time over dense",
-                    case.parameters,
-                    rounds.ratio(name, "dense", phase),
-                    bar=bar(case.blocks, case.layout(case.seq_len).density),
-                    times={key: rounds.spread(key, phase) for key in (name, "dense")},
-                    rates=rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops}),
-                )
+                most = bar(case.blocks, case.layout(case.seq_len).density)
+                useful = rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops})
+                yield over(rounds, name, "dense", phase, case.parameters, bar=most, rates=useful)
 
     label = f"{dense.seq_len:,} tokens{', causal' if dense.is_causal else ''}, over dense"
     return Step(label, run, tuple((case, True) for case in (dense, *cases.values())))
@@ -125,13 +120,8 @@ def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method
         for phase in ("forward", "forward+backward")[: 1 + backward]:
             for name in rivals:
                 if (name, phase) in rounds.seconds:
-                    yield Row.of(
-                        f"{phase}: time over {name}",
-                        case.parameters,
-                        rounds.ratio("block-sparse", name, phase),
-                        bar=1.05 if name == "flex" and (case.density or 1.0) > 0.1 else 1.0,
-                        times={key: rounds.spread(key, phase) for key in ("block-sparse", name)},
-                    )
+                    most = 1.05 if name == "flex" and (case.density or 1.0) > 0.1 else 1.0
+                    yield over(rounds, "block-sparse", name, phase, case.parameters, bar=most)
 
     label = f"{case.seq_len:,} tokens, {case.density:.0%} {case.blocks}, over {', '.join(names)}"
     return Step(label, run, tuple((x, trained[name]) for name, x in rivals.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,14 +12,11 @@ import torch
 
 from dilated_attention.backends import cpu
 from dilated_attention.backends.facts import Facts
-from dilated_attention.models import load_gigapath
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.text import read_text
 from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Blocks, Case, contender, under
-from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.cases import Blocks, Case, under
+from dilated_attention_bench.measure import Rounds
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, model, peak, rates, seconds
+from dilated_attention_bench.suites import LONGNET, Step, over, peak, rates
 
 OURS = "cpu"
 DILATED = replace(LONGNET, backend=OURS)
@@ -84,9 +80,6 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     for dtype in dtypes:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
         found += [peak(case, device, bar=0.2, beside_out=True), peak(case, device, backward=True, beside_out=True)]
-    tiles, layers, count = (1500, 1, 3) if quick else (10_000, 4, 200)
-    found.append(Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, 5.0 if quick else 120.0)))
-    found.append(Step("language model", lambda: _language(count)))
     return found
 
 
@@ -165,10 +158,7 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
         pair = {OURS: case, "native": replace(case, backend="native")}
         rounds = _rounds(pair, budget / len(cases), most=400)
         for phase in phases:
-            yield Row.of(
-                f"{phase}: time over native", case.parameters, rounds.ratio(OURS, "native", phase), bar=bar,
-                times={key: rounds.spread(key, phase) for key in pair},
-            )  # fmt: skip
+            yield over(rounds, OURS, "native", phase, case.parameters, bar=bar)
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
@@ -204,48 +194,7 @@ def _halves(case: Case, bar: float, budget: float) -> Step:
         contenders["high"] = under(_high_precision, contenders[OURS])
         rounds = measure.interleave(contenders, seconds=budget, device=device)
         for phase in ("forward", "forward+backward"):
-            name, ratio = f"{phase}: time in halves over dense calls", rounds.ratio("high", "dense calls", phase)
-            yield Row.of(
-                name, case.parameters, ratio, bar=bar, over={"highest": rounds.ratio("high", OURS, phase)},
-                times={key: rounds.spread(key, phase) for key in contenders},
-            )  # fmt: skip
+            title, highest = f"{phase}: time in halves over dense calls", rounds.ratio("high", OURS, phase)
+            yield over(rounds, "high", "dense calls", phase, case.parameters, title, bar=bar, over={"highest": highest})
 
     return Step(f"{case.seq_len:,} tokens, {_words(case)}, in halves", run, tuple((x, True) for x in cases.values()))
-
-
-@torch.no_grad()
-def _slide(tiles: int, layers: int, budget: float) -> Iterator[Row]:
-    x, coords = model.slide(tiles, torch.device("cpu"))
-    calls = {}
-    for dtype, backend in (("float32", OURS), ("float32", "native"), ("bfloat16", OURS)):
-        kind = getattr(torch, dtype)
-        encoder = load_gigapath(model.slide_weights(layers), backend=backend).to(kind)
-        calls[f"{dtype}, {backend}"] = contender(partial(encoder, x.to(kind), coords))
-    rounds = measure.interleave(calls, seconds=budget, device=x.device, most=10)
-    parameters, base = model.slide_parameters(tiles, layers), f"float32, {OURS}"
-    name = "slide encoder: time over that with the native backend"
-    ratio = rounds.ratio(base, "float32, native")
-    yield Row.of(name, {**parameters, "backend": OURS}, ratio, bar=0.9, times=seconds(rounds))
-    name = "slide encoder: time in bfloat16 over that in float32"
-    ratio, bar = rounds.ratio(f"bfloat16, {OURS}", base), 0.45 if cpu.in_tiles(torch.bfloat16) else None
-    yield Row.of(name, {**parameters, "backend": OURS}, ratio, bar=bar, times=seconds(rounds))
-
-
-def _language(count: int) -> Iterator[Row]:
-    """The same bytes and steps in either dtype, in turns."""
-    text, config = read_text([]), model.learner("dilated")
-    runs = {
-        dtype: Training(config, Recipe(context=model.CONTEXT, steps=count, dtype=dtype), text, backend=OURS)
-        for dtype in DTYPES
-    }
-    for _ in range(count):
-        for run in runs.values():
-            run.step()
-    parameters = {"seq_len": model.CONTEXT, "heads": 2, "embed_dim": 64, "layers": 2, "steps": count}
-    ratio = Spread.of_ratios(runs["float32"].seconds[1:], runs["bfloat16"].seconds[1:])
-    yield Row.of("training: tokens a second in bfloat16 over float32", parameters, ratio)
-    last = {dtype: sum(run.losses[-10:]) / len(run.losses[-10:]) for dtype, run in runs.items()}
-    apart = abs(last["bfloat16"] / last["float32"] - 1)
-    yield Row(
-        "training: loss in bfloat16, relative distance from float32, last 10 steps", parameters, apart, "", bar=0.01
-    )
