@@ -35,6 +35,7 @@ from dilated_attention_bench.suites import (
     quality,
     selected,
     strategies,
+    windows,
 )
 from dilated_attention_bench.tables import describe, number, write
 
@@ -53,6 +54,7 @@ _METHODS: dict[str, Method] = {
 SUITES = {
     "foundation": foundation,
     "blocks": block_sparse,
+    "windows": windows,
     "selected": selected,
     "huggingface": minilm,
     "model": model,

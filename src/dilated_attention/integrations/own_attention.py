@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -149,12 +148,6 @@ def attend(
         first = max(0, _first_visible(shown) - shown.k_start)
     k, v = k[:, first:stop], v[:, first:stop]
     hidden = None if shown.hidden is None else shown.hidden[:, first:stop]
-    if shown.is_causal and shown.queries == 1 and dropout_p == 0 and sinks is None and softcap is None:
-        mask = None if hidden is None else ~hidden[:, None, None]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2).contiguous()
     found = attention(
         q, k, v, _pattern(shown, first), is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start,
         k_start=shown.k_start + first, **options,
