@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -164,3 +166,27 @@ def test_full_layers_alone_are_dilated():
         dilate(ours, [8], [1], layers="windows")
     with pytest.raises(UnsupportedError, match="sliding_attention"):
         dilate(ours, [8], [1])
+
+
+def test_compiles_in_one_graph(fresh_python):
+    """With attention_mask, without which transformers takes a traced batch for packed samples."""
+    fresh_python(
+        f"""
+        import sys, warnings
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch
+        from transformers_families import build
+        import dilated_attention.integrations.huggingface
+
+        warnings.simplefilter("ignore")
+        tokens = torch.randint(3, 97, (2, 40))
+        mask = torch.ones_like(tokens)
+        mask[1, :7] = 0
+        for family in ("mistral", "gemma3", "modernbert"):
+            torch._dynamo.reset()
+            model = build(family, "dilated_attention")
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            found, expected = (call(input_ids=tokens, attention_mask=mask)[0] for call in (compiled, model))
+            torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+        """
+    )

@@ -41,7 +41,14 @@ from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import dilated_attention
-from dilated_attention.integrations.own_attention import NotATensor, Shown, attend, describe, read_mask
+from dilated_attention.integrations.own_attention import (
+    NotATensor,
+    Shown,
+    attend,
+    describe,
+    read_arguments,
+    read_mask,
+)
 from dilated_attention.patterns import Dilated
 
 NAME = "dilated_attention"
@@ -427,7 +434,12 @@ def visibility(
         return attention_mask
     options = getattr(config, NAME, None)
     if options is None or (local_size is not None and _keeps_windows(options)):
-        return _own(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        shown = read_arguments(mask_function, local_size, config, kwargs) if torch.compiler.is_compiling() else None
+        try:
+            shown = shown or read_mask(mask_function)
+        except UnsupportedError as error:  # for the layer that is given it
+            return error
+        return _placed(shown, q_length, kv_length, q_offset, kv_offset, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
@@ -471,14 +483,8 @@ def visibility(
     return Visibility(is_causal, 0, q_length, real.sum(1), order)
 
 
-def _own(
-    queries: int, keys: int, q_start: int | Tensor, k_start: int, mask_function: Callable[..., Any], mask: Tensor | None
-) -> Shown | UnsupportedError:
-    """Return what the model's own mask shows, or the error to raise in the layer that is given it."""
-    try:
-        shown = read_mask(mask_function)
-    except UnsupportedError as error:
-        return error
+def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
+    """Return what a mask shows, with the places of its queries and keys, and the keys that are padding."""
     hidden = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]

@@ -122,6 +122,29 @@ def read_mask(mask_function: Callable[..., Any]) -> Shown:
     )
 
 
+def read_arguments(
+    mask_function: Callable[..., Any], local_size: int | None, config: Any, arguments: Any
+) -> Shown | None:
+    """Return what a plain causal, bidirectional or windowed mask shows, by its arguments alone; None for any other.
+
+    A graph that torch.compile traces cannot look into a function, as `read_mask` does.
+
+    Args:
+        local_size: the size of the window or of the chunks.
+        arguments: the others of transformers' `sdpa_mask`, which tell a mask that was combined with a further one.
+    """
+    if mask_function is causal_mask_function:
+        return Shown(is_causal=True)
+    if mask_function is bidirectional_mask_function:
+        return Shown(is_causal=False)
+    bidirectional = "allow_is_bidirectional_skip" in arguments
+    plain = bidirectional or arguments.get("allow_is_causal_skip", False)
+    is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    if not is_window or not plain or arguments.get("use_vmap", False):
+        return None
+    return Shown(is_causal=not bidirectional, window=local_size)
+
+
 _COMBINED = ("window", "chunk", "first_tokens", "samples")
 
 
