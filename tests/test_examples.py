@@ -27,13 +27,23 @@ def load(name: str) -> ModuleType:
     return module
 
 
-# Threads of gloo that outlive their group abort a process now and then. (FSDP2 keeps its groups: PyTorch's fault.)
+# Threads of gloo that outlive their group abort a process now and then, when Python ends before they do.
 THEN_NO_GLOO = """
 import gc, pathlib, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
 gc.collect()
 names = [file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
 sys.exit(f"left behind: {names}" if any("gloo" in name for name in names) else 0)
+"""
+
+
+# FSDP2 and DeepSpeed keep their groups to the end, so that a process ends here without Python's own end.
+THEN_NO_END = """
+import os, runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(0)
 """
 
 
@@ -57,10 +67,8 @@ dist.destroy_process_group = checked
 
 # DeepSpeed compiles a reduction of its own when it starts, half a minute of a compiler, that only inference uses.
 NO_COMPILER = """
-import runpy, sys
 import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
@@ -103,8 +111,9 @@ def test_context_parallel(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["1", "2"])
-def test_context_parallel_fsdp2(context):
-    text = torchrun(2, FOLDER / "context_parallel_fsdp2.py", context)
+def test_context_parallel_fsdp2(context, tmp_path):
+    (tmp_path / "run.py").write_text(THEN_NO_END)
+    text = torchrun(2, tmp_path / "run.py", FOLDER / "context_parallel_fsdp2.py", context)
     losses = [float(x) for x in re.findall(r"step \d: (\S+) nats", text)]
     assert len(losses) == 3
     assert losses[2] < losses[0]
@@ -148,7 +157,7 @@ def test_lightning_context(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed is a test dependency on Linux only")
 def test_deepspeed_context(tmp_path):
-    check_trainer("deepspeed_context", NO_COMPILER, tmp_path)
+    check_trainer("deepspeed_context", NO_COMPILER + THEN_NO_END, tmp_path)
 
 
 def check_trainer(example: str, program: str, tmp_path: Path) -> None:
