@@ -304,28 +304,26 @@ def sample(
 @torch.no_grad()
 def stream(
     decode: Callable[[Int[Tensor, " batch"], KeyValueCache], Float[Tensor, "batch vocab"]],
-    first: Float[Tensor, "batch vocab"],
+    logits: Float[Tensor, "batch vocab"],
     cache: KeyValueCache,
     max_new_tokens: int,
+    draw: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, " batch"]],
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     stop_token: int | None = None,
-    generator: torch.Generator | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
     """New tokens, one of every sample at a time, as soon as they are drawn.
 
     Args:
         decode: `LongNetLM.decode`, which gives the logits after a token.
-        first, cache: from `LongNetLM.prefill`.
+        logits, cache: from `LongNetLM.prefill`.
+        draw: `sample` with its options.
         stop_token: a sample that draws it repeats it from then on; the stream ends once all samples have drawn it.
         mesh: the ranks that do the same, and take the tokens that the first one draws.
     """
-    logits, stopped = first, torch.zeros(len(first), dtype=torch.bool, device=first.device)
+    stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for i in range(max_new_tokens):
-        chosen = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        chosen = draw(logits)
         if mesh is not None:
             chosen = from_rank(0, chosen, mesh)
         if stop_token is not None:
