@@ -315,7 +315,9 @@ def test_any_pattern(pattern):
     projected = MultiheadDilatedAttention(8, 4, pattern=pattern, **F64)
     x = torch.randn(2, 20, 8, **F64)
     q, k, v = (part.unflatten(-1, (4, 2)) for part in (x @ projected.in_proj_weight.T).chunk(3, -1))
-    same(projected(x, x, x)[0], projected.out_proj(attention(q, k, v, pattern).flatten(-2)))
+    out, weights = projected(x, x, x, need_weights=True, average_attn_weights=False)
+    same(out, projected.out_proj(attention(q, k, v, pattern).flatten(-2)))
+    same(out, projected.out_proj((weights.to_dense() @ v.transpose(1, 2)).transpose(1, 2).flatten(-2)))
 
 
 def test_a_pattern_of_the_length():

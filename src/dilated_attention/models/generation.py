@@ -26,6 +26,7 @@ from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
 from dilated_attention.parallel.sharding import from_rank
+from dilated_attention.patterns import Dilated
 from dilated_attention.plan import progressions
 
 # Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
@@ -64,14 +65,10 @@ class _Span:
 
 
 def _branches(config: LongNetConfig, max_len: int | None) -> list[_Branch]:
-    if config.pattern is None:
-        assert max_len is not None
-        return [_Branch(max_len, 1, {0: [slice(0, config.kv_heads, 1)]})]
+    pattern = config.pattern or Dilated((max_len or 1,), (1,))  # dense attention is one segment
     found = []
-    table = config.pattern.offset_table(config.kv_heads)
-    for segment, rate, offsets in zip(
-        config.pattern.segment_lengths, config.pattern.dilation_rates, table, strict=True
-    ):
+    table = pattern.offset_table(config.kv_heads)
+    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
         heads = {
             offset: [
                 slice(first, first + (count - 1) * step + 1, step)
