@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dilated_attention import BlockLayout, UnsupportedError, attention, dilated_attention
+from dilated_attention import BlockLayout, UnsupportedError, Window, attention, dilated_attention
 from dilated_attention.nn import (
     BlockSparseDilatedAttention,
     BlockSparseRingDilatedAttention,
@@ -290,6 +291,54 @@ def test_module_holds_the_options_of_the_function():
     assert "segment_lengths=(4, 16)" in repr(module)
 
 
+LAYOUT = BlockLayout.local(20, 6, 4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated((4, 16), (1, 4)),
+        Window(5, 2),
+        Window(3, 0) + Dilated((10,), (2,)),
+        LAYOUT,
+        Dilated((20,), (1,)) * LAYOUT,
+    ],
+    ids=["dilated", "window", "sum", "layout", "product"],
+)
+def test_any_pattern(pattern):
+    q, k, v = torch.randn(3, 2, 20, 4, 8, **F64)
+    expected = attention(q, k, v, pattern, scale=0.3, return_lse=True)
+    module = DilatedAttention(pattern=pattern, scale=0.3)
+    for actual, wanted in zip(module(q, k, v, return_lse=True), expected, strict=True):
+        same(actual, wanted)
+    assert repr(pattern) in repr(module)
+    projected = MultiheadDilatedAttention(8, 4, pattern=pattern, **F64)
+    x = torch.randn(2, 20, 8, **F64)
+    q, k, v = (part.unflatten(-1, (4, 2)) for part in (x @ projected.in_proj_weight.T).chunk(3, -1))
+    out, weights = projected(x, x, x, need_weights=True, average_attn_weights=False)
+    same(out, projected.out_proj(attention(q, k, v, pattern).flatten(-2)))
+    same(out, projected.out_proj((weights.to_dense() @ v.transpose(1, 2)).transpose(1, 2).flatten(-2)))
+
+
+def test_a_pattern_of_the_length():
+    q, k, v = torch.randn(3, 2, 20, 4, 8, **F64)
+    module = DilatedAttention(pattern=lambda tokens: BlockLayout.local(tokens, 6, 4))
+    same(module(q, k, v), attention(q, k, v, LAYOUT))
+    half = (x[:, :10] for x in (q, k, v))
+    same(module(*half), attention(q[:, :10], k[:, :10], v[:, :10], BlockLayout.local(10, 6, 4)))
+
+
+@pytest.mark.parametrize("more", [COVER, {"offsets": "head_block"}, {"head_groups": True}, {"compat": "torchscale"}])
+def test_a_pattern_holds_its_own_options(more, unchecked):
+    for kind in (DilatedAttention, partial(MultiheadDilatedAttention, 8, 4)):
+        with pytest.raises(ValueError, match=r"pattern=Window.* leave them out"):
+            kind(pattern=Window(5), **more)
+        with pytest.raises(ValueError, match=r"pattern must be one that attention takes.* got list"):
+            kind(pattern=[4, 8])
+        with pytest.raises(ValueError, match=r"segment_lengths=\[4\] and dilation_rates=None: give both, or pattern="):
+            kind(segment_lengths=[4])
+
+
 def test_rotary_scores_depend_on_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 8, **F64)
 
@@ -367,7 +416,7 @@ class TestBlockSparse:
         assert {p.dtype for p in module.parameters()} == {dtype}
         meta = module.to("meta")
         assert {p.device.type for p in meta.parameters()} == {"meta"}
-        assert meta.attention.layout is self.layout  # shared, and as it was: calls follow q to its device
+        assert meta.attention.pattern is self.layout  # shared, and as it was: calls follow q to its device
         assert self.layout.device.type == "cpu"
 
     def test_state_is_that_of_pytorch(self):

@@ -834,6 +834,25 @@ def _(told):
 # ---- modules
 
 
+@remedy("give both, or pattern=")
+def _(told):
+    tensors_ = tensors()
+    with told():
+        DilatedAttention([16])
+    expected = oracle(*tensors_, Dilated((16,), (2,)))
+    same(DilatedAttention([16], [2])(*tensors_), expected)
+    same(DilatedAttention(pattern=Dilated((16,), (2,)))(*tensors_), expected)
+
+
+@remedy("which the pattern holds itself; leave them out")
+def _(told):
+    tensors_ = tensors()
+    with told():
+        DilatedAttention(pattern=Dilated((16,), (2,)), offsets="head_block")
+    pattern = Dilated((16,), (2,), offsets="head_block")
+    same(DilatedAttention(pattern=pattern)(*tensors_), oracle(*tensors_, pattern))
+
+
 @remedy("Give both, or none for a layout without dilation")
 def _(told):
     layout, tensors_ = BlockLayout.local(16, 4, 4), tensors()

@@ -40,7 +40,7 @@ from dilated_attention.backends.table import check_name
 from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import dilated_attention
+from dilated_attention.functional import attention
 from dilated_attention.integrations.own_attention import (
     NotATensor,
     Shown,
@@ -219,39 +219,14 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
     length = checks.positive("length", length)
-    found = [
-        (owner, table)
-        for owner in model.modules()
-        for name in ("position_embeddings", "wpe", "embed_positions")
-        if isinstance(table := getattr(owner, name, None), nn.Embedding)
-    ]
-    for owner, table in found:
-        name, places = type(owner).__name__, getattr(owner, "position_ids", None)
-        if "Sinusoidal" in type(table).__name__:
-            raise UnsupportedError(
-                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
-                "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
-            )
-        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
-            raise UnsupportedError(
-                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
-                "its table are positions; choose a model that counts from 0"
-            )
+    found, config = _position_tables(model), model.config.get_text_config()
     rotary = any("Rotary" in type(module).__name__ for module in model.modules())
-    config = model.config.get_text_config()
     if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
         raise UnsupportedError(
             f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
             "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
         )
     rotations = _rotations(config) if rotary else []
-    for rotation in rotations:
-        kind = rotation["rope_type"]
-        if "dynamic" in kind:
-            raise UnsupportedError(
-                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled from "
-                "max_position_embeddings on, and would change; the model takes longer texts as it is"
-            )
     # Places of some models begin after a row for padding, or two.
     firsts = [getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1) for _, table in found]
     tokens = [table.num_embeddings - first for (_, table), first in zip(found, firsts, strict=True)]
@@ -277,11 +252,41 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     return model
 
 
+def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding]]:
+    """The tables of learned positions that can be repeated, each with its owner."""
+    found = [
+        (owner, table)
+        for owner in model.modules()
+        for name in ("position_embeddings", "wpe", "embed_positions")
+        if isinstance(table := getattr(owner, name, None), nn.Embedding)
+    ]
+    for owner, table in found:
+        name, places = type(owner).__name__, getattr(owner, "position_ids", None)
+        if "Sinusoidal" in type(table).__name__:
+            raise UnsupportedError(
+                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
+                "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
+            )
+        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
+            raise UnsupportedError(
+                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
+                "its table are positions; choose a model that counts from 0"
+            )
+    return found
+
+
 def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The parameters of rotary positions: one set, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [parameters, *parameters.values()]
-    return [x for x in sets if isinstance(x, dict) and "rope_type" in x]
+    rotations = [x for x in (parameters, *parameters.values()) if isinstance(x, dict) and "rope_type" in x]
+    for rotation in rotations:
+        kind = rotation["rope_type"]
+        if "dynamic" in kind:
+            raise UnsupportedError(
+                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled from "
+                "max_position_embeddings on, and would change; the model takes longer texts as it is"
+            )
+    return rotations
 
 
 def _calls_the_interface(part: PreTrainedModel) -> bool:
@@ -465,22 +470,25 @@ def visibility(
         raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
     if attention_mask is None:
         return Visibility(is_causal, q_offset, q_length)
-    if attention_mask.shape != (batch_size, kv_length):
+    shape = (batch_size, kv_length)
+    if attention_mask.shape != shape:
         raise ValueError(
-            f"attention_mask must be (batch, tokens in the cache and new) = {(batch_size, kv_length)}; "
-            f"got {tuple(attention_mask.shape)}"
+            f"attention_mask must be (batch, tokens in the cache and new) = {shape}; got {tuple(attention_mask.shape)}"
         )
-    real = attention_mask.bool()
+    return _padded(Visibility(is_causal, q_offset, q_length), attention_mask.bool())
+
+
+def _padded(seen: Visibility, real: Tensor) -> Visibility:
+    """Return what is seen of the real tokens alone; real: `(batch, tokens in the cache and new)`."""
     compiling = torch.compiler.is_compiling()  # then values cannot be looked at
     if not compiling and real.all():
-        return Visibility(is_causal, q_offset, q_length)
-    if q_offset:
-        samples = tuple((_selection(row[q_offset:]), _selection(row)) for row in real)
-        return Visibility(is_causal, q_offset, q_length, samples=samples)
+        return seen
+    if seen.past:
+        return replace(seen, samples=tuple((_selection(row[seen.past :]), _selection(row)) for row in real))
     order = None
     if compiling or (real[:, 1:] & ~real[:, :-1]).any():
         order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
-    return Visibility(is_causal, 0, q_length, real.sum(1), order)
+    return replace(seen, lengths=real.sum(1), order=order)
 
 
 def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
@@ -525,7 +533,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Visibility | Shown | UnsupportedError | Tensor | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -535,79 +543,90 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
     head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
-    own = getattr(module.config, NAME, None) is None or (
-        isinstance(attention_mask, Shown) and _keeps_windows(getattr(module.config, NAME))
-    )
-    for name, given in (kwargs if own else {**kwargs, "softcap": softcap}).items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            if name == "sliding_window":
-                if own:  # the mask says it, as for transformers' sdpa
-                    continue
-                raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
-            remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
-            raise UnsupportedError(f"{name}: {remedy}")
+    options = getattr(module.config, NAME, None)
+    own = options is None or (isinstance(attention_mask, Shown) and _keeps_windows(options))
+    _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if own:
-        shown = _shown_of(module, query, key, attention_mask, is_causal)
+        shown = _shown_of(module, q, k, attention_mask, is_causal)
         if not torch.compiler.is_compiling():
             _REPORTED[module] = f"{describe(shown)}, softcap {softcap}" if softcap else describe(shown)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return attend(shown, q, k, v, scale=scaling, dropout_p=dropout, sinks=s_aux, softcap=softcap), None
-    if isinstance(attention_mask, Shown):
-        raise UnsupportedError(
-            f"{type(module).__name__}: the mask was made for the model's own attention, and its layers are dilated; "
-            "call dilate on the whole model"
-        )
     pattern, backend = pattern_of(module.config)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    seen = _visibility_of(module, query, key, attention_mask, is_causal)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    seen = _visibility_of(module, q, k, attention_mask, is_causal)
     if seen.past:
         if dropout:
             raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
-        q, k, v = as_autocast(q, k, v)  # as dilated_attention does by itself
-        if seen.samples is None:
-            return cached_attention(q, k, v, pattern, scale=scaling, sinks=s_aux), None
-        parts = []
-        for i, (new, every) in enumerate(seen.samples):
-            part = cached_attention(
-                q[i, new][None], k[i, every][None], v[i, every][None], pattern, scale=scaling, sinks=s_aux
-            )
-            rows = part.new_zeros(seen.new, *part.shape[2:])
-            parts.append(rows.index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
-        return torch.stack(parts), None
+        return _attend_cached(seen, q, k, v, pattern, scale=scaling, sinks=s_aux), None
     if seen.order is not None:
         q, k, v = (_permuted(x, seen.order) for x in (q, k, v))
-    out = dilated_attention(
-        q, k, v, pattern.segment_lengths, pattern.dilation_rates, offsets=pattern.offsets,
-        head_groups=pattern.head_groups, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux,
+    out = attention(
+        q, k, v, pattern, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux,
         lengths=seen.lengths, backend=backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return (out if seen.order is None else _permuted(out, seen.order.argsort(1))), None
 
 
-def _shown_of(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Visibility | Shown | UnsupportedError | Tensor | None,
-    is_causal: bool | None,
-) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
-    queries, keys = query.shape[2], key.shape[2]
+def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
+    """Refuse what a model passes to its attention and that would change it."""
+    for name, given in arguments.items():
+        if given is None or given is False or name in _WITHOUT_EFFECT:
+            continue
+        if name == "sliding_window":
+            if own:  # the mask says it, as for transformers' sdpa
+                continue
+            raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
+        remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
+        raise UnsupportedError(f"{name}: {remedy}")
+
+
+def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
+    """Attend from new tokens to those in a cache, too."""
+    q, k, v = as_autocast(q, k, v)  # as attention does by itself
+    if seen.samples is None:
+        return cached_attention(q, k, v, pattern, **options)
+    parts = []
+    for i, (new, every) in enumerate(seen.samples):
+        part = cached_attention(q[i, new][None], k[i, every][None], v[i, every][None], pattern, **options)
+        rows = part.new_zeros(seen.new, *part.shape[2:])
+        parts.append(rows.index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
+    return torch.stack(parts)
+
+
+Mask = Visibility | Shown | UnsupportedError | Tensor | None
+"""What a layer is given in a mask's place; an error is for the layer to raise."""
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer without a mask, such as one of images, is causal."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if not isinstance(causal, bool):
+        raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
+    return causal
+
+
+def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
+    """The error for a mask that is not what our mask function gave."""
     if isinstance(mask, UnsupportedError):
-        raise mask
+        return mask
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    return UnsupportedError(
+        f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
+        f"(batch, seq){remedy}"
+    )
+
+
+def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+    queries, keys = q.shape[1], k.shape[1]
     if mask is None:
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-        if not isinstance(causal, bool):
-            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
-        return Shown(causal and queries > 1, q_start=keys - queries, queries=queries, keys=keys)
+        causal = _is_causal(module, is_causal) and queries > 1
+        return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
     if not isinstance(mask, Shown):
-        raise UnsupportedError(
-            f"attention_mask of shape {tuple(mask.shape)}: masks over pairs are not supported; give a mask over "
-            'tokens, (batch, seq), or load the model with attn_implementation="sdpa"'
-        )
+        raise _over_pairs(mask, ', or load the model with attn_implementation="sdpa"')
     if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
@@ -616,26 +635,18 @@ def _shown_of(
     return mask
 
 
-def _visibility_of(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Visibility | UnsupportedError | Tensor | None,
-    is_causal: bool | None,
-) -> Visibility:
-    new, keys = query.shape[2], key.shape[2]
-    if mask is None:  # a model without masks, such as one of images
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-        if not isinstance(causal, bool):
-            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
-        mask = Visibility(causal, 0, new)
-    if isinstance(mask, UnsupportedError):
-        raise mask
-    if not isinstance(mask, Visibility):
+def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
+    """Return what the mask of a dilated layer shows."""
+    new, keys = q.shape[1], k.shape[1]
+    if isinstance(mask, Shown):
         raise UnsupportedError(
-            f"attention_mask of shape {tuple(mask.shape)}: masks over pairs are not supported; give a mask over "
-            "tokens, (batch, seq)"
+            f"{type(module).__name__}: the mask was made for the model's own attention, and its layers are dilated; "
+            "call dilate on the whole model"
         )
+    if mask is None:
+        mask = Visibility(_is_causal(module, is_causal), 0, new)
+    if not isinstance(mask, Visibility):
+        raise _over_pairs(mask)
     if getattr(module, "is_cross_attention", False) or (mask.new, mask.past + mask.new) != (new, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {new} queries over {keys} keys, where the mask has {mask.new} and "

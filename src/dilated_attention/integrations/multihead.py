@@ -57,7 +57,8 @@ def convert_attention(
                 continue
             if child not in made:
                 try:
-                    made[child] = _dilated(child, segment_lengths, dilation_rates, offsets, head_groups, backend)
+                    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+                    made[child] = _dilated(child, pattern, backend)
                 except ValueError as error:
                     raise type(error)(f"{full}: {error}") from error
             places.append((parent, name, child))
@@ -78,14 +79,7 @@ _HOOKS = (
 )
 
 
-def _dilated(
-    theirs: nn.MultiheadAttention,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    offsets: Any,
-    head_groups: bool,
-    backend: str,
-) -> MultiheadDilatedAttention:
+def _dilated(theirs: nn.MultiheadAttention, pattern: Dilated, backend: str) -> MultiheadDilatedAttention:
     if type(theirs) is not nn.MultiheadAttention:
         raise UnsupportedError(f"{type(theirs).__name__} may compute more than nn.MultiheadAttention; leave it out")
     if any(getattr(theirs, name) for name in _HOOKS):
@@ -101,13 +95,10 @@ def _dilated(
         vdim=theirs.vdim,
         batch_first=theirs.batch_first,
         device="meta",
-        segment_lengths=segment_lengths,
-        dilation_rates=dilation_rates,
-        offsets=offsets,
-        head_groups=head_groups,
         backend=backend,
+        pattern=pattern,
     )
-    Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups).offset_table(theirs.num_heads)
+    pattern.offset_table(theirs.num_heads)
     ours.out_proj = theirs.out_proj
     for name, parameter in theirs.named_parameters(recurse=False, remove_duplicate=False):
         setattr(ours, name, parameter)

@@ -14,8 +14,9 @@ import struct
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ from dilated_attention.models.configuration import EncoderDecoderConfig, LongNet
 from dilated_attention.models.gigapath import PATTERN, GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import RATES, SEGMENTS, LongViT, LongViTConfig
+from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import read_tensors, require_file
 
 Source = Mapping[str, Any] | str | Path
 Architecture = Literal["attention", "encoder", "decoder", "encoder-decoder"]
 Compat = Literal["torchscale"] | None
+Model = TypeVar("Model", bound=Pretrained)
 ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 """Names under which training scripts put a state_dict into their files."""
@@ -143,11 +146,12 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 class _Taken:
-    """The tensors of a checkpoint; notes which were asked for, and what is wrong with them."""
+    """The tensors of a checkpoint, and those of them that a model gets, by its names; notes what is wrong with them."""
 
-    def __init__(self, tensors: dict[str, Tensor], owned: bool) -> None:
-        self.tensors = tensors
-        self.owned = owned  # read from a file: nobody else holds them
+    def __init__(self, source: Source, prefix: str) -> None:
+        self.tensors = read_weights(source, prefix)
+        self.owned = not isinstance(source, Mapping)  # read from a file: nobody else holds them
+        self.weights: dict[str, Tensor] = {}
         self.names: set[str] = set()
         self.storages: set[int] = set()  # those handed out: two parameters must not lie in one
         self.missing: list[str] = []
@@ -168,13 +172,20 @@ class _Taken:
             alone = self.owned and storage not in self.storages
             self.storages.add(storage)
             return found if alone else found.clone()
-        return torch.empty(shape, device="meta")  # until `finish`
+        return torch.empty(shape, device="meta")  # until `fill`
 
-    def finish(self, what: str, surplus: str) -> None:
-        """ValueError that lists all that is wrong."""
+    def norm(self, ours: str, theirs: str, size: int) -> None:
+        self.weights |= {f"{ours}.{part}": self.take(f"{theirs}.{part}", size) for part in ("weight", "bias")}
+
+    def linear(self, ours: str, theirs: str, *shape: int) -> None:
+        self.weights[f"{ours}.weight"] = self.take(f"{theirs}.weight", *shape)
+        self.weights[f"{ours}.bias"] = self.take(f"{theirs}.bias", shape[0])
+
+    def fill(self, model: Model, what: str, surplus: str) -> Model:
+        """The model with these weights; ValueError that lists all that is wrong with them."""
         more = sorted(self.tensors.keys() - self.names)
         if more and surplus == "warn" and not self.missing and not self.misshapen:
-            warnings.warn(f"not loaded, {what} has no place for them: {_some(more)}", stacklevel=4)
+            warnings.warn(f"not loaded, {what} has no place for them: {_some(more)}", stacklevel=3)
             more = []
         found = {"missing": self.missing, "surplus": more, "of another shape": self.misshapen}
         if any(found.values()):
@@ -182,6 +193,8 @@ class _Taken:
                 f"the checkpoint does not fit {what}: "
                 + "; ".join(f"{word}: {_some(names)}" for word, names in found.items() if names)
             )
+        model.load_state_dict(self.weights, assign=True)
+        return model.eval()
 
 
 def load_torchscale(
@@ -219,36 +232,29 @@ def load_torchscale(
         ValueError: a damaged file, or anything but tensors; or weights missing, surplus or of the wrong shape, all
             listed.
     """
-    tensors, pattern = read_weights(source, prefix), _pattern(segment_lengths, dilation_rates)
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
-    taken = _Taken(tensors, not isinstance(source, Mapping))
-    kind = _recognised(tensors) if architecture is None else architecture
+    pattern, taken = _pattern(segment_lengths, dilation_rates), _Taken(source, prefix)
+    kind = _recognised(taken.tensors) if architecture is None else architecture
     options: dict[str, Any] = {"pattern": pattern, "compat": compat, "norm_eps": norm_eps}
     what = f"torchscale's {kind}"
-    weights: dict[str, Tensor]
     model: LongNetAttention | LongNetEncoder | LongNetLM | LongNet
     if kind == "attention":
         config = _attention_config(taken, "", num_heads, options)
-        weights = {f"attention.{name}": x for name, x in _attention(taken, "", config).items()}
+        _attention(taken, "attention.", "", config)
         model = LongNetAttention.empty(config, backend=backend)
     elif kind == "encoder-decoder":
-        encoder = _stack_config(taken, "encoder.", num_heads, options)
-        decoder = _stack_config(taken, "decoder.", num_heads, options)
-        weights = {f"encoder.{name}": x for name, x in _stack(taken, "encoder.", encoder).items()}
-        weights |= {
-            f"decoder.{name}": x for name, x in _stack(taken, "decoder.", decoder, cross=True, output=True).items()
-        }
+        encoder, decoder = (_stack_config(taken, half, num_heads, options) for half in ("encoder.", "decoder."))
+        _stack(taken, "encoder.", "encoder.", encoder)
+        _stack(taken, "decoder.", "decoder.", decoder, cross=True, output=True)
         model = LongNet.empty(EncoderDecoderConfig(encoder=encoder, decoder=decoder), backend=backend)
     else:
         config = _stack_config(taken, "", num_heads, options)
         if kind == "decoder" and config.vocab_size is None:
             raise ValueError(f"the checkpoint does not fit {what}: missing: embed_tokens.weight")
-        weights = _stack(taken, "", config, output=kind == "decoder")
+        _stack(taken, "", "", config, output=kind == "decoder")
         model = (LongNetLM if kind == "decoder" else LongNetEncoder).empty(config, backend=backend)
-    taken.finish(what, surplus)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return taken.fill(model, what, surplus)
 
 
 def load_gigapath(
@@ -270,30 +276,25 @@ def load_gigapath(
     The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. Of a fixed
     table of positions in the file only the shape is checked: the model computes its own.
     """
-    tensors = read_weights(source, prefix)
-    taken = _Taken(tensors, not isinstance(source, Mapping))
+    taken = _Taken(source, prefix)
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
     encoder = _stack_config(taken, "encoder.", num_heads, options)
     dim = encoder.embed_dim
-    projection = tensors.get("patch_embed.proj.weight", torch.empty(0, 1))
-    weights = {f"encoder.{name}": x for name, x in _stack(taken, "encoder.", encoder).items()}
-    weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
-    weights["projection.weight"] = taken.take("patch_embed.proj.weight", dim, projection.shape[-1])
-    weights["projection.bias"] = taken.take("patch_embed.proj.bias", dim)
-    weights |= {f"norm.{part}": taken.take(f"norm.{part}", dim) for part in ("weight", "bias")}
+    channels = taken.tensors.get("patch_embed.proj.weight", torch.empty(0, 1)).shape[-1]
+    _stack(taken, "encoder.", "encoder.", encoder)
+    taken.weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
+    taken.linear("projection", "patch_embed.proj", dim, channels)
+    taken.norm("norm", "norm", dim)
     if "pos_embed" in taken:
         taken.take("pos_embed", 1, slide_ngrids**2 + 1, dim)
-    taken.finish("GigaPath's slide encoder", surplus)
     config = GigaPathConfig(
-        in_chans=projection.shape[-1],
+        in_chans=channels,
         slide_ngrids=slide_ngrids,
         tile_size=tile_size,
         global_pool=global_pool,
         encoder=encoder,
     )
-    model = GigaPathSlideEncoder.empty(config, backend=backend)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return taken.fill(GigaPathSlideEncoder.empty(config, backend=backend), "GigaPath's slide encoder", surplus)
 
 
 def load_longvit(
@@ -312,21 +313,19 @@ def load_longvit(
     Args:
         segment_lengths: None: those released for the image size that the weights' positions fit.
     """
-    tensors = read_weights(source, prefix)
-    taken = _Taken(tensors, not isinstance(source, Mapping))
-    names = {re.sub(r"^model\.", "", name): name for name in tensors}  # the classifier's backbone is `model`
-    missing = [name for name in ("patch_embed.proj.weight", "pos_embed") if name not in names]
+    taken = _Taken(source, prefix)
+    tensors, part = taken.tensors, "model." if "model.pos_embed" in taken else ""  # a classifier's backbone is `model`
+    missing = [name for name in (f"{part}patch_embed.proj.weight", f"{part}pos_embed") if name not in taken]
     if missing:
         raise ValueError(
             f"the checkpoint does not fit LongViT: missing: {_some(missing)}; its names: {_begin(tensors)}"
         )
-    kernel, table = tensors[names["patch_embed.proj.weight"]], tensors[names["pos_embed"]]
-    prefix = names["pos_embed"].removesuffix("pos_embed")
+    kernel, table = tensors[f"{part}patch_embed.proj.weight"], tensors[f"{part}pos_embed"]
     side = math.isqrt(table.shape[-2]) if table.dim() == 3 else 0
     if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3] or not side or side * side != table.shape[-2]:
         raise ValueError(
             "the checkpoint does not fit LongViT: of another shape: "
-            f"{prefix}patch_embed.proj.weight {tuple(kernel.shape)}, {prefix}pos_embed {tuple(table.shape)}"
+            f"{part}patch_embed.proj.weight {tuple(kernel.shape)}, {part}pos_embed {tuple(table.shape)}"
         )
     image_size = side * kernel.shape[2]
     if segment_lengths is None:
@@ -334,21 +333,15 @@ def load_longvit(
             raise ValueError(f"image size {image_size}: not of a released model; give segment_lengths")
         segment_lengths = SEGMENTS[image_size]
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
-    encoder = _stack_config(taken, f"{prefix}encoder.", num_heads, options)
+    encoder = _stack_config(taken, f"{part}encoder.", num_heads, options)
     dim = encoder.embed_dim
-    weights = {f"encoder.{name}": x for name, x in _stack(taken, f"{prefix}encoder.", encoder).items()}
-    weights["patches.weight"] = taken.take(f"{prefix}patch_embed.proj.weight", dim, *kernel.shape[1:])
-    weights["patches.bias"] = taken.take(f"{prefix}patch_embed.proj.bias", dim)
-    weights["positions"] = taken.take(f"{prefix}pos_embed", 1, side * side, dim)[0]
-    classes = None
-    if "head.weight" in taken:
-        classes = tensors["head.weight"].shape[0]
-        weights |= {f"norm.{part}": taken.take(f"fc_norm.{part}", dim) for part in ("weight", "bias")}
-        weights |= {
-            "head.weight": taken.take("head.weight", classes, dim),
-            "head.bias": taken.take("head.bias", classes),
-        }
-    taken.finish("LongViT", surplus)
+    _stack(taken, "encoder.", f"{part}encoder.", encoder)
+    taken.linear("patches", f"{part}patch_embed.proj", dim, *kernel.shape[1:])
+    taken.weights["positions"] = taken.take(f"{part}pos_embed", 1, side * side, dim)[0]
+    classes = tensors["head.weight"].shape[0] if "head.weight" in taken else None
+    if classes is not None:
+        taken.norm("norm", "fc_norm", dim)
+        taken.linear("head", "head", classes, dim)
     config = LongViTConfig(
         image_size=image_size,
         patch_size=kernel.shape[2],
@@ -356,9 +349,7 @@ def load_longvit(
         num_classes=classes,
         encoder=encoder,
     )
-    model = LongViT.empty(config, backend=backend)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return taken.fill(LongViT.empty(config, backend=backend), "LongViT", surplus)
 
 
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
@@ -425,43 +416,36 @@ def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: di
             "which is not supported"
         )
     tied = output is None or (words is not None and output.shape == words.shape and torch.equal(output, words))
-    return LongNetConfig(
+    return replace(
+        config,
         vocab_size=None if words is None else words.shape[0],
-        embed_dim=config.embed_dim,
         num_layers=max(layers) + 1,
-        num_heads=config.num_heads,
         mlp_dim=hidden.shape[0],
-        positions=config.positions,
-        sub_ln=config.sub_ln,
-        bias=True,
         final_norm=final_norm,
         tie_embeddings=tied,
-        **options,
     )
 
 
-def _attention(taken: _Taken, prefix: str, config: LongNetConfig) -> dict[str, Tensor]:
-    """The weights of a `SelfAttention`."""
-    dim = config.embed_dim
-    parts = {name: taken.take(f"{prefix}{name}_proj.weight", dim, dim) for name in ("q", "k", "v", "out")}
-    biases = {name: taken.take(f"{prefix}{name}_proj.bias", dim) for name in ("q", "k", "v", "out")}
+def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> None:
+    """Take the weights of a `SelfAttention`."""
+    dim, kinds = config.embed_dim, ("q", "k", "v", "out")
+    found = {
+        "weight": {kind: taken.take(f"{theirs}{kind}_proj.weight", dim, dim) for kind in kinds},
+        "bias": {kind: taken.take(f"{theirs}{kind}_proj.bias", dim) for kind in kinds},
+    }
     if config.positions == "xpos":
         half = config.head_dim // 2
-        scale = taken.take(f"{prefix}xpos.scale", half)
+        scale = taken.take(f"{theirs}xpos.scale", half)
         expected = (torch.arange(half) / half + 0.4) / 1.4
         if not scale.is_meta and not torch.allclose(scale.float(), expected, rtol=1e-2):
-            raise ValueError(f"{prefix}xpos.scale is not (2i / head_dim + 0.4) / 1.4; got {scale.tolist()}")
-        for x in (parts, biases):
-            x["q"], x["k"] = (_halves(x[name], config.head_dim) for name in ("q", "k"))
-    found = {
-        "input.weight": _cat([parts[name] for name in ("q", "k", "v")]),
-        "input.bias": _cat([biases[name] for name in ("q", "k", "v")]),
-        "output.weight": parts["out"],
-        "output.bias": biases["out"],
-    }
+            raise ValueError(f"{theirs}xpos.scale is not (2i / head_dim + 0.4) / 1.4; got {scale.tolist()}")
+        for x in found.values():
+            x["q"], x["k"] = (_halves(x[kind], config.head_dim) for kind in ("q", "k"))
+    for part, x in found.items():
+        taken.weights[f"{ours}input.{part}"] = _cat([x["q"], x["k"], x["v"]])
+        taken.weights[f"{ours}output.{part}"] = x["out"]
     if config.sub_ln:
-        found |= {f"norm.{part}": taken.take(f"{prefix}inner_attn_ln.{part}", dim) for part in ("weight", "bias")}
-    return found
+        taken.norm(f"{ours}norm", f"{theirs}inner_attn_ln", dim)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
@@ -475,44 +459,32 @@ def _halves(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _stack(
-    taken: _Taken, prefix: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
-) -> dict[str, Tensor]:
-    """The weights of a `LongNetStack`, with cross-attention and an output projection where asked for."""
+    taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
+) -> None:
+    """Take the weights of a `LongNetStack`, with cross-attention and an output projection where asked for."""
     dim, width = config.embed_dim, config.mlp_width
-    found: dict[str, Tensor] = {}
-
-    def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
-        found[f"{ours}.weight"] = taken.take(f"{theirs}.weight", rows, columns)
-        found[f"{ours}.bias"] = taken.take(f"{theirs}.bias", rows)
-
-    def norm(ours: str, theirs: str, size: int) -> None:
-        for part in ("weight", "bias"):
-            found[f"{ours}.{part}"] = taken.take(f"{theirs}.{part}", size)
-
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"{prefix}layers.{i}"
-        attention = _attention(taken, f"{theirs}.self_attn.", config)
-        found |= {f"{ours}.attention.{name}": x for name, x in attention.items()}
-        norm(f"{ours}.attention_norm", f"{theirs}.self_attn_layer_norm", dim)
-        norm(f"{ours}.mlp_norm", f"{theirs}.final_layer_norm", dim)
-        linear(f"{ours}.mlp.0", f"{theirs}.ffn.fc1", width, dim)
-        linear(f"{ours}.mlp.2", f"{theirs}.ffn.fc2", dim, width)
+        block, layer = f"{ours}blocks.{i}", f"{theirs}layers.{i}"
+        _attention(taken, f"{block}.attention.", f"{layer}.self_attn.", config)
+        taken.norm(f"{block}.attention_norm", f"{layer}.self_attn_layer_norm", dim)
+        taken.norm(f"{block}.mlp_norm", f"{layer}.final_layer_norm", dim)
+        taken.linear(f"{block}.mlp.0", f"{layer}.ffn.fc1", width, dim)
+        taken.linear(f"{block}.mlp.2", f"{layer}.ffn.fc2", dim, width)
         if config.sub_ln:
-            norm(f"{ours}.mlp.1.1", f"{theirs}.ffn.ffn_layernorm", width)
+            taken.norm(f"{block}.mlp.1.1", f"{layer}.ffn.ffn_layernorm", width)
         if cross:
-            norm(f"{ours}.cross_norm", f"{theirs}.encoder_attn_layer_norm", dim)
-            linear(f"{ours}.cross_attention.input", f"{theirs}.encoder_attn.q_proj", dim, dim)
-            linear(f"{ours}.cross_attention.output", f"{theirs}.encoder_attn.out_proj", dim, dim)
+            taken.norm(f"{block}.cross_norm", f"{layer}.encoder_attn_layer_norm", dim)
+            taken.linear(f"{block}.cross_attention.input", f"{layer}.encoder_attn.q_proj", dim, dim)
+            taken.linear(f"{block}.cross_attention.output", f"{layer}.encoder_attn.out_proj", dim, dim)
             for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
-                pair = [taken.take(f"{theirs}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
-                found[f"{ours}.cross_attention.source.{part}"] = _cat(pair)
+                pair = [taken.take(f"{layer}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
+                taken.weights[f"{block}.cross_attention.source.{part}"] = _cat(pair)
     if config.final_norm:
-        norm("norm", f"{prefix}layer_norm", dim)
+        taken.norm(f"{ours}norm", f"{theirs}layer_norm", dim)
     if config.vocab_size is not None:
-        found["embedding.weight"] = taken.take(f"{prefix}embed_tokens.weight", config.vocab_size, dim)
+        taken.weights[f"{ours}embedding.weight"] = taken.take(f"{theirs}embed_tokens.weight", config.vocab_size, dim)
         if output:
-            name = f"{prefix}output_projection.weight"
+            name = f"{theirs}output_projection.weight"
             if not config.tie_embeddings:
-                found["output.weight"] = taken.take(name, config.vocab_size, dim)
+                taken.weights[f"{ours}output.weight"] = taken.take(name, config.vocab_size, dim)
             taken.names.add(name)
-    return found

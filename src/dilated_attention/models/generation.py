@@ -26,6 +26,7 @@ from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
 from dilated_attention.parallel.sharding import from_rank
+from dilated_attention.patterns import Dilated
 from dilated_attention.plan import progressions
 
 # Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
@@ -64,14 +65,10 @@ class _Span:
 
 
 def _branches(config: LongNetConfig, max_len: int | None) -> list[_Branch]:
-    if config.pattern is None:
-        assert max_len is not None
-        return [_Branch(max_len, 1, {0: [slice(0, config.kv_heads, 1)]})]
+    pattern = config.pattern or Dilated((max_len or 1,), (1,))  # dense attention is one segment
     found = []
-    table = config.pattern.offset_table(config.kv_heads)
-    for segment, rate, offsets in zip(
-        config.pattern.segment_lengths, config.pattern.dilation_rates, table, strict=True
-    ):
+    table = pattern.offset_table(config.kv_heads)
+    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
         heads = {
             offset: [
                 slice(first, first + (count - 1) * step + 1, step)
@@ -304,28 +301,26 @@ def sample(
 @torch.no_grad()
 def stream(
     decode: Callable[[Int[Tensor, " batch"], KeyValueCache], Float[Tensor, "batch vocab"]],
-    first: Float[Tensor, "batch vocab"],
+    logits: Float[Tensor, "batch vocab"],
     cache: KeyValueCache,
     max_new_tokens: int,
+    draw: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, " batch"]],
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     stop_token: int | None = None,
-    generator: torch.Generator | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
     """New tokens, one of every sample at a time, as soon as they are drawn.
 
     Args:
         decode: `LongNetLM.decode`, which gives the logits after a token.
-        first, cache: from `LongNetLM.prefill`.
+        logits, cache: from `LongNetLM.prefill`.
+        draw: `sample` with its options.
         stop_token: a sample that draws it repeats it from then on; the stream ends once all samples have drawn it.
         mesh: the ranks that do the same, and take the tokens that the first one draws.
     """
-    logits, stopped = first, torch.zeros(len(first), dtype=torch.bool, device=first.device)
+    stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for i in range(max_new_tokens):
-        chosen = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        chosen = draw(logits)
         if mesh is not None:
             chosen = from_rank(0, chosen, mesh)
         if stop_token is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.call import dtype_of_products
 from dilated_attention.mesh import held_mesh, mesh_size
-from dilated_attention.models import generation
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
-from dilated_attention.models.generation import KeyValueCache
+from dilated_attention.models.generation import KeyValueCache, check_sampling, sample, stream
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import LongNetStack
+from dilated_attention.models.stack import LongNetStack, places_of, tables_of
 from dilated_attention.nn import CrossAttention, SelfAttention, Source
 from dilated_attention.parallel.sharding import cp_mean, from_rank, sequence_range, shard_sequence
 
@@ -58,15 +58,9 @@ class LongNetAttention(Pretrained):
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """seq_len: over a mesh, the length of the whole sequence; None: equal shards."""
         warn_of_layout(x)
-        rotary, start, whole, tables = self.config.rotary, 0, x.shape[1], None
-        if self.mesh is not None:
-            whole = whole * mesh_size(self.mesh) if seq_len is None else seq_len
-            start = sequence_range(whole, self.mesh)[0]
-        if rotary is not None:
-            rotary.check((whole + 1) // 2, dtype_of_products(x))
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
-            tables = rotary.tables(positions, whole // 2, torch.promote_types(x.dtype, torch.float32))
-        return self.attention(x, tables, is_causal, seq_len=seq_len)
+        whole = x.shape[1] * mesh_size(self.mesh) if self.mesh is not None and seq_len is None else seq_len
+        places = places_of(self.config, self.mesh, x, None, None, whole)
+        return self.attention(x, tables_of(self.config, places, x), is_causal, seq_len=seq_len)
 
 
 class LongNetEncoder(LongNetStack):
@@ -284,12 +278,8 @@ class LongNetLM(LongNetStack):
                 f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
             )
         x = self.embed(tokens[:, None])
-        positions, rotary = cache.step(), self.config.rotary
-        tables = (
-            None
-            if rotary is None
-            else rotary.tables(positions, cache.origins, torch.promote_types(x.dtype, torch.float32))
-        )
+        positions = cache.step()
+        tables = tables_of(self.config, (positions, cache.origins), x)
         for i, block in enumerate(self.blocks):
             x = block(x, tables, True, memory=cache.layers[i], source=cache.source, source_mask=cache.source_mask)
         cache.end([1] * cache.batch_size)
@@ -315,7 +305,7 @@ class LongNetLM(LongNetStack):
         reading, and all compute each further token, which the first one draws. Arguments as in `generate`.
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
-        generation.check_sampling(temperature, top_k, top_p)
+        check_sampling(temperature, top_k, top_p)
         require_tokens(tokens)
         first, cache = self.prefill(
             tokens,
@@ -324,18 +314,8 @@ class LongNetLM(LongNetStack):
             source=source,
             source_lengths=source_lengths,
         )
-        return generation.stream(
-            self.decode,
-            first,
-            cache,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_token=stop_token,
-            generator=generator,
-            mesh=self.mesh,
-        )
+        draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return stream(self.decode, first, cache, max_new_tokens, draw, stop_token=stop_token, mesh=self.mesh)
 
     def generate(
         self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.call import dtype_of_products
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import held_mesh, mesh_size
+from dilated_attention.mesh import Mesh, held_mesh, mesh_size
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.packing import (
@@ -28,6 +28,7 @@ from dilated_attention.models.packing import (
 )
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import Source, TransformerBlock
+from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.transformer import ShardDropout
 from dilated_attention.parallel.sharding import agreed_seed, sequence_range
 
@@ -40,6 +41,23 @@ def require_one_device(model: nn.Module, mesh: Any) -> None:
             "Call parallel.set_context_parallel(model, None); or parallel.set_context_parallel(model.encoder, mesh), "
             "and give model.encoder this rank's shard of what it reads"
         )
+
+
+Places = tuple[Tensor, Tensor]
+"""The position of every token, and the origin of xPos for it, the middle of its sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What a call of the layers asks beside its tokens: see `LongNetStack.hidden`."""
+
+    is_causal: bool
+    seq_len: int | None
+    cache: KeyValueCache | None
+    all_layers: bool
+    first_only: bool
+    source: Source | None = None
+    source_mask: Tensor | None = None
 
 
 class LongNetStack(Pretrained):
@@ -168,10 +186,7 @@ class LongNetStack(Pretrained):
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                     )
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
-        options: dict[str, Any] = {
-            "is_causal": is_causal, "seq_len": seq_len, "cache": cache, "all_layers": all_layers,
-            "first_only": first_only, **sources,
-        }  # fmt: skip
+        asked = _Asked(is_causal, seq_len, cache, all_layers, first_only, **sources)
         if cu_seqlens is not None:
             if lengths is not None:
                 raise ValueError(
@@ -179,138 +194,135 @@ class LongNetStack(Pretrained):
                 )
             samples = packed_counts(cu_seqlens, batch, seq if self.mesh is None else seq_len or 0)
             if self.mesh is None and positions is None and len(set(samples)) <= 1:  # nothing to pack
-                states = self.hidden(x.view(len(samples), max(samples, default=1), width), **options)
+                x = x.view(len(samples), max(samples, default=1), width)
+                states = self._run(x, None, places_of(self.config, self.mesh, x, None, None, seq_len), None, asked)
                 return [state.reshape(1, -1, width) for state in states]
-            places = None if self.config.rotary is None else self._packed_positions(x, positions, samples, seq_len)
-            return self._run(x, samples, places, cumulative(samples, x.device), **options)
+            places = self._packed_places(x, positions, samples, seq_len)
+            return self._run(x, samples, places, cumulative(samples, x.device), asked)
         counts = None if lengths is None else checked_lengths(lengths, batch, seq)
         if counts is not None and all(count == seq for count in counts):
             counts = None  # nothing is padding
-        places = None if self.config.rotary is None else self._positions(x, positions, counts, seq_len)
+        places = places_of(self.config, self.mesh, x, positions, counts, seq_len)
         if counts is None:
-            return self._run(x, None, places, None, **options)
+            return self._run(x, None, places, None, asked)
         kept = within(counts, seq, x.device)
         if places is not None:
             places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
-        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), **options)
+        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), asked)
         return [padded(state, kept) for state in states]
 
     def _run(
-        self,
-        x: Tensor,
-        counts: list[int] | None,
-        places: tuple[Tensor, Tensor] | None,
-        cu_seqlens: Tensor | None,
-        *,
-        is_causal: bool,
-        all_layers: bool,
-        first_only: bool = False,
-        seq_len: int | None = None,
-        cache: KeyValueCache | None = None,
-        source: Source | None = None,
-        source_mask: Tensor | None = None,
+        self, x: Tensor, counts: list[int] | None, places: Places | None, cu_seqlens: Tensor | None, asked: _Asked
     ) -> list[Tensor]:
-        """The blocks and the norm. counts, cu_seqlens: tokens of each sample and where they start, where samples are
-        packed. places: positions and the origins of xPos."""
-        apart = counts is not None and cache is None and source is None and self.mesh is None
+        """The states that `hidden` returns. counts, cu_seqlens: tokens of each sample and where they start, where
+        samples are packed."""
+        cache, seq_len = asked.cache, asked.seq_len
+        apart = counts is not None and cache is None and asked.source is None and self.mesh is None
         runs = packs(counts) if counts is not None and apart else []
         # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         drops = self.training and max(self.config.dropout, self.config.attention_dropout) > 0
         if len(runs) > 1 and not (torch.is_grad_enabled() or drops):
-            options: dict[str, Any] = {"is_causal": is_causal, "all_layers": all_layers, "first_only": first_only}
             found = []
             for pack, tokens in runs:
                 some = None if places is None else (places[0][tokens], places[1][tokens])
-                found.append(self._run(x[:, tokens], pack, some, cumulative(pack, x.device), **options))
+                found.append(self._run(x[:, tokens], pack, some, cumulative(pack, x.device), asked))
             return [torch.cat(states, 1) for states in zip(*found, strict=True)]
-        tables = None
-        if places is not None:
-            assert self.config.rotary is not None
-            tables = self.config.rotary.tables(places[0], places[1], torch.promote_types(x.dtype, torch.float32))
-        if cache is not None:
-            whole = x.shape[1] if seq_len is None else seq_len
-            lengths = [whole] * len(x) if counts is None else counts
-            shard = None if self.mesh is None else sequence_range(whole, self.mesh)
-            cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
+        tables = tables_of(self.config, places, x)
+        if cache is None:
+            return self._blocks(x, tables, cu_seqlens, asked)
+        whole = x.shape[1] if seq_len is None else seq_len
+        lengths = [whole] * len(x) if counts is None else counts
+        shard = None if self.mesh is None else sequence_range(whole, self.mesh)
+        cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
+        states = self._blocks(x, tables, cu_seqlens, asked)
+        cache.end(lengths)
+        if self.mesh is not None:
+            cache.join(self.mesh)
+        return states
+
+    def _blocks(self, x: Tensor, tables: Tables | None, cu_seqlens: Tensor | None, asked: _Asked) -> list[Tensor]:
+        """The blocks and the norm."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
-            start = sequence_range(x.shape[1] if seq_len is None else seq_len, self.mesh)[0]
-            dropped = ShardDropout(agreed_seed(self.mesh, x.device), start)
+            dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])
         states = [x]
         for i, block in enumerate(self.blocks):
-            options = {
+            options: dict[str, Any] = {
                 "cu_seqlens": cu_seqlens,
-                "seq_len": seq_len,
-                "memory": None if cache is None else cache.layers[i],
-                "source": source,
-                "source_mask": source_mask,
-                "first_only": first_only and block is self.blocks[-1],
+                "seq_len": asked.seq_len,
+                "memory": None if asked.cache is None else asked.cache.layers[i],
+                "source": asked.source,
+                "source_mask": asked.source_mask,
+                "first_only": asked.first_only and block is self.blocks[-1],
                 "shard_dropout": None if dropped is None else replace(dropped, layer=i),
             }
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x = checkpoint(block, x, tables, is_causal, use_reentrant=False, **options)
+                x = checkpoint(block, x, tables, asked.is_causal, use_reentrant=False, **options)
             else:
-                x = block(x, tables, is_causal, **options)
-            states = [*states, x] if all_layers else [x]
-        if cache is not None:
-            cache.end(lengths)
-            if self.mesh is not None:
-                cache.join(self.mesh)
-        return [*states, self.norm(x)] if all_layers else [self.norm(x)]
+                x = block(x, tables, asked.is_causal, **options)
+            states = [*states, x] if asked.all_layers else [x]
+        return [*states, self.norm(x)] if asked.all_layers else [self.norm(x)]
 
-    def _packed_positions(
+    def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """As `_positions`, `(tokens,)` each, of samples that are packed one after another."""
+    ) -> Places | None:
+        """As `places_of`, `(tokens,)` each, of samples that are packed one after another."""
+        if self.config.rotary is None:
+            return None
         if positions is not None:
             raise UnsupportedError(
                 "positions with cu_seqlens is not supported; leave positions out: each sample's count from 0"
             )
-        assert self.config.rotary is not None
         self.config.rotary.check((max(counts, default=0) + 1) // 2, dtype_of_products(x))
         start = 0 if self.mesh is None else sequence_range(seq_len or 0, self.mesh)[0]
         tokens, edges = torch.arange(start, start + x.shape[1], device=x.device), cumulative(counts, x.device)
         sample = torch.searchsorted(edges, tokens, right=True) - 1
         return tokens - edges[sample], edges.diff()[sample] // 2
 
-    def _positions(
-        self, x: Tensor, positions: Tensor | None, counts: list[int] | None, seq_len: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """The position of every token, and the origin of xPos, the middle of every sample: `(batch or 1, seq or 1)`.
 
-        counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
-        """
-        rotary, (batch, seq, _) = self.config.rotary, x.shape
-        assert rotary is not None
-        if self.mesh is not None:
-            assert seq_len is not None
-            if positions is not None and rotary.scale_base is not None:
-                raise UnsupportedError(
-                    "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
-                    "positions; leave positions out, which count from the sequence's start"
-                )
-            if positions is None:
-                rotary.check((seq_len + 1) // 2, dtype_of_products(x))
-                start = sequence_range(seq_len, self.mesh)[0]
-                origin = torch.full((1, 1), seq_len // 2, device=x.device)
-                return torch.arange(start, start + seq, device=x.device)[None], origin
-        if positions is None:
-            rotary.check((seq + 1) // 2, dtype_of_products(x))
-            if counts is None:
-                origins = torch.full((1, 1), seq // 2, device=x.device)
-            else:
-                origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
-            return torch.arange(seq, device=x.device)[None], origins
-        if positions.shape not in ((seq,), (batch, seq)):
-            raise ValueError(
-                f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
-            )
-        positions = (positions if positions.is_floating_point() else positions.long()).view(-1, seq)
-        if rotary.scale_base is None or not seq:
-            return positions, positions[:, :1]
-        if counts is not None:  # the first one for padding, which may hold anything
-            positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
-        origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
-        if not torch.compiler.is_compiling():
-            rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
-        return positions, origins
+def places_of(
+    config: LongNetConfig,
+    mesh: Mesh | None,
+    x: Tensor,
+    positions: Tensor | None,
+    counts: list[int] | None,
+    seq_len: int | None,
+) -> Places | None:
+    """Where the tokens of x lie, `(batch or 1, seq or 1)` each; None in a model without positions.
+
+    counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
+    """
+    rotary, (batch, seq, _) = config.rotary, x.shape
+    if rotary is None:
+        return None
+    if mesh is not None and positions is not None and rotary.scale_base is not None:
+        raise UnsupportedError(
+            "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
+            "positions; leave positions out, which count from the sequence's start"
+        )
+    if positions is None:
+        start, whole = (0, seq) if mesh is None else (sequence_range(seq_len or 0, mesh)[0], seq_len or 0)
+        rotary.check((whole + 1) // 2, dtype_of_products(x))
+        if counts is None:
+            origins = torch.full((1, 1), whole // 2, device=x.device)
+        else:
+            origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+        return torch.arange(start, start + seq, device=x.device)[None], origins
+    if positions.shape not in ((seq,), (batch, seq)):
+        raise ValueError(f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}")
+    positions = (positions if positions.is_floating_point() else positions.long()).view(-1, seq)
+    if rotary.scale_base is None or not seq:
+        return positions, positions[:, :1]
+    if counts is not None:  # the first one for padding, which may hold anything
+        positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
+    origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
+    if not torch.compiler.is_compiling():
+        rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
+    return positions, origins
+
+
+def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
+    """Tables that turn the queries and keys made of x; None in a model without positions."""
+    if places is None or config.rotary is None:
+        return None
+    return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))

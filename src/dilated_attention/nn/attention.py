@@ -26,36 +26,69 @@ _MANY = 128
 """From this many samples of one token each, they are more likely one sample in another layout."""
 
 
-class _Attention(nn.Module):
-    """`attention` with its options held; no parameters. Attention dropout acts in training only."""
+class DilatedAttention(nn.Module):
+    """`attention` as a module that holds its pattern and options; no parameters.
+
+    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
+    Attention dropout acts in training only. A block layout follows q to its device.
+
+    Args:
+        mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global
+            `seq_len`.
+        pattern: in place of segment_lengths, dilation_rates, offsets, head_groups and compat: any pattern that
+            `attention` takes, or a function that returns the `BlockLayout` for n tokens, always the same for the same
+            n, since it is cached.
+    """
 
     def __init__(
-        self, scale: float | None, dropout: float, backend: str, mesh: Any = None, transport: str = "auto"
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        offsets: Any = "head",
+        head_groups: bool = False,
+        compat: str | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+        mesh: Any = None,
+        transport: str = "auto",
+        pattern: Pattern | LayoutOfLength | None = None,
     ) -> None:
         super().__init__()
+        if pattern is None:
+            if segment_lengths is None or dilation_rates is None:
+                raise ValueError(
+                    f"segment_lengths={segment_lengths} and dilation_rates={dilation_rates}: give both, or pattern="
+                )
+            pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups, compat)
+        elif not (segment_lengths is dilation_rates is compat is None) or head_groups or offsets != "head":
+            raise ValueError(
+                f"pattern={pattern!r} is given beside segment_lengths, dilation_rates, offsets, head_groups or compat, "
+                "which the pattern holds itself; leave them out"
+            )
+        elif not isinstance(pattern, Pattern) and not callable(pattern):
+            kind = type(pattern).__name__
+            raise ValueError(
+                f"pattern must be one that attention takes, or a callable, length -> BlockLayout; got {kind}"
+            )
         checks.number("scale", scale)
         checks.probability("dropout", dropout)
         check_name(backend)
+        self.pattern = pattern
         self.scale = scale
         self.dropout = dropout
         self.backend = backend
-        self.mesh = held_mesh(mesh)
-        self.transport = transport
-        self.layer = ""
         self.seq_len: int | None = None
+        self.set_context_parallel(mesh, transport)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
-    @property
-    def compat(self) -> str | None:
-        """The pattern's `compat`: see `Dilated`."""
-        return None
-
     def pattern_of(self, seq_len: int) -> Pattern:
         """The pattern at this many tokens."""
-        raise NotImplementedError
+        return self.pattern if isinstance(self.pattern, Pattern) else layout_for(self.pattern, seq_len)
 
     def forward(
         self,
@@ -92,46 +125,12 @@ class _Attention(nn.Module):
             layer=self.layer,
         )
 
-
-class DilatedAttention(_Attention):
-    """`dilated_attention` as a module that holds its pattern and options; no parameters.
-
-    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
-    Attention dropout acts in training only.
-    """
-
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        *,
-        offsets: Any = "head",
-        head_groups: bool = False,
-        compat: str | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(scale, dropout, backend)
-        self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups, compat)
-
-    def pattern_of(self, seq_len: int) -> Dilated:
-        return self.pattern
-
-    @property
-    def compat(self) -> str | None:
-        return self.pattern.compat
-
     def extra_repr(self) -> str:
         return f"{self.pattern}, dropout={self.dropout}, backend={self.backend!r}"
 
 
 class RingDilatedAttention(DilatedAttention):
-    """`DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
-
-    Args:
-        mesh, transport: as in `dilated_attention`. If shards are uneven, forward needs the global `seq_len`.
-    """
+    """`DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
 
     def __init__(
         self,
@@ -142,14 +141,11 @@ class RingDilatedAttention(DilatedAttention):
         transport: str = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, **options)
-        self.mesh, self.transport = held_mesh(mesh), transport
+        super().__init__(segment_lengths, dilation_rates, mesh=mesh, transport=transport, **options)
 
 
-class BlockSparseDilatedAttention(_Attention):
-    """Attention over a block layout, alone or inside dilated subsequences, as a module that holds its options.
-
-    forward: as `DilatedAttention`. No parameters; the layout follows q to its device.
+class BlockSparseDilatedAttention(DilatedAttention):
+    """`DilatedAttention` over a block layout, alone or inside dilated subsequences.
 
     Args:
         layout: a `BlockLayout`, or a callable that returns the layout for n tokens, always the same for the same n,
@@ -169,43 +165,12 @@ class BlockSparseDilatedAttention(_Attention):
         dropout: float = 0.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__(scale, dropout, backend)
-        if not isinstance(layout, BlockLayout) and not callable(layout):
-            kind = type(layout).__name__
-            raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
-        if (segment_lengths is None) != (dilation_rates is None):
-            raise ValueError(
-                f"segment_lengths and dilation_rates go together; got {segment_lengths} and {dilation_rates}. "
-                "Give both, or none for a layout without dilation"
-            )
-        if segment_lengths is None and (offsets != "head" or head_groups):
-            raise ValueError(
-                f"offsets={offsets!r}, head_groups={head_groups} are of a dilated pattern; give segment_lengths and "
-                "dilation_rates, or leave them out"
-            )
-        self.layout = layout
-        self.dilated = (
-            None
-            if segment_lengths is None or dilation_rates is None
-            else Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
-        )
-
-    def pattern_of(self, seq_len: int) -> BlockLayout | Product:
-        if self.dilated is not None:
-            return self.dilated * self.layout
-        return layout_for(self.layout, seq_len)
-
-    def extra_repr(self) -> str:
-        dilated = "" if self.dilated is None else f"{self.dilated}, "
-        return f"{self.layout}, {dilated}dropout={self.dropout}, backend={self.backend!r}"
+        pattern = _sparse(layout, segment_lengths, dilation_rates, offsets, head_groups)
+        super().__init__(pattern=pattern, scale=scale, dropout=dropout, backend=backend)
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
-    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
-
-    Args:
-        mesh, transport: as in `dilated_attention`. If shards are uneven, forward needs the global `seq_len`.
-    """
+    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
 
     def __init__(
         self,
@@ -218,11 +183,47 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         **options: Any,
     ) -> None:
         super().__init__(layout, segment_lengths, dilation_rates, **options)
-        self.mesh, self.transport = held_mesh(mesh), transport
+        self.set_context_parallel(mesh, transport)
 
 
-class _MultiheadAttention(nn.Module):
-    """The projections of `nn.MultiheadAttention` around an attention over heads."""
+def _sparse(
+    layout: BlockLayout | LayoutOfLength,
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    offsets: Any,
+    head_groups: bool,
+) -> Product | BlockLayout | LayoutOfLength:
+    """The pattern of a layout, alone or inside dilated subsequences."""
+    if not isinstance(layout, BlockLayout) and not callable(layout):
+        kind = type(layout).__name__
+        raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError(
+            f"segment_lengths and dilation_rates go together; got {segment_lengths} and {dilation_rates}. "
+            "Give both, or none for a layout without dilation"
+        )
+    if segment_lengths is not None and dilation_rates is not None:
+        return Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups) * layout
+    if offsets != "head" or head_groups:
+        raise ValueError(
+            f"offsets={offsets!r}, head_groups={head_groups} are of a dilated pattern; give segment_lengths and "
+            "dilation_rates, or leave them out"
+        )
+    return layout
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
+
+    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
+    whose trained weights load as they are. What this attention cannot honour is refused by name (`UnsupportedError`):
+    an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. Unlike
+    PyTorch's, `batch_first` is True by default; need_weights is False by default and gives a sparse tensor; and
+    `is_causal=True` is not a hint: it masks, and needs no attn_mask. The other arguments are those of
+    `DilatedAttention`.
+
+    Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
+    """
 
     # nn.TransformerEncoderLayer in eval mode runs a fused dense layer straight on self_attn's weights, never calling
     # its forward, when this attribute of nn.MultiheadAttention is True.
@@ -236,17 +237,27 @@ class _MultiheadAttention(nn.Module):
 
     def __init__(
         self,
-        attention: _Attention,
         embed_dim: int,
         num_heads: int,
-        bias: bool,
-        add_bias_kv: bool,
-        add_zero_attn: bool,
-        kdim: int | None,
-        vdim: int | None,
-        batch_first: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        offsets: Any = "head",
+        head_groups: bool = False,
+        compat: str | None = None,
+        backend: str = "auto",
+        mesh: Any = None,
+        transport: str = "auto",
+        pattern: Pattern | LayoutOfLength | None = None,
     ) -> None:
         super().__init__()
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
@@ -260,7 +271,10 @@ class _MultiheadAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.batch_first = batch_first
-        self.attention = attention
+        self.attention = DilatedAttention(
+            segment_lengths, dilation_rates, offsets=offsets, head_groups=head_groups, compat=compat, dropout=dropout,
+            backend=backend, mesh=mesh, transport=transport, pattern=pattern,
+        )  # fmt: skip
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -305,11 +319,44 @@ class _MultiheadAttention(nn.Module):
             no batch dim if query has none.
         seq_len: over a mesh, the global length; default: equal shards.
         """
+        self._check(query, key, value, need_weights)
+        batched = query.dim() == 3
+        swap = batched and not self.batch_first
+        rows = (x if batched else x[None] for x in self._project(query, key, value))
+        shape = (self.num_heads, self.head_dim)
+        q, k, v = ((x.transpose(0, 1) if swap else x).unflatten(-1, shape) for x in rows)
+        if q.shape[1] == 1 and len(q) >= _MANY and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"query of shape {tuple(query.shape)} is read as {len(q)} samples of one token each; if it is "
+                f"one sample, construct with batch_first={not self.batch_first}",
+                stacklevel=2,
+            )
+        if attn_mask is not None:
+            _require_causal(attn_mask, q.shape[1])
+            is_causal = True
+        mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
+        if mask is not None and not batched:
+            mask = mask[None]
+        out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
+        out = out.transpose(0, 1) if swap else out
+        out = self.out_proj(out if batched else out[0])
+        if not need_weights:
+            return out, None
+        pattern, scale = self.attention.pattern_of(q.shape[1]), self.attention.scale
+        weights = attention_weights(q, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=mask)
+        if average_attn_weights:
+            weights = torch.sparse.sum(weights, 1) / self.num_heads
+        if not batched:
+            weights = torch.sparse.sum(weights, 0)  # of one: indexing a sparse tensor has no gradient
+        return out, weights.coalesce()
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
         if need_weights and self.attention.mesh is not None:
             raise UnsupportedError("need_weights=True: over a mesh no rank holds a row of weights; pass False")
-        if need_weights and self.attention.compat is not None:
+        compat = getattr(self.attention.pattern, "compat", None)
+        if need_weights and compat is not None:
             raise UnsupportedError(
-                f"need_weights=True: with compat={self.attention.compat!r} a part of each row's weight lies on padding "
+                f"need_weights=True: with compat={compat!r} a part of each row's weight lies on padding "
                 "that the matrix has no column for; pass need_weights=False"
             )
         if query.is_nested or query.dim() not in (2, 3):
@@ -326,38 +373,6 @@ class _MultiheadAttention(nn.Module):
         for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             if x.shape[-1] != dim:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}: its last dim must be {dim}")
-        q, k, v = self._project(query, key, value)
-        batched, swap = query.dim() == 3, query.dim() == 3 and not self.batch_first
-        heads = []
-        for x in (q, k, v):
-            x = x if batched else x[None]
-            heads.append((x.transpose(0, 1) if swap else x).unflatten(-1, (self.num_heads, self.head_dim)))
-        if heads[0].shape[1] == 1 and len(heads[0]) >= _MANY and not torch.compiler.is_compiling():
-            warnings.warn(
-                f"query of shape {tuple(query.shape)} is read as {len(heads[0])} samples of one token each; if it is "
-                f"one sample, construct with batch_first={not self.batch_first}",
-                stacklevel=2,
-            )
-        if attn_mask is not None:
-            _require_causal(attn_mask, heads[0].shape[1])
-            is_causal = True
-        mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
-        if mask is not None and not batched:
-            mask = mask[None]
-        out = self.attention(*heads, is_causal=is_causal, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
-        out = out.transpose(0, 1) if swap else out
-        out = self.out_proj(out if batched else out[0])
-        if not need_weights:
-            return out, None
-        pattern = self.attention.pattern_of(heads[0].shape[1])
-        weights = attention_weights(
-            heads[0], heads[1], pattern, is_causal=is_causal, scale=self.attention.scale, key_padding_mask=mask
-        )
-        if average_attn_weights:
-            weights = torch.sparse.sum(weights, 1) / self.num_heads
-        if not batched:
-            weights = torch.sparse.sum(weights, 0)  # of one: indexing a sparse tensor has no gradient
-        return out, weights.coalesce()
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key is value:
@@ -371,69 +386,7 @@ class _MultiheadAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
 
 
-class MultiheadDilatedAttention(_MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
-
-    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
-    whose trained weights load as they are. What this attention cannot honour is refused by name (`UnsupportedError`):
-    an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. Unlike
-    PyTorch's, `batch_first` is True by default; need_weights is False by default and gives a sparse tensor; and
-    `is_causal=True` is not a hint: it masks, and needs no attn_mask. With a `mesh`, seq is sharded over it, as in
-    `RingDilatedAttention`.
-
-    Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        offsets: Any = "head",
-        head_groups: bool = False,
-        compat: str | None = None,
-        backend: str = "auto",
-        mesh: Any = None,
-        transport: str = "auto",
-    ) -> None:
-        attention = RingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            offsets=offsets,
-            head_groups=head_groups,
-            compat=compat,
-            dropout=dropout,
-            backend=backend,
-            mesh=mesh,
-            transport=transport,
-        )
-        super().__init__(
-            attention,
-            embed_dim,
-            num_heads,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
-
-
-class BlockSparseRingMultiheadDilatedAttention(_MultiheadAttention):
+class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
 
     layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport as in
@@ -464,30 +417,11 @@ class BlockSparseRingMultiheadDilatedAttention(_MultiheadAttention):
         mesh: Any = None,
         transport: str = "auto",
     ) -> None:
-        attention = BlockSparseRingDilatedAttention(
-            layout,
-            segment_lengths,
-            dilation_rates,
-            offsets=offsets,
-            head_groups=head_groups,
-            dropout=dropout,
-            backend=backend,
-            mesh=mesh,
-            transport=transport,
-        )
         super().__init__(
-            attention,
-            embed_dim,
-            num_heads,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype,
+            backend=backend, mesh=mesh, transport=transport,
+            pattern=_sparse(layout, segment_lengths, dilation_rates, offsets, head_groups),
+        )  # fmt: skip
 
 
 def _boolean(name: str, mask: Tensor) -> Tensor:

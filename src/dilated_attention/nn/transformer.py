@@ -73,18 +73,9 @@ class SelfAttention(nn.Module):
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.pattern = pattern
         self.attention = (
-            None
-            if pattern is None
-            else DilatedAttention(
-                pattern.segment_lengths,
-                pattern.dilation_rates,
-                offsets=pattern.offsets,
-                head_groups=pattern.head_groups,
-                compat=pattern.compat,
-                dropout=dropout,
-                backend=backend,
-            )
+            None if pattern is None else DilatedAttention(pattern=pattern, dropout=dropout, backend=backend)
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
@@ -152,9 +143,9 @@ class SelfAttention(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         dropped = self.training and self.dropout > 0
-        if self.attention is None or self.mesh is not None or is_causal or dropped:
+        if self.pattern is None or self.mesh is not None or is_causal or dropped:
             return first_tokens(attend(q, k, v), cu_seqlens)
-        first = partial(first_token_attention, pattern=self.attention.pattern)
+        first = partial(first_token_attention, pattern=self.pattern)
         query = first_tokens(q, cu_seqlens)
         if cu_seqlens is None:
             return first(query, k, v)
