@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # The variables reach the isolated build environment too, which -c does not (PIP_BUILD_CONSTRAINT from pip 25.3 on).
 INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo compare test check guard docs pictures format install clean
+.PHONY: help demo compare test quick check guard docs pictures format install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +29,9 @@ compare: $(VENV)/installed ## every variant in one table, an hour; ARGS=--quick 
 test: $(VENV)/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+quick: ARGS += -m 'not slow'
+quick: test ## run the tests that take seconds, in 2 minutes
+
 check: $(VENV)/installed-dev ## format check, lint, types, documents, guard and tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -45,7 +48,8 @@ docs: $(VENV)/installed-dev ## build the documents into site/, every warning and
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 pictures: $(VENV)/installed-dev ## draw the pictures of the documents; needs chromium on PATH
-	$(BIN)/python -m dilated_attention plot --patterns
+	$(BIN)/python docs/tools/patterns.py
+	$(BIN)/python -m dilated_attention plot
 	$(BIN)/python docs/tools/screenshots.py
 
 format: $(VENV)/installed-dev ## format the code and apply the safe lint fixes

@@ -16,6 +16,9 @@ A pattern or a backend is tested by one small class:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +26,33 @@ from hypothesis import settings
 from torch import Tensor
 
 from dilated_attention.backends.dropout import dropout_of, survives
+from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend
+from dilated_attention.plan import Plan, StridedGroup
 from tolerances import TOLERANCE, excess
+
+
+@lru_cache  # backends keep tables by plan
+def causal(plan: Plan) -> Plan:
+    """Return the plan of a causal call: its groups that have as many queries as keys see none that comes after."""
+    groups = [
+        replace(group, high=0, phantoms=0) if group.queries.count == group.keys.count else group
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(groups))
+
+
+def problem(plan: Plan, is_causal: bool = False, scale: float = 1.0, **options: Any) -> Problem:
+    """Return the problem of a plan, made causal on request."""
+    return Problem(causal(plan) if is_causal else plan, scale, **options)
+
+
+def band_of(group: StridedGroup) -> Tensor:
+    """Which key rows of a segment each of its query rows sees: bool, `(queries, keys)`."""
+    distance = torch.arange(group.keys.count) - torch.arange(group.queries.count)[:, None]
+    low = -group.queries.count if group.low is None else group.low
+    return (distance >= low) & (distance <= (group.keys.count if group.high is None else group.high))
+
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -7,10 +7,7 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
-from threading import Timer
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +17,11 @@ from dilated_attention.cli import main
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
 from dilated_attention.verification import BARS, checks, relative_error
 from dilated_attention_bench import command as command_line
-from dilated_attention_bench import groups, measure, on_gpu, results, specializations
-from dilated_attention_bench.cases import contender
+from dilated_attention_bench import groups, measure, on_gpu, results
+from dilated_attention_bench.cases import Case
 from dilated_attention_bench.groups import Group, Job
 from dilated_attention_bench.measure import Rounds, Spread
-from dilated_attention_bench.on_gpu import correctness, kernels, speed, watched
+from dilated_attention_bench.on_gpu import correctness, kernels, speed
 from dilated_attention_bench.results import Recorder, Row
 from dilated_attention_bench.suites import Step, gpu
 from test_kernels import in_a_child_process
@@ -84,44 +81,29 @@ def test_the_groups_of_a_gpu():
         assert limits <= gpu.SECONDS, "even if every group hangs"
     labels = [group.label for group in gpu.part_1(MACHINE)]
     assert labels.index("right: what is timed") < labels.index("times, head_dim 128")
-    assert labels[-2:] == ["right: flash, views", "memory checker"], "what may be misaligned comes last"
+    assert labels[-2:] == ["right: native, views", "right: flash, views"], "what may be misaligned comes last"
     checked = {job.label for job in jobs(1)}
     assert {check.name for check in checks(777)} <= checked
+    assert all(group.at_once == 1 for group in all_groups() if "times" in group.label or "tiles of" in group.label)
 
 
+def all_groups():
+    return [group for part in gpu.PARTS.values() for group in part(MACHINE)]
+
+
+@pytest.mark.slow
 def test_what_is_timed_was_checked():
-    """Every machine code whose time is taken in part 1 or 3 is one that a check of part 1 compares with the oracle."""
+    """Whatever is timed in part 1 or 3 launches the kernels of a case that part 1 compares with the oracle, at fewer
+    tokens or another density."""
     (right,) = (group for group in gpu.part_1(MACHINE) if group.label == "right: what is timed")
-    checked = {job.label: set(specializations.needed(job.calls, "sm_90")) for job in right.jobs}
-    timed = [group for part in (1, 3) for group in gpu.PARTS[part](MACHINE)]
-    clocked = set(gpu.launched(timed, "sm_90", timed=True))
-    assert len(clocked) > 20
-    assert clocked <= set().union(*checked.values())
-    for found in (
-        checked["triton, wide offsets"],
-        specializations.needed([x for job in right.jobs for x in job.calls], "sm_90"),
-    ):
-        wide = {x for x in found if dict(x.arguments).get("WIDE")}
-        assert {x.kernel.rpartition(".")[2] for x in wide} == {"forward", "backward_dq"}
-    for left_out in ("blocks of 64", "nested branches, head_dim 64, causal"):
-        others = set().union(*(found for label, found in checked.items() if not label.endswith(left_out)))
-        assert not clocked <= others, left_out
-
-
-def test_one_kernel_is_chosen():
-    """It is launched instead of both, with tiles of its own; other names, and what runs afterwards, keep the two."""
-    tiles = Shape(32, 32, 4, 1)
-    with specializations.recorded("sm_90") as launches:
-        for name in ("triton", on_gpu.ONE_KERNEL, "triton"):
-            with kernels.shaped("dqdkdv", TINY, CPU, tiles):
-                on_gpu.launching(TINY, name)()
-            both = name == "triton"
-            assert any(kernel.__name__ == "backward_dq" for kernel, _ in launches) == both
-            found = [arguments for kernel, arguments in launches if kernel.__name__ == "backward_dkdv"]
-            assert found
-            assert {arguments["DQ"] is None for arguments in found} == {both}
-            assert {(arguments["BN"], arguments["BM"]) == tiles[:2] for arguments in found} == {not both}
-            launches.clear()
+    timed = {
+        job.run.args[0] for job in jobs(1, 3) if getattr(job.run, "func", None) in (speed.speed, speed.block_sparse)
+    }
+    assert len(timed) > 10
+    assert all(isinstance(case, Case) for case in timed)
+    checked = [replace(case, seq_len=1, density=0.5) for case in gpu.timed_cases().values() if case.block_size]
+    assert {replace(case, seq_len=1, density=0.5) for case in timed} <= set(checked)
+    assert {job.label for job in right.jobs} == {*gpu.timed_cases(), "wide offsets"}
 
 
 def test_every_bar_has_a_row(monkeypatch):
@@ -129,7 +111,8 @@ def test_every_bar_has_a_row(monkeypatch):
     monkeypatch.setattr(speed, "serving", lambda makers: ({}, dict.fromkeys(makers, "RuntimeError: no GPU")))
     monkeypatch.setattr(measure, "interleave", lambda *x, **y: Rounds({(measure.MATMUL, "forward"): [1.0]}, 1))
     monkeypatch.setattr(measure, "peak_above_inputs", lambda *x, **y: None)
-    found = [job for job in jobs() if job.label.startswith("peak") or (job.timed and job.label != "threshold")]
+    timed = speed.speed, speed.block_sparse, speed.small
+    found = [job for job in jobs() if job.label.startswith("peak") or getattr(job.run, "func", None) in timed]
     rows = [row for job in found for row in job.run()]
     assert all(row.refused for row in rows)
     figures = {
@@ -144,7 +127,7 @@ def test_every_bar_has_a_row(monkeypatch):
             ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38,
         }.items():  # fmt: skip
             if n == 1048576 and head_dim == 128 and is_causal:
-                continue  # its memory takes a process of its own, and the time of a part allows one
+                continue  # the time of a part allows one of them
             name = f"{phase}: triton, matrix rate over the rate of useful work"
             expected[name, n, head_dim, is_causal, None] = 1 / rate
             over = "forward: time per score entry over the best dense kernel's"
@@ -164,138 +147,88 @@ def figure(label):
     return Row(name=f"figure of {label}", parameters={"seq_len": 1, "heads": 1}, value=1.0, unit="x")
 
 
-def served(group):
-    """The lines of a group whose every job gives a row."""
+def served(group, job):
+    """The lines of a job that gives a row."""
     lines = []
-    group = replace(group, jobs=[replace(job, run=partial(iter, [figure(job.label)])) for job in group.jobs])
-    with patch.object(groups, "leave_no_memory"):
-        groups.serve(group, lines.append)
+    groups.serve(group, replace(job, run=partial(iter, [figure(job.label)])), lines.append)
     return lines
 
 
 PLANTED = {
     "crash": ("kill -SEGV $$", "its process ended with signal 11, SIGSEGV"),
-    "hang": ("sleep 600 & sleep 600", "took more than"),
+    "hang": ("exec sleep 600", "its group took more than 1 s"),
     "error": ("echo first >&2; echo 'CUDA error: misaligned address' >&2; exit 1",
               "its process ended with exit code 1; CUDA error: misaligned address"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("planted", [0, 1])
-@pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_group_that_ends_badly_leaves_the_others_their_rows(part, planted, hopper, monkeypatch, tmp_path):
-    """In every second group one job is done, then its process ends in one of three ways, in turn."""
-    found = gpu.PARTS[part](MACHINE)
-    endings = {group.label: [*PLANTED][i % 3] for i, group in enumerate(found) if i % 2 == planted}
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("ending", PLANTED)
+def test_a_job_that_ends_badly_leaves_the_others_their_rows(ending, at_once, tmp_path):
+    """The second of three; its rows before that are kept, and what a hang leaves no time for is refused."""
+    group = Group("group", 1 if ending == "hang" else 60, [Job(x, iter) for x in ("a", "b", "c")], at_once)
 
-    def command(part, group, device):
-        lines = served(group)
-        if group.label not in endings:
-            return ["printf", "%s\n", *lines]
-        return ["sh", "-c", f'printf "%s\\n" "$@"; {PLANTED[endings[group.label]][0]}', "sh", *lines[:2]]
+    def command(job):
+        script = f'printf "%s\\n" "$@"; {PLANTED[ending][0]}' if job.label == "b" else 'printf "%s\\n" "$@"'
+        return ["sh", "-c", script, "sh", *served(group, job)]
 
-    def timer(seconds, function, arguments):
-        (process,) = arguments
-        return Timer(0.1 if "sleep" in process.args[2] else 60, function, arguments)
-
-    monkeypatch.setattr(gpu, "_command", command)
-    monkeypatch.setattr(groups, "Timer", timer)
     recorder = Recorder(tmp_path, "gpu", CPU)
-    command_line.measure_suite(gpu.steps(torch.device("cuda"), part), CPU, recorder, [])
+    step = Step(group.label, partial(groups.run_apart, group, command))
+    command_line.measure_suite([step], CPU, recorder, [])
     rows = results.read(recorder.path)
-    names = {row["name"] for row in rows if row["value"] is not None}
-    refused = {(row["name"], row["parameters"]["job"]): row["refused"] for row in rows if row["value"] is None}
-    expected = {}
-    for group in found:
-        first, *rest = (job.label for job in group.jobs)
-        if group.label not in endings:
-            assert {f"figure of {label}" for label in (first, *rest)} <= names
-            continue
-        assert f"figure of {first}" in names
-        why = PLANTED[endings[group.label]][1]
-        expected |= {(f"failed: {group.label}", label): why for label in rest}
-    assert refused.keys() == expected.keys()
-    assert all(refused[key].startswith(expected[key]) for key in expected)
+    lost = ["b", "c"] if ending == "hang" and at_once == 1 else ["b"]
+    assert {row["name"] for row in rows if row["value"] is not None} >= {
+        f"figure of {x}" for x in "abc" if x not in lost[1:]
+    }
+    refused = {row["parameters"]["job"]: row["refused"] for row in rows if row["value"] is None}
+    assert refused == dict.fromkeys(lost, PLANTED[ending][1])
 
 
-def test_an_error_of_the_device_is_a_row(monkeypatch):
-    """In the group's own process: the job's row, and whatever the device still lets the others do."""
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_the_process_of_a_job_finds_it(part, hopper, monkeypatch, capfd):
+    """By the labels that its command names."""
+    for step, group in zip(gpu.steps(torch.device("cuda"), part), gpu.PARTS[part](MACHINE), strict=True):
+        command, job = step.measure.args[1], group.jobs[-1]
+        found = []
+        monkeypatch.setattr(groups, "serve", lambda *x: found.append(x[:2]))  # noqa: B023
+        monkeypatch.setattr(groups, "rows_apart_from_output", lambda: None)
+        gpu._serve(json.loads(command(job)[-1]))
+        assert [(x.label, y.label) for x, y in found] == [(group.label, job.label)]
+
+
+def test_an_error_of_the_device_is_a_row():
+    """In the job's own process."""
 
     def fails():
         yield figure("before")
         raise torch.AcceleratorError("CUDA error: misaligned address\nand more")
 
-    def poisoned():
-        raise RuntimeError("CUDA error: misaligned address")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", poisoned)
     lines = []
-    group = Group("group", 1, [Job("one", fails), Job("two", lambda: iter([figure("two")]))])
-    groups.serve(group, lines.append)
-    said = [json.loads(line) for line in lines]
-    assert [x["row"]["name"] for x in said if "row" in x] == [
-        "figure of before", "failed: group", "figure of two", "failed: group"
-    ]  # fmt: skip
-    assert [x["row"]["refused"] for x in said if "row" in x][1::2] == [
-        "AcceleratorError: CUDA error: misaligned address", "RuntimeError: CUDA error: misaligned address"
-    ]  # fmt: skip
-    assert [x["done"] for x in said if "done" in x] == ["one", "two"]
+    group = Group("group", 1, [Job("one", fails)])
+    groups.serve(group, group.jobs[0], lines.append)
+    first, last = map(json.loads, lines)
+    assert (first["name"], last["name"]) == ("figure of before", "failed: group")
+    assert last["refused"] == "AcceleratorError: CUDA error: misaligned address"
 
 
 def test_rows_survive_the_way_between_processes():
     row = Row.of("name", {"seq_len": 1}, Spread.of([1.0, 2.0]), "ms", bar=3.0, over={"other": Spread.of([1.0])},
                  times={"a": Spread.of([2.0])}, rates={"b": 1.0})  # fmt: skip
     lines = []
-    groups.serve(Group("group", 60, [Job("job", lambda: iter([row]))]), lines.append)
-    (back,) = groups.run_apart(Group("group", 60, [Job("job", iter)]), ["printf", "%s\n", *lines, "{half a li"])
+    group = Group("group", 60, [Job("job", lambda: iter([row]))])
+    groups.serve(group, group.jobs[0], lines.append)
+    (back,) = groups.run_apart(group, lambda job: ["printf", "%s\n%s", *lines, "{half a li"])
     assert back == row
 
 
 def test_a_failure_is_forgotten_when_its_group_runs(tmp_path):
+    group = Group("group", 60, [Job("job", iter)])
     for command, expected in ((["false"], ["failed: group"]), (["printf", "%s\n"], ["figure of job"])):
-        group = Group("group", 60, [Job("job", lambda: iter([figure("job")]))])
-        lines = served(group) if command != ["false"] else []
+        lines = served(group, group.jobs[0]) if command != ["false"] else []
         recorder = Recorder(tmp_path, "gpu", CPU)
-        step = Step("group", partial(groups.run_apart, group, [*command, *lines]))
+        step = Step("group", partial(groups.run_apart, group, lambda job: [*command, *lines]))  # noqa: B023
         command_line.measure_suite([step], CPU, recorder, [])
         assert [row["name"] for row in results.read(recorder.path)] == expected
-
-
-def test_rehearsed(monkeypatch, capsys):
-    """A dry run compiles and says what a part takes; here a kernel of a part of one job, in this process."""
-
-    class Pool:
-        def __init__(self, jobs, mp_context, initializer, initargs):
-            initializer(*initargs)
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *x: None  # noqa: E731
-        map = staticmethod(map)
-
-    from triton.runtime.driver import driver
-
-    monkeypatch.setattr(specializations, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", None)
-    tiny = replace(gpu.SMALL, seq_len=256, head_dim=16)
-    job = Job("tiny", iter, [on_gpu.launching(tiny, backward=False)])
-    monkeypatch.setitem(gpu.PARTS, 2, lambda machine: [Group("compile ahead", 50, []), Group("tiny", 100, [job])])
-    assert main(["bench", "gpu", "--part", "2", "--dry-run", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    assert " 100 " in printed
-    fault = specializations.Compiled(
-        specializations.Specialization("m.kernel", (("D", 16),)), 8000.0, "RuntimeError: x"
-    )
-    monkeypatch.setattr(specializations, "compile_all", lambda *x: iter([fault]))
-    assert gpu.rehearse(2).in_all == 8000 / 14 + 100
-    assert main(["bench", "gpu", "--part", "2", "--dry-run"]) == 1
-    assert "part 2: kernel D=16: RuntimeError: x" in capsys.readouterr().err
-
-
-def test_parts_are_of_the_gpu_suite(capsys):
-    for options in (["blocks", "--part", "1"], ["all", "--dry-run"]):
-        assert main(["bench", *options]) == 2
-        assert "of the gpu suite alone" in capsys.readouterr().err
 
 
 def test_relative_error():
@@ -342,8 +275,6 @@ def test_speeds(monkeypatch):
                 (measure.MATMUL, "forward"): [1.0],
                 ("triton", "forward"): [second],
                 ("triton", "forward+backward"): [4 * second],
-                (on_gpu.ONE_KERNEL, "forward"): [second],
-                (on_gpu.ONE_KERNEL, "forward+backward"): [3 * second],
                 ("dense flash", "forward"): [dense],
                 ("dense flash", "forward+backward"): [3 * dense],
             },
@@ -351,20 +282,14 @@ def test_speeds(monkeypatch):
         )
 
     monkeypatch.setattr(measure, "interleave", interleave)
-    served = (
-        dict.fromkeys(("triton", on_gpu.ONE_KERNEL, "dense flash")),
-        {"native": "why native", "dense cuDNN": "why cuDNN"},
-    )
+    served = dict.fromkeys(("triton", "dense flash")), {"native": "why native", "dense cuDNN": "why cuDNN"}
     monkeypatch.setattr(speed, "serving", lambda makers: served)
-    rows = {row.name: row for row in speed.speed(case, ["triton", "native", on_gpu.ONE_KERNEL], CPU, 1.0)}
+    rows = {row.name: row for row in speed.speed(case, ["triton", "native"], CPU, 1.0)}
     matrix = "triton, matrix rate over the rate of useful work"
     assert rows[f"forward: {matrix}"].value == pytest.approx(2.0, rel=1e-3)
     assert rows[f"forward: {matrix}"].bar == pytest.approx(1 / 0.58)
     assert not rows[f"forward: {matrix}"].met
     assert rows[f"backward: {matrix}"].value == pytest.approx(2 * 3 / 2.5, rel=1e-3)
-    assert rows[f"backward: {on_gpu.ONE_KERNEL}, matrix rate over the rate of useful work"].value == pytest.approx(
-        2 * 2 / 2.5, rel=1e-3
-    )
     assert rows["backward: native, matrix rate over the rate of useful work"].refused == "why native"
     assert rows["forward: dense cuDNN, matrix rate over the rate of useful work"].refused == "why cuDNN"
     over = rows["forward: time per score entry over the best dense kernel's"]
@@ -412,84 +337,6 @@ def test_comparisons_run():
     assert "dense cuDNN: RuntimeError" in last.refused
 
 
-def test_calls_in_a_row():
-    calls = []
-    work = speed.in_a_row(lambda: contender(lambda: calls.append(1)), 3)
-    assert list(work()) == ["forward"]
-    assert len(calls) == 3
-
-
-def test_the_memory_checker_sees_each_tensor(monkeypatch, tmp_path):
-    """PyTorch cuts small tensors from large blocks, in which the checker takes all accesses for valid. An error ends
-    the calls, and is counted all the same."""
-    checker = tmp_path / "compute-sanitizer"
-    checker.write_text('#!/bin/sh\necho "ERROR SUMMARY: 3${PYTORCH_NO_CUDA_MEMORY_CACHING} errors"\nexit 1\n')
-    checker.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (row,) = watched.memory_errors()
-    assert (row.value, row.met) == (31, False)
-    assert {check.name for check in checks(130) if check.views} <= set(watched.TINY)
-    checker.write_text("#!/bin/sh\necho no device\nexit 1\n")
-    with pytest.raises(RuntimeError, match="ended with 1: no device"):
-        list(watched.memory_errors())
-    checker.write_text('#!/bin/sh\necho "ERROR SUMMARY: 0 errors"\nexit 1\n')
-    with pytest.raises(RuntimeError, match="ended with 1"):
-        list(watched.memory_errors())
-
-
-@pytest.mark.parametrize("name", watched.COUNTED)
-def test_what_is_counted_was_compiled(name):
-    """The calls under the profiler are those that were recorded: a forward alone needs no kernel of the backward."""
-    case = replace(watched.COUNTED[name], seq_len=4096, heads=8)
-    with specializations.recorded("sm_90"):
-        phases = list(watched.work_of(name, case, CPU)())
-    assert phases == ["forward", "forward+backward"][: 1 + name.startswith("backward")]
-
-
-def test_million_tokens_of_one_kernel_has_no_ratio():
-    """Its group runs it alone, and a row without a value would replace the one that the group of triton measured."""
-    refused = {on_gpu.ONE_KERNEL: "why", "dense flash": "why"}
-    with (
-        patch.object(speed, "serving", lambda makers: ({}, refused)),
-        patch.object(measure, "interleave", lambda *x, **y: Rounds({(measure.MATMUL, "forward"): [1.0]}, 1)),
-    ):
-        found = {
-            name: [row.name for row in speed.speed(TINY, [name], CPU, 1.0)] for name in ("triton", on_gpu.ONE_KERNEL)
-        }
-    over = {
-        "forward: time per score entry over the best dense kernel's",
-        "backward: time per score entry over the best dense kernel's",
-    }
-    assert over <= set(found["triton"])
-    assert not over & set(found[on_gpu.ONE_KERNEL])
-
-
-def test_peaks_were_compiled():
-    """Their warm-up is a call of its own length."""
-    (group,) = (x for x in gpu.part_3(MACHINE) if x.label == "launches and memory")
-    for job in group.jobs:
-        if job.label.startswith("peak"):
-            found = {x.kernel.rpartition(".")[2] for x in specializations.needed(job.calls, "sm_90")}
-            assert ("backward_dq" in found) == ("True" in job.label)
-            assert "forward" in found
-
-
-def test_the_host_is_ahead_of_the_clock(monkeypatch):
-    """The GPU waits until the launch is queued, and no table is made between two events."""
-    done = []
-    buffer = SimpleNamespace(zero_=lambda: done.append("wait"))
-    monkeypatch.setattr(torch, "empty", lambda *x, **y: buffer)
-    monkeypatch.setattr(measure, "synchronize", lambda device: done.append("end"))
-    kernels.alone("forward", contender(lambda: done.append("call")), torch.device("cuda"))
-    assert done == ["wait", "call", "end"]
-    done.clear()
-    monkeypatch.setattr(kernels, "ROUNDS", 1)
-    monkeypatch.setattr(kernels, "alone", lambda *x: done.append("alone") or 1.0)
-    monkeypatch.setattr(type(TINY), "contender", lambda *x, **y: contender(lambda: done.append("call")))
-    assert len(list(kernels.orders(TINY, CPU))) == 2
-    assert done == ["alone", "alone", "call", "alone", "call", "alone"]
-
-
 def test_last_rows_are_their_own():
     """What `beyond 2^31 elements` compares, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)
@@ -499,6 +346,7 @@ def test_last_rows_are_their_own():
     assert all(row.value > 1e-3 for row in correctness.last_rows(case, 48, CPU)), "not whole segments"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter():
     in_a_child_process(f"{__file__}::TestInterpreted")
@@ -506,10 +354,10 @@ def test_in_the_interpreter():
 
 @interpreted
 class TestInterpreted:
-    @pytest.mark.parametrize(("check", "name"), [*zip(checks(70), cycle(("triton", on_gpu.ONE_KERNEL)), strict=False)])
-    def test_checks(self, check, name):
+    @pytest.mark.parametrize("check", checks(70), ids=lambda check: check.name)
+    def test_checks(self, check):
         check = replace(check, head_dims=(24,), dtypes=check.dtypes[:1])
-        (row,) = correctness.correctness(check, name, CPU)
+        (row,) = correctness.correctness(check, "triton", CPU)
         assert row.met, row
 
     def test_rows_from_elsewhere(self, monkeypatch):
@@ -524,27 +372,13 @@ class TestInterpreted:
             assert all(row.met for row in rows), rows
 
     def test_tile_shapes(self, monkeypatch):
-        """Events that count launches stand for the device's clock."""
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                pass
-
-            def elapsed_time(self, end):
-                return 2.0
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(kernels, "ROUNDS", 1)
         monkeypatch.setattr(kernels, "CANDIDATES", {"dq": [(64, 64, 1, 1), (32, 64, 1, 1)]})
         before = dict(ARCHITECTURES["interpreter"].shapes)
-        one, other = kernels.tile_shapes("dq", TINY, CPU)  # the first of the candidates is what ships
-        assert one.name == "dq alone: shipped tiles (64, 64, 1, 1)"
-        assert other.name == "dq alone: tiles (32, 64, 1, 1)"
-        assert other.over["shipped tiles (64, 64, 1, 1)"].median == 1.0
-        assert one.value == 4.0, "two launches, a turn each"
+        one, other = kernels.tile_shapes("dq", TINY, CPU, 0.0)  # the first of the candidates is what ships
+        assert one.name == "forward+backward, dq: shipped tiles (64, 64, 1, 1)"
+        assert other.name == "forward+backward, dq: tiles (32, 64, 1, 1)"
+        assert other.over.keys() == {"shipped tiles (64, 64, 1, 1)"}
+        assert [row.value for row in kernels.compiled("dq", TINY, CPU)] == [2.0]
         assert ARCHITECTURES["interpreter"].shapes == before
         with kernels.shaped("dq", TINY, CPU, Shape(16, 64, 1, 1)):
             assert ARCHITECTURES["interpreter"].shape("dq", 4, 16, masked=False).own == 16

@@ -1,17 +1,13 @@
-"""The model suite: what it compares is comparable, and its rows are drawn."""
+"""The model suite: what it compares is comparable."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
-from dilated_attention import Dilated
-from dilated_attention.cli import main
 from dilated_attention.models import KeyValueCache, LongNetLM
-from dilated_attention_bench import charts, measure
-from dilated_attention_bench.suites import from_dense, model
+from dilated_attention_bench import measure
+from dilated_attention_bench.suites import model
 
 CPU = torch.device("cpu")
 
@@ -44,42 +40,9 @@ def test_a_larger_cache_exceeds_its_bound(monkeypatch):
     assert model.cache_at(model.LANGUAGE, 100_000, 32, CPU).nbytes == model.cache_bound(model.LANGUAGE) == 12_582_912
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_call():
     held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)
     assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22
     with pytest.raises(RuntimeError, match=r"dilated_attention_bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
         measure.in_new_process("dilated_attention_bench.suites.model", {})
-
-
-@pytest.mark.parametrize("name", [name for name in from_dense.STARTS if "transformers" not in name])
-def test_models_that_people_have_compute_the_same_where_one_segment_covers_all(name):
-    outs = []
-    for pattern in (None, Dilated((40,), (1,))):
-        torch.manual_seed(0)
-        made, forward = from_dense.STARTS[name][1](pattern)
-        torch.manual_seed(1)
-        for parameter in made.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        outs.append(forward(torch.randn(1, 40, from_dense.WIDTH)))
-    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
-
-
-def test_decoding_is_drawn(tmp_path, capsys):
-    rows = [
-        {
-            "name": f"decoding, {method}: {what}",
-            "parameters": {"method": method, "seq_len": tokens, "heads": 4},
-            "value": value,
-            "unit": unit,
-            "environment": {"device": "a device"},
-        }
-        for method in ("dilated", "dense")
-        for tokens in (1000, 5000)
-        for what, unit, value in (("time a token", "ms", 3.0), ("bytes of the cache", "bytes", 2.0**20))
-    ]
-    folder = tmp_path / "results" / "cpu"
-    folder.mkdir(parents=True)
-    (folder / "model.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["plot", str(tmp_path / "results"), "--out", str(tmp_path / "out"), "--documents"]) == 0
-    assert (tmp_path / "out" / "cpu" / "decoding.png").stat().st_size > 0
-    assert charts._decoding(rows[:0]) is None

@@ -548,7 +548,7 @@ def test_planted_code_never_runs(form, copied, tmp_path, capsys):
         rows, page = tmp_path / "results" / "cpu" / "blocks.jsonl", tmp_path / "page.md"
         page.write_text('<!-- results: cpu/blocks.jsonl name="any" -->\n<!-- end of results -->\n')
         cases += [(rows, ["plot", rows.parents[1], "--documents", page], 2)]
-        cases += [(rows.with_name("attention.jsonl"), ["plot", rows.parents[1]], 2)]
+        cases += [(rows.with_name("compare.jsonl"), ["plot", rows.parents[1]], 2)]
         cases += [(tmp_path / "text", ["train", tmp_path / "text", "--out", tmp_path / "out"], 2)]  # short, but read
     weights = tmp_path / "weights"
     branches = ["--segments", "16", "--rates", "1"]

@@ -57,12 +57,10 @@ def test_help(command, capsys):
     assert f"usage: dilated-attention {command}".strip() in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
-        *(((name, "--help"), "usage:") for name in ("compare", "bench", "plot", "profile")),
-        (("bench", "gpu", "--dry-run"), "Triton is not installed: pip install triton"),
-    ],
+    [((name, "--help"), "usage:") for name in ("compare", "bench", "plot", "profile")],
     ids=str,
 )
 def test_commands_that_measure_need_no_triton(command, said, fresh_python):
@@ -237,6 +235,7 @@ def test_resume_keeps_the_backend(tmp_path, text, monkeypatch):
     assert backends == ["native", "native", "auto", "auto"]
 
 
+@pytest.mark.slow
 def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
     out = tmp_path / "run"
 
@@ -268,6 +267,7 @@ def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
     assert "neither a model nor a run of `train`" in failure(capsys, "generate", tmp_path)
 
 
+@pytest.mark.slow
 def test_control_c_in_a_terminal(tmp_path, text):
     """The process itself: Ctrl-C ends with 130 and a checkpoint, which --resume ends to the losses of a whole run."""
     words = [word for item in {**SIZE, "--context": 64, "--steps": 200, "--sample": 0}.items() for word in item]
@@ -295,6 +295,7 @@ def test_control_c_in_a_terminal(tmp_path, text):
     assert losses("run") == losses("straight")
 
 
+@pytest.mark.slow
 def test_demo(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recall, "MOST_STEPS", dict.fromkeys(recall.MOST_STEPS, 1))
     for name, value in (("QUESTIONS", 1), ("FAR_QUESTIONS", 1), ("HELD_OUT", 1), ("CONTEXTS", (256,))):
@@ -347,6 +348,7 @@ def test_the_demo_says_what_its_figures_justify_and_nothing_else():
     assert demo.sentences(dataclasses.replace(good, **bad)) == ["These figures show no advantage."]
 
 
+@pytest.mark.slow
 def test_peak_memory_is_of_this_process_alone(fresh_python):
     """getrusage would report the peak of the parent from before the exec."""
     held = bytearray(os.urandom(1)) * (400 * 2**20)
@@ -453,10 +455,6 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),
         ("dilated --segments 64 --rates 1 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
-        (
-            "local --window 65 --patterns",
-            "--patterns is of a folder of results, not of 'local'; it would change nothing",
-        ),
         ("local --window 65 --documents", "--documents is of a folder of results, not of 'local'"),
         (
             ". --tokens 100 --causal",
@@ -574,6 +572,7 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "dilated_attention.cli", "matplotlib.figure"])
 def test_interrupted_while_it_starts(module, tmp_path):
     """By Ctrl-C at the moment when a module is about to be loaded."""
@@ -604,6 +603,7 @@ def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monke
     assert failure(capsys, "info") == "dilated-attention info: error: No space left on device"
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_heard_enough():
     """As `head` does: what is left to say is dropped without a word, and the exit code is that of SIGPIPE."""
     reader, writer = os.pipe()

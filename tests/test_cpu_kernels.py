@@ -23,11 +23,10 @@ from hypothesis import strategies as st
 import test_bad_input
 import test_dropout
 import test_properties
-from conformance import evaluate, excesses
+from conformance import band_of, causal, evaluate, excesses, problem
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.cli import main
 from dilated_attention.errors import BackendError
@@ -113,7 +112,7 @@ def leave_nan_in_the_memory_of_threads():
     """Which kernels keep for the next call; a number that is read and not written would not be noticed otherwise."""
     x, (plan, _) = torch.full((2, 128, 1, 256), math.nan), dilated(128, 1, (128,), (1,))
     options = {"is_causal": False, "scale": 1.0}
-    cpu.backward(Problem(plan, **options), x, None, x, x, x, *cpu.forward(Problem(plan, **options), x, x, x))
+    cpu.backward(problem(plan, **options), x, None, x, x, x, *cpu.forward(problem(plan, **options), x, x, x))
 
 
 class _Attention(torch.autograd.Function):
@@ -121,7 +120,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, plans, options):
         state = None
         for plan in plans:
-            state = cpu.forward(Problem(plan, **options), q, k, v, state=state)
+            state = cpu.forward(problem(plan, **options), q, k, v, state=state)
         ctx.save_for_backward(q, k, v, *state)
         ctx.plans, ctx.options = plans, options
         return state[0], state[1].transpose(1, 2)
@@ -132,7 +131,7 @@ class _Attention(torch.autograd.Function):
         state = tuple(torch.zeros(x.shape) for x in (q, k, v)) if len(ctx.plans) > 1 else None
         for plan in ctx.plans:
             gradients = cpu.backward(
-                Problem(plan, **ctx.options), dout, dlse.transpose(1, 2), q, k, v, out, lse, state=state
+                problem(plan, **ctx.options), dout, dlse.transpose(1, 2), q, k, v, out, lse, state=state
             )
         return *(x.to(q.dtype) for x in gradients), None, None
 
@@ -178,6 +177,7 @@ class Forced:
 @sets_and_types(ALL)
 @five_and_seven
 class TestShapes(Forced):
+    @pytest.mark.slow
     @both
     @pytest.mark.parametrize("head_dim", [1, 16, 17, 31, 33, 64, 128, 250, 256])
     def test_head_dims(self, head_dim, dtype, is_causal):
@@ -207,7 +207,7 @@ class TestFeatures(Forced):
         make = tiles.tables
         monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
-        (launch,) = cpu.launches(Problem(plan, False, 1.0), torch.empty(1, 512, 2, 8), "queries")
+        (launch,) = cpu.launches(problem(plan, False, 1.0), torch.empty(1, 512, 2, 8), "queries")
         assert launch.table.spans == 2
         check(tensors(1, 512, 2, 2, 8, dtype), [plan], count_matrix((256, 512), (1, 2), offsets, 512, is_causal=False))
 
@@ -241,22 +241,19 @@ class TestFeatures(Forced):
     def test_keys_from_elsewhere(self, is_causal, dtype):
         # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
         local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
-        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
-        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
-        groups = local, received, aligned
+        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
+        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1)
+        plan = Plan(48, 2, (local, received, aligned), covered=True, square=False)
         counts = torch.zeros(2, 48, 206, dtype=torch.int32)
-        for group in groups:
+        for group in (causal(plan) if is_causal else plan).groups:
             for segment in range(group.queries.segments):
                 rows, columns = (
                     side.start + segment * side.segment + side.stride * torch.arange(side.count)
                     for side in (group.queries, group.keys)
                 )
-                seen = torch.ones(len(rows), len(columns), dtype=torch.int32)
-                if is_causal and group.diagonal:
-                    seen = seen.tril()
+                seen = band_of(group).int()
                 for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
                     counts[head, rows[:, None], columns[None, :]] += seen
-        plan = Plan(48, 2, groups, covered=True, square=False)
         check(tensors(1, 48, 4, 2, 16, dtype, keys=206), [plan], counts, is_causal=is_causal)
 
     @both
@@ -398,6 +395,7 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
     return found.causal() if is_causal else found
 
 
+@pytest.mark.slow
 @settings(max_examples=max(150, settings().max_examples))
 @given(
     call=st.one_of(
@@ -422,7 +420,7 @@ def test_the_error_of_the_exponential():
     q, k, v = x[None, :, None, None], torch.tensor([0.0, 1.0])[None, :, None, None], torch.tensor([0.0, 1.0])
     group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 2, 1, 1, 2), 0, 1, 1, first=True)
     plan = Plan(len(x), 1, (group,), covered=True, square=False)
-    out, _ = cpu.forward(Problem(plan, is_causal=False, scale=math.log(2)), q, k, v[None, :, None, None])
+    out, _ = cpu.forward(problem(plan, is_causal=False, scale=math.log(2)), q, k, v[None, :, None, None])
     p = 2 ** x.double()
     assert (
         out.flatten() / (p / (1 + p)) - 1
@@ -439,7 +437,7 @@ def test_scores_that_single_precision_holds_in_steps_of_hundreds(instruction_set
     assert others.max() <= 60
     plan, scale = dilated(300, 1, (300,), (1,))[0], 1e8
     for sign in (1, -1):  # where all scores are far below 0, those of the query's opposite are the highest
-        out, lse = cpu.forward(Problem(plan, is_causal=is_causal, scale=scale), q, sign * q, sign * v)
+        out, lse = cpu.forward(problem(plan, is_causal=is_causal, scale=scale), q, sign * q, sign * v)
         if sign == 1:
             torch.testing.assert_close(out, v, rtol=2**-16 * (instruction_set == HALVES), atol=0)
             torch.testing.assert_close(lse, torch.full_like(lse, 64 * scale))
@@ -454,7 +452,7 @@ def test_lse_of_bfloat16(instruction_set, monkeypatch):
     q, k, v = tensors(1, 512, 1, 1, 64, torch.bfloat16)
     plan, offsets = dilated(512, 1, (512,), (1,))
     counts = count_matrix((512,), (1,), offsets, 512, is_causal=False)
-    _, lse = cpu.forward(Problem(plan, is_causal=False, scale=0.125), q, k, v)
+    _, lse = cpu.forward(problem(plan, is_causal=False, scale=0.125), q, k, v)
     _, expected = attend(q.double(), k.double(), v.double(), counts, scale=0.125)
     assert (lse - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -511,17 +509,17 @@ def test_float32_in_halves(monkeypatch):
 def test_nothing():
     empty = Plan(8, 2, (), covered=False, square=True)
     q, k, v = tensors(1, 8, 2, 2, 16)
-    out, lse = cpu.forward(Problem(empty, is_causal=False, scale=1.0), q, k, v)
+    out, lse = cpu.forward(problem(empty, is_causal=False, scale=1.0), q, k, v)
     assert not out.any()
     assert (lse == -math.inf).all()
     assert not any(
-        x.any() for x in cpu.backward(Problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
+        x.any() for x in cpu.backward(problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
     )
     plan = dilated(8, 2, (8,), (1,))[0]
-    assert cpu.forward(Problem(plan, is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v)))[0].shape == (0, 8, 2, 16)
+    assert cpu.forward(problem(plan, is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v)))[0].shape == (0, 8, 2, 16)
     headless = q[:, :, :0].clone(), None, q[:, :, :0], k, v, out[:, :, :0], lse[:, :, :0]
     leave_nan_in_the_memory_of_threads()
-    assert not any(x.any() for x in cpu.backward(Problem(plan, is_causal=False, scale=1.0), *headless))
+    assert not any(x.any() for x in cpu.backward(problem(plan, is_causal=False, scale=1.0), *headless))
 
 
 def test_lines_look_at_all_parts_once():
@@ -551,9 +549,9 @@ def test_rows_beyond_two_to_the_31_elements():
         return many
 
     few = tensors(1, rows, 1, 1, 16, torch.float16)
-    expected = cpu.forward(Problem(dilated(rows, 1, (rows,), (1,))[0], is_causal=True, scale=0.25), *few)
+    expected = cpu.forward(problem(dilated(rows, 1, (rows,), (1,))[0], is_causal=True, scale=0.25), *few)
     torch.use_deterministic_algorithms(False)
-    found = cpu.forward(Problem(plan, is_causal=True, scale=0.25), *map(far, few))
+    found = cpu.forward(problem(plan, is_causal=True, scale=0.25), *map(far, few))
     torch.use_deterministic_algorithms(True)
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[:, -rows:], y)
@@ -561,21 +559,21 @@ def test_rows_beyond_two_to_the_31_elements():
 
 def test_owners_share_no_queries():
     plan, _ = dilated(512, 2, (64, 128), (1, 2))
-    for causal in (False, True):
-        for launch in cpu.launches(Problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys", owned=True):
+    for is_causal in (False, True):
+        for launch in cpu.launches(problem(plan, is_causal, 1.0), torch.empty(1, 512, 2, 8), "keys", owned=True):
             seen = []
             lines = launch.table.lines
             for first, last in zip(launch.jobs[:-1].tolist(), launch.jobs[1:].tolist(), strict=True):
                 rows = set()
                 for line in lines[first:last].tolist():
                     for i in range(tiles.TILE_FIELDS, len(line), tiles.SPAN_FIELDS):
-                        start, stride, count, _ = line[i : i + tiles.SPAN_FIELDS]
+                        start, stride, count, _, _ = line[i : i + tiles.SPAN_FIELDS]
                         rows |= {(line[tiles.HEAD], start + j * stride) for j in range(count)}
                 assert not any(rows & other for other in seen)
                 seen.append(rows)
             assert sum(map(len, seen)) == len(set().union(*seen))
             assert len(seen) >= 8  # two heads, four segments of 128
-            plain = cpu.launches(Problem(plan, causal, 1.0), torch.empty(1, 512, 2, 8), "keys")
+            plain = cpu.launches(problem(plan, is_causal, 1.0), torch.empty(1, 512, 2, 8), "keys")
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 
@@ -611,8 +609,8 @@ def test_sums_in_float32_are_let_go_one_by_one():
 def results(threads, q, k, v, plan):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    out, lse = cpu.forward(Problem(plan, is_causal=True, scale=0.125), q, k, v)
-    gradients = cpu.backward(Problem(plan, is_causal=True, scale=0.125), out, None, q, k, v, out, lse)
+    out, lse = cpu.forward(problem(plan, is_causal=True, scale=0.125), q, k, v)
+    gradients = cpu.backward(problem(plan, is_causal=True, scale=0.125), out, None, q, k, v, out, lse)
     torch.set_num_threads(before)
     return out, lse, *gradients
 
@@ -641,6 +639,7 @@ def test_calls_at_once(monkeypatch):
     assert same == [True] * 16
 
 
+@pytest.mark.slow
 def test_a_forked_child_and_exit_during_a_call(fresh_python):
     """GNU OpenMP's pool does not survive a fork: a child that used it would hang."""
     fresh_python(
@@ -654,11 +653,11 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
 
         torch.set_num_threads(2)
         cpu.ONE_THREAD = 0
-        plan = plan_dilated((256,), (1,), Dilated((256,), (1,)).offset_table(2), 256)
+        plan = plan_dilated((256,), (1,), Dilated((256,), (1,)).offset_table(2), 256, is_causal=True)
         x = torch.randn(1, 256, 2, 64)
 
         def call():
-            return cpu.forward(Problem(plan, is_causal=True, scale=0.125), x, x, x)[0]
+            return cpu.forward(Problem(plan, 0.125), x, x, x)[0]
 
         def in_a_child():
             child = os.fork()
@@ -676,9 +675,9 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         assert torch.equal(call(), expected)
         in_a_child()
 
-        long = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536)
+        long = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536, is_causal=True)
         x = torch.randn(1, 65536, 2, 64)  # seconds: a thread inside PyTorch's own operators aborts the exit
-        threading.Thread(target=cpu.forward, args=(Problem(long, True, 0.125), x, x, x), daemon=True).start()
+        threading.Thread(target=cpu.forward, args=(Problem(long, 0.125), x, x, x), daemon=True).start()
         time.sleep(0.3)
         """
     )

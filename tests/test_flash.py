@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_properties
-from conformance import excesses, random_calls
+from conformance import excesses, problem, random_calls
 from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Scores
-from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call
@@ -160,6 +159,7 @@ def test_the_oracle(installed, number, is_causal, head_dim):
     assert all(error <= 1 for error in errors.values()), errors
 
 
+@pytest.mark.slow
 @random_calls(40)
 @given(
     call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True)),
@@ -210,7 +210,7 @@ def test_views_are_not_copied(installed, monkeypatch):
     monkeypatch.setattr(sys.modules[flash.MODULES[3]], "_flash_attn_forward", forward)
     q, k, v = (torch.randn(1, 64, 2, 16).half() for _ in range(3))
     plan = plan_dilated((64,), (2,), ((0, 1),), 64)
-    native.forward(Problem(plan, is_causal=False, scale=0.25), q, k, v, operators=flash)
+    native.forward(problem(plan, is_causal=False, scale=0.25), q, k, v, operators=flash)
     assert set(seen) == {x.data_ptr() for x in (q, k, v)}
 
 
@@ -261,6 +261,7 @@ def test_by_name():
         block_sparse_attention(q, q, q, BlockLayout.local(32, 16, 16), backend="flash")
 
 
+@pytest.mark.slow
 def test_by_name_in_a_graph(fresh_python):
     """What the graph's trace could not ask is asked when it runs."""
     fresh_python("""

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conformance import problem
 from dilated_attention import dilated_attention, torch_internals
 from dilated_attention.backends import fused, native
 from dilated_attention.backends.dropout import Pairs, dropout_of
-from dilated_attention.backends.problem import Problem
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
 from tolerances import TOLERANCE, relative_error
@@ -23,10 +23,10 @@ def test_schemas_bind(kind, with_lse, is_causal, monkeypatch):
     monkeypatch.setattr(fused, "_kind", lambda *x: kinds.append(kind) or kind)
     q, k, v = (torch.empty(2, 100, heads, 24, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     plan = plan_dilated((32, 100), (1, 2), ((0, 0), (0, 1)), 100)
-    out, lse = native.forward(Problem(plan, is_causal=is_causal, scale=0.1), q, k, v)
+    out, lse = native.forward(problem(plan, is_causal=is_causal, scale=0.1), q, k, v)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 100, 4), torch.float32)
     dlse = lse if with_lse else None
-    gradients = native.backward(Problem(plan, is_causal=is_causal, scale=0.1), out, dlse, q, k, v, out, lse)
+    gradients = native.backward(problem(plan, is_causal=is_causal, scale=0.1), out, dlse, q, k, v, out, lse)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert len(kinds) > 4
 
@@ -63,8 +63,8 @@ def test_calls_of_cuda_stay_within_its_limits(segment_lengths, dilation_rates, s
     monkeypatch.setattr(fused, "_kind", lambda *x: "cuda_flash")
     plan = plan_dilated(*Dilated(segment_lengths, dilation_rates).branches(size[2])[:3], size[1])
     q, lse = torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.empty(size[:3], device="meta")
-    native.forward(Problem(plan, is_causal=False, scale=0.1), q, q, q)
-    native.backward(Problem(plan, is_causal=False, scale=0.1), q, lse if with_lse else None, q, q, q, q, lse)
+    native.forward(problem(plan, is_causal=False, scale=0.1), q, q, q)
+    native.backward(problem(plan, is_causal=False, scale=0.1), q, lse if with_lse else None, q, q, q, q, lse)
     for problems, heads, rows, head_dim in shapes:
         assert problems <= 65_535
         columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
@@ -77,8 +77,8 @@ def test_calls_that_just_fit_the_limits_stay_one(shapes, monkeypatch):
         plan = plan_dilated((seq_len,), (1,), ((0,) * heads,), seq_len)
         q = torch.empty(batch, seq_len, heads, head_dim, dtype=torch.bfloat16, device="meta")
         lse = torch.empty(batch, seq_len, heads, device="meta")
-        native.forward(Problem(plan, is_causal=False, scale=0.1), q, q, q)
-        native.backward(Problem(plan, is_causal=False, scale=0.1), q, None, q, q, q, q, lse)
+        native.forward(problem(plan, is_causal=False, scale=0.1), q, q, q)
+        native.backward(problem(plan, is_causal=False, scale=0.1), q, None, q, q, q, q, lse)
     assert shapes == [(1024, 16, 2048, 64)] * 2 + [(65_535, 1, 1, 64)] * 2
 
 

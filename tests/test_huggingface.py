@@ -270,6 +270,7 @@ def test_cached_steps_equal_the_whole(padding):
             start = stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
 def test_generation_with_and_without_cache(name):
     model = dilate(model_of(name).eval(), **NESTED)
@@ -641,7 +642,7 @@ def test_more_tokens_than_learned_positions(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (None, r"LlamaConfig.dilated_attention must be a dict with segment_lengths and dilation_rates; got None"),
+        ([4], r"LlamaConfig.dilated_attention must be a dict with segment_lengths and dilation_rates; got \[4\]"),
         ({"segment_lengths": [4]}, "LlamaConfig.dilated_attention lacks dilation_rates"),
         ({**WHOLE, "window": 3}, "has the unknown window"),
         ({"segment_lengths": [4], "dilation_rates": [1, 2]}, "one entry per branch"),
@@ -686,6 +687,7 @@ def test_a_table_of_offsets(name):
     assert logits_of(dilate(model, [64], [2], offsets=table), name, None).isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph(fresh_python):
     """With attention_mask: without one, transformers takes a traced batch for packed sequences."""
     fresh_python("""
@@ -713,6 +715,7 @@ def test_compiled_in_one_graph(fresh_python):
     """)
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_not_imported_the_package(fresh_python, tmp_path):
     """transformers alone refuses the model by name, and never makes it dense; after the import it loads."""
     model = dilate(model_of("Llama").eval(), **NESTED)

@@ -28,12 +28,11 @@ import test_bad_input
 import test_blocks
 import test_dropout
 import test_properties
-from conformance import excesses, random_calls
+from conformance import band_of, causal, excesses, problem, random_calls
 from dilated_attention import dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.cache import PlanCache
@@ -63,10 +62,10 @@ class _Attention(torch.autograd.Function):
     """The gradients of a forward that has been run."""
 
     @staticmethod
-    def forward(ctx, q, k, v, state, plans, options, deterministic):
+    def forward(ctx, q, k, v, state, plans, options):
         out, lse = (x.clone() for x in state)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plans, ctx.options, ctx.deterministic = plans, options, deterministic
+        ctx.plans, ctx.options = plans, options
         return out, lse.transpose(1, 2)
 
     @staticmethod
@@ -77,35 +76,24 @@ class _Attention(torch.autograd.Function):
             state = tuple(torch.zeros(x.shape) for x in (q, k, v))
         for plan in ctx.plans:
             gradients = backend.backward(
-                Problem(plan, **ctx.options),
-                dout,
-                dlse.transpose(1, 2),
-                q,
-                k,
-                v,
-                out,
-                lse,
-                state=state,
-                deterministic=ctx.deterministic,
+                problem(plan, **ctx.options), dout, dlse.transpose(1, 2), q, k, v, out, lse, state=state
             )
-        return *(x.to(q.dtype) for x in gradients), None, None, None, None
+        return *(x.to(q.dtype) for x in gradients), None, None, None
 
 
 def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
-    """out, lse and gradients of the plans, chained, against the oracle of the count matrix: the backward in two kernels
-    and in one."""
+    """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     options = {"is_causal": False, "scale": scale} | options
     assert why(inputs[0]) is None
     state = None
     for plan in plans:
-        state = backend.forward(Problem(plan, **options), *inputs, state=state)
-    for deterministic in (True, False):
-        errors = excesses(
-            lambda q, k, v, end=deterministic: _Attention.apply(q, k, v, state, plans, options, end),
-            inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
-        )  # fmt: skip
-        assert all(error <= 1 for error in errors.values()), f"{deterministic=}, errors over their bars: {errors}"
+        state = backend.forward(problem(plan, **options), *inputs, state=state)
+    errors = excesses(
+        lambda q, k, v: _Attention.apply(q, k, v, state, plans, options),
+        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+    )  # fmt: skip
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
 def tensors(batch, seq_len, heads, kv_heads, head_dim, dtype=torch.float32, keys=None):
@@ -124,6 +112,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 # ---- in child processes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
     "names", [("TestDilated",), ("TestTypes", "TestGroups", "TestBlocks"), ("TestDropout", "TestNotFinite")], ids=str
@@ -220,7 +209,7 @@ class TestDilated:
     def test_nested_branches_share_a_launch(self):
         plan, table = dilated(256, 2, (64, 128, 256), (1, 2, 4))
         shape = Shape(16, 16, 1, 1)
-        assert [t.spans for t in tiles.tables(plan, "queries", False, shape, None, torch.device("cpu"))] == [3]
+        assert [t.spans for t in tiles.tables(plan, "queries", shape, None, torch.device("cpu"))] == [3]
         counts = count_matrix((64, 128, 256), (1, 2, 4), table, 256, is_causal=False)
         check(tensors(1, 256, 2, 2, 16), [plan], counts)
 
@@ -256,10 +245,10 @@ class TestDilated:
         q, k, v = tensors(2, 40, 2, 1, 16)
         plan, _ = dilated(40, 1, (16, 40), (1, 2))
         options = {"is_causal": True, "scale": 0.25}
-        out, lse = backend.forward(Problem(plan, **options), q, k, v)
-        expected = backend.backward(Problem(plan, **options), q, None, q, k, v, out, lse)
+        out, lse = backend.forward(problem(plan, **options), q, k, v)
+        expected = backend.backward(problem(plan, **options), q, None, q, k, v, out, lse)
         turned = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out, lse))
-        for x, y in zip(backend.backward(Problem(plan, **options), q, None, q, k, v, *turned), expected, strict=True):
+        for x, y in zip(backend.backward(problem(plan, **options), q, None, q, k, v, *turned), expected, strict=True):
             assert torch.equal(x, y)
 
     @both
@@ -306,12 +295,12 @@ class TestDilated:
         many = [last_rows_of(x) for x in few]
         options = {"is_causal": is_causal, "scale": 0.25}
         near = dilated(rows, 1, (rows,), (1,))[0]
-        expected = backend.forward(Problem(near, **options), *few)
-        found = backend.forward(Problem(plan, **options), *many)
+        expected = backend.forward(problem(near, **options), *few)
+        found = backend.forward(problem(plan, **options), *many)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x[:, -rows:], y)
         dout = torch.randn(few[0].shape).half()
-        expected = backend.backward(Problem(near, **options), dout, None, *few, *expected)
+        expected = backend.backward(problem(near, **options), dout, None, *few, *expected)
         stats = backend._stats
         monkeypatch.setattr(
             backend,
@@ -319,7 +308,7 @@ class TestDilated:
             lambda *x, held: last_rows_of(stats(*(y if y is None else y[:, -rows:] for y in x), held={})),
         )
         for x, y in zip(
-            backend.backward(Problem(plan, **options), last_rows_of(dout), None, *many, *found), expected, strict=True
+            backend.backward(problem(plan, **options), last_rows_of(dout), None, *many, *found), expected, strict=True
         ):
             assert torch.equal(x[:, -rows:], y)
 
@@ -339,19 +328,19 @@ class TestDilated:
         few = tensors(1, count, 1, 1, head_dim, torch.float16)
         options = {"is_causal": is_causal, "scale": 0.25}
         near = dilated(count, 1, (count,), (1,))[0]
-        expected = backend.forward(Problem(near, **options), *few)
+        expected = backend.forward(problem(near, **options), *few)
         many = [spread(x) for x in few]
-        found = backend.forward(Problem(plan, **options), *many)
+        found = backend.forward(problem(plan, **options), *many)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x[:, ::apart], y)
         dout = torch.randn(few[0].shape).half()
-        expected = backend.backward(Problem(near, **options), dout, None, *few, *expected)
+        expected = backend.backward(problem(near, **options), dout, None, *few, *expected)
         stats = backend._stats
         monkeypatch.setattr(
             backend, "_stats", lambda *x, held: spread(stats(*(y if y is None else y[:, ::apart] for y in x), held={}))
         )
         for x, y in zip(
-            backend.backward(Problem(plan, **options), spread(dout), None, *many, *found), expected, strict=True
+            backend.backward(problem(plan, **options), spread(dout), None, *many, *found), expected, strict=True
         ):
             assert torch.equal(x[:, ::apart], y)
 
@@ -368,7 +357,7 @@ class TestDilated:
 class TestGroups:
     """Plans that no pattern on one device has: keys that are not the queries' rows, plans one after another."""
 
-    def counts(self, groups, kv_heads, queries, keys, is_causal):
+    def counts(self, groups, kv_heads, queries, keys):
         counts = torch.zeros(kv_heads, queries, keys, dtype=torch.int32)
         for group in groups:
             for segment in range(group.queries.segments):
@@ -376,9 +365,7 @@ class TestGroups:
                     side.start + segment * side.segment + side.stride * torch.arange(side.count)
                     for side in (group.queries, group.keys)
                 )
-                seen = torch.ones(len(rows), len(columns), dtype=torch.int32)
-                if is_causal and group.diagonal:
-                    seen = seen.tril()
+                seen = band_of(group).int()
                 for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
                     counts[head, rows[:, None], columns[None, :]] += seen
         return counts
@@ -387,12 +374,14 @@ class TestGroups:
     def test_keys_from_elsewhere(self, is_causal):
         # A shard of 48 tokens: a local branch, then rows received from other ranks, some of them before all queries.
         local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
-        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
-        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+        received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
+        aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1)
         groups = local, received, aligned
         plan = Plan(48, 2, groups, covered=True, square=False)
         inputs = tensors(1, 48, 4, 2, 16, keys=206)
-        check(inputs, [plan], self.counts(groups, 2, 48, 206, is_causal), is_causal=is_causal)
+        check(
+            inputs, [plan], self.counts(causal(plan).groups if is_causal else groups, 2, 48, 206), is_causal=is_causal
+        )
 
     def test_chained_state(self):
         plan, table = dilated(100, 2, (32, 64, 100), (1, 2, 3))
@@ -406,21 +395,21 @@ class TestGroups:
 
     def test_decoding(self):
         # One new token sees every second token of a cache, aligned to itself.
-        group = StridedGroup(Rows(0, 1, 1, 1, 1), Rows(1, 130, 1, 2, 65), 0, 2, 1, diagonal=False, first=True)
+        group = StridedGroup(Rows(0, 1, 1, 1, 1), Rows(1, 130, 1, 2, 65), 0, 2, 1, first=True)
         plan = Plan(1, 2, (group,), covered=True, square=False)
-        check(tensors(3, 1, 4, 2, 64, keys=131), [plan], self.counts([group], 2, 1, 131, True), is_causal=True)
+        check(tensors(3, 1, 4, 2, 64, keys=131), [plan], self.counts([group], 2, 1, 131), is_causal=True)
 
     def test_nothing(self):
         empty = Plan(8, 2, (), covered=False, square=True)
         q, k, v = tensors(1, 8, 2, 2, 16)
-        out, lse = backend.forward(Problem(empty, is_causal=False, scale=1.0), q, k, v)
+        out, lse = backend.forward(problem(empty, is_causal=False, scale=1.0), q, k, v)
         assert not out.any()
         assert (lse == -math.inf).all()
         assert not any(
-            x.any() for x in backend.backward(Problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
+            x.any() for x in backend.backward(problem(empty, is_causal=False, scale=1.0), q, None, q, k, v, out, lse)
         )
         out, lse = backend.forward(
-            Problem(dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v))
+            problem(dilated(8, 2, (8,), (1,))[0], is_causal=False, scale=1.0), *(x[:0] for x in (q, k, v))
         )
         assert out.shape == (0, 8, 2, 16)
 
@@ -513,7 +502,7 @@ class TestDropout:
         q, k, v = tensors(3, 40, 2, 1, 16)
         dilated_attention(q, k, v, (16, 40), (1, 2), lengths=[40, 7, 0], backend="triton")
         assert len(plans) == 1
-        assert len(tiles.tables(plans[0], "queries", True, Shape(16, 16, 1, 1), None, q.device)) == 2  # branches
+        assert len(tiles.tables(causal(plans[0]), "queries", Shape(16, 16, 1, 1), None, q.device)) == 2  # branches
 
 
 @interpreted
@@ -547,7 +536,7 @@ def seen(plan, side, is_causal, shape):
     pairs: Counter[tuple[int, int, int]] = Counter()
     phantoms: Counter[tuple[int, int]] = Counter()
     begun: set[tuple[int, int]] = set()
-    for table in tiles.tables(plan, side, is_causal, shape, None, torch.device("cpu")):
+    for table in tiles.tables(causal(plan) if is_causal else plan, side, shape, None, torch.device("cpu")):
         launch = set()
         for head, start, stride, rows, first, zeros, _, _, *spans in table.lines.tolist():
             assert 0 < rows <= shape.own
@@ -557,11 +546,10 @@ def seen(plan, side, is_causal, shape):
                 assert (head, row) not in begun if first else (head, row) in begun or not plan.covered
                 launch.add((head, row))
                 phantoms[head, row] += zeros
-                for begin, step, count, diagonal in zip(*(iter(spans),) * 4, strict=True):
+                for begin, step, count, near, far in zip(*(iter(spans),) * 5, strict=True):
                     assert not (table.even and count % shape.loop)
                     for j in range(count):
-                        shown = j <= i + diagonal if side == "queries" else j >= i + diagonal
-                        if not is_causal or shown:
+                        if min(near, far) <= j - i <= max(near, far):
                             pairs[head, row, begin + j * step] += 1
         begun |= launch
     return pairs, +phantoms
@@ -586,6 +574,7 @@ def test_tables_hold_every_pair_once(data, seq_len, heads, is_causal, union):
         assert seen(plan, "keys", is_causal, shape)[0] == entries(counts.mT)
 
 
+@pytest.mark.slow
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 3))
 def test_tables_of_ragged_batches_hold_every_pair_once(data, lengths, heads):
     branches = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=3))
@@ -613,7 +602,7 @@ def test_tables_of_ragged_batches_take_memory_by_their_tokens():
         starts = [sum(lengths[:i]) for i in range(number + 1)]
         plan = tiles.concatenate(plans[:number], starts[:-1], starts[-1])
         tracemalloc.start()
-        tiles.tables(plan, "queries", False, Shape(128, 128, 8, 3), None, torch.device("cpu"))
+        tiles.tables(plan, "queries", Shape(128, 128, 8, 3), None, torch.device("cpu"))
         peaks.append(tracemalloc.get_traced_memory()[1] / starts[-1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
@@ -623,14 +612,14 @@ def test_geometric_branches_take_few_launches():
     w, r = tuple(2048 * 2**i for i in range(8)), tuple(2**i for i in range(8))
     plan, _ = dilated(2**18, 16, w, r)
     shape = Shape(128, 128, 8, 3)
-    launches = tiles.tables(plan, "queries", False, shape, None, torch.device("cpu"))
+    launches = tiles.tables(plan, "queries", shape, None, torch.device("cpu"))
     assert [t.spans for t in launches] == [5, 3]
-    assert len(tiles.tables(plan, "queries", True, shape, None, torch.device("cpu"))) == 8
+    assert len(tiles.tables(causal(plan), "queries", shape, None, torch.device("cpu"))) == 8
 
 
 def test_causal_branches_keep_their_own_launches():
     plan, _ = dilated(4096, 2, (1024, 4096), (1, 4))
-    for table in tiles.tables(plan, "queries", True, Shape(64, 64, 1, 1), None, torch.device("cpu")):
+    for table in tiles.tables(causal(plan), "queries", Shape(64, 64, 1, 1), None, torch.device("cpu")):
         assert table.spans == 1
 
 
@@ -648,7 +637,7 @@ def test_tables_refuse_tokens_that_they_cannot_name():
     group = StridedGroup(*(Rows(2**31, 8, 1, 1, 8),) * 2, 0, 1, 1, first=True)
     plan = Plan(2**31 + 8, 1, (group,), covered=False, square=True)
     with pytest.raises(UnsupportedError, match=r"address 2\^31 tokens of all samples; got token 2147483648"):
-        tiles.tables(plan, "queries", False, Shape(16, 16, 1, 1), None, torch.device("cpu"))
+        tiles.tables(plan, "queries", Shape(16, 16, 1, 1), None, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -673,7 +662,7 @@ def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypa
     monkeypatch.setattr(backend, "plan_cache", PlanCache(1000))
     plan = plan_dilated((64,), (1,), ((0,),), 64)
     for layouts in (None, {64: lists}):
-        backend._launches(kernel, Problem(plan, False, 1.0, layouts=layouts), q)
+        backend._launches(kernel, problem(plan, False, 1.0, layouts=layouts), q)
     expected = ["column starts", "columns"] if kernel == "dkdv" else ["row starts", "rows"]
     assert recorded == ([(name, stream) for name in ["tiles", "tiles", *expected]] if number else [])
 

@@ -198,6 +198,7 @@ def masks(draw):
     return seq_len, block_size, torch.rand(*lead, -(-seq_len // q_block), -(-seq_len // k_block), generator=generator) < share  # fmt: skip # noqa: E501
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(masks(), st.booleans(), st.data())
 def test_algebra(drawn, causal, data):
@@ -616,6 +617,7 @@ def test_copies_carry_content_alone(copied):
     assert other == layout
 
 
+@pytest.mark.slow
 def test_a_layout_of_another_process(fresh_python, tmp_path):
     layout = BlockLayout.local(256, 16, 16)
     source = f"""

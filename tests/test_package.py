@@ -47,6 +47,7 @@ def test_an_empty_name_is_found(name):
     assert empty_words(Path(name))
 
 
+@pytest.mark.slow
 def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_python):
     """In an interpreter where rich and matplotlib cannot be imported."""
     fresh_python(
@@ -81,6 +82,7 @@ def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_py
     )
 
 
+@pytest.mark.slow
 def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
     """In particular not the compiler, which takes longer to load than the rest of PyTorch."""
     loaded = fresh_python(
@@ -98,6 +100,7 @@ def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "triton"))]
 
 
+@pytest.mark.slow
 def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_python):
     printed = fresh_python(
         """

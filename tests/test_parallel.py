@@ -200,6 +200,7 @@ def run_pairs(is_causal: bool, transports):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
 def test_masks_and_dropout_leave_the_pairs_that_one_device_leaves(size: int, is_causal: bool) -> None:
     transports = {name: served(replace(CASES[name], shares=None), size, is_causal) for name in PAIRS}
@@ -236,6 +237,7 @@ def served(case: Case, size: int, is_causal: bool) -> list[str]:
     return [name for name in names if case.lengths is None or name != "doubling"] + ["auto"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_equals_the_oracle_and_moves_the_bytes_of_the_formula(size: int, is_causal: bool) -> None:
@@ -359,6 +361,7 @@ def block_expected(name: str, is_causal: bool):
     return [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_block_layouts_equal_the_oracle_and_move_the_rows_that_they_list(size: int, is_causal: bool) -> None:
@@ -442,6 +445,7 @@ def compose():
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_composes(size: int) -> None:
     for answers in processes.run(size, compose):

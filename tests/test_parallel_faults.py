@@ -101,6 +101,7 @@ def suffer(transport: str, phase: str, fault: str):
     return report(fault, transport)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["killed", "frozen", "absent"])
 def test_survivors_of_a_lost_rank_say_so_in_time(fault: str, phase: str) -> None:
@@ -165,6 +166,7 @@ def differ(transport: str, difference: str):
     return report("differing", transport, **(DIFFERENCES[difference] if dist.get_rank() == CULPRIT else {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
     """Messages shorter than expected fail their seal; where one is longer, gloo itself ends the receiving process."""
@@ -267,6 +269,7 @@ OUT_OF_STEP = [
 ]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_out_of_step_are_told() -> None:
     """Each rank that exchanges with the culprit; the others learn of it when they use the group again."""
     for batch in (OUT_OF_STEP[:8], OUT_OF_STEP[8:]):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from conformance import band_of
 from dilated_attention import Dilated
 from dilated_attention.parallel import exchange_plan
 from dilated_attention.parallel.partition import (
@@ -50,7 +51,7 @@ def definition(sharding: Sharding) -> torch.Tensor:
     return counts.tril() if sharding.is_causal else counts
 
 
-def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: int, is_causal: bool) -> None:
+def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: int) -> None:
     """Add what a plan computes to counts; `key_tokens[row, head]` is the global token of a key row, -1 for none."""
     written = torch.zeros(plan.num_heads, plan.seq_len, dtype=torch.bool)
     for group in plan.groups:
@@ -64,9 +65,7 @@ def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: 
             for q, k in zip(queries, keys, strict=True):
                 tokens = key_tokens[k, head]
                 assert (tokens >= 0).all()
-                seen = torch.ones(len(q), len(k), dtype=torch.int64)
-                if is_causal and group.diagonal:
-                    seen = seen.tril()
+                seen = band_of(group).long()
                 counts[head].index_put_((q[:, None] + lower, tokens[None]), seen, accumulate=True)
     if plan.covered:
         assert written.all()
@@ -83,14 +82,14 @@ def check(sharding: Sharding) -> None:
         plan = local_plan(sharding, rank)
         assert plan.square
         assert all(group.queries == group.keys for group in plan.groups)
-        add_plan(counts, plan, own, lower, sharding.is_causal)
+        add_plan(counts, plan, own, lower)
 
         part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
         table = torch.full((part.rows * heads,), -1)
         table[part.slots] = torch.from_numpy(part.keys // heads)
         assert (part.keys % heads == part.slots % heads).all()
         assert len(np.unique(part.slots)) == len(part.slots)
-        add_plan(counts, part.plan, table.view(part.rows, heads), lower, sharding.is_causal)
+        add_plan(counts, part.plan, table.view(part.rows, heads), lower)
         assert torch.equal(counts[:, lower:upper], expected[:, lower:upper])
 
         needed = expected[:, lower:upper].sum(1) > 0
@@ -124,6 +123,7 @@ def shardings(draw: st.DrawFn) -> tuple:
     return tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(shardings())
 def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> None:
@@ -214,8 +214,8 @@ def test_edges_that_do_not_ascend_are_refused(field: str, edges: tuple[int, ...]
 @pytest.mark.parametrize(
     ("pattern", "rank", "message"),
     [
-        (None, 0, "pattern must be a Dilated, a BlockLayout or their product; got NoneType"),
-        ((16, 32), 0, "pattern must be a Dilated, a BlockLayout or their product; got tuple"),
+        (None, 0, "pattern must be a Dilated, a Window, a BlockLayout, a product or a sum; got NoneType"),
+        ((16, 32), 0, "pattern must be a Dilated, a Window, a BlockLayout, a product or a sum; got tuple"),
         (Dilated((8,), (1,)), 4, r"rank must be an integer from 0 to 3; got 4"),
         (Dilated((8,), (1,)), 1.5, r"rank must be an integer from 0 to 3; got 1.5"),
         (Dilated((8,), (1,)), "a", r"rank must be an integer from 0 to 3; got 'a'"),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dilated_attention import BackendError, BlockLayout, Dilated, Product, explain
+from conformance import band_of
+from dilated_attention import BackendError, BlockLayout, Dilated, Product, Window, explain
 from dilated_attention.backends.reference import count_matrix
-from dilated_attention.plan import plan_dilated, plan_suffix, row_counts
+from dilated_attention.plan import plan_dilated, plan_of, row_counts
 
 PATTERNS = [
     Dilated((8,), (1,)),
@@ -31,11 +32,47 @@ def test_a_plan_for_a_billion_tokens_has_few_groups():
     assert pattern.flops(2**30 + 12345, 8, 64) > 4 * 64 * 8 * 2**30 * 2**11
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_plan_is_the_suffix_from_the_first_token(pattern):
-    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(4)
-    for seq_len in (0, 1, 61):
-        assert plan_suffix(*branches, seq_len, 0) == plan_dilated(*branches, seq_len)
+WINDOWS = [
+    Window(5),
+    Window(0, 3),
+    Window(4, 0, rate=3),
+    Window(100),
+    Window(3, leading=7),
+    Window(3, 1, rate=2, leading=5),
+    Window(2) + Dilated((8, 16), (1, 2)),
+]
+
+
+def expanded(plan, kv_heads, queries, keys):
+    """How often the groups of a plan show each key to each query."""
+    counts = torch.zeros(kv_heads, queries, keys, dtype=torch.int32)
+    for group in plan.groups:
+        for segment in range(group.queries.segments):
+            rows, columns = (
+                side.start + segment * side.segment + side.stride * torch.arange(side.count)
+                for side in (group.queries, group.keys)
+            )
+            for head in range(group.head, group.head + group.heads * group.head_stride, group.head_stride):
+                counts[head, rows[:, None], columns] += band_of(group).int()
+    return counts
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS + WINDOWS)
+def test_a_plan_shows_what_the_definition_does(pattern, is_causal):
+    branches = pattern.branches(4)
+    for (q_start, queries), (k_start, keys) in (
+        ((0, 61), (0, 61)), ((0, 1), (0, 1)), ((20, 30), (0, 61)), ((60, 1), (0, 61)), ((33, 28), (21, 40)),
+        ((5, 20), (30, 10)), ((90, 4), (0, 61)),
+    ):  # fmt: skip
+        plan = plan_of(branches, (q_start, q_start + queries), (k_start, k_start + keys), is_causal)
+        expected = count_matrix(
+            *branches[:3], queries, is_causal=is_causal, bands=branches.bands, leading=branches.leading,
+            starts=(q_start, k_start), num_keys=keys,
+        )  # fmt: skip
+        assert torch.equal(expanded(plan, 4, queries, keys), expected)
+        assert sum(group.entries() for group in plan.groups) == expected.sum()
+        assert not plan.covered or plan.groups
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -50,8 +87,11 @@ def test_coverage_flops_and_rows_are_those_of_the_definition(pattern, seq_len):
     blind = int((counts.sum(-1) == 0).sum())
     assert [str(w.message).split(" ")[0] for w in caught] == ([str(blind)] if blind else [])
     for is_causal in (False, True):
-        entries = int(count_matrix(*branches, seq_len, is_causal=is_causal).sum())
-        assert pattern.flops(seq_len, 4, 16, is_causal) == 4 * 16 * entries
+        causal_counts = count_matrix(*branches, seq_len, is_causal=is_causal)
+        assert pattern.flops(seq_len, 4, 16, is_causal) == 4 * 16 * int(causal_counts.sum())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(pattern.coverage(seq_len, 4, is_causal), causal_counts.sum(-1))
     assert row_counts(*branches, seq_len) == {g.queries.count for g in plan_dilated(*branches, seq_len).groups}
 
 
@@ -154,7 +194,7 @@ class TestExplain:
         for is_causal in (False, True):
             found = explain(q, k, k, pattern, is_causal=is_causal)
             assert found.flops == 3 * 2 * pattern.flops(61, 2, 16, is_causal)
-            plan = plan_dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(2), 61)
+            plan = plan_of(pattern.branches(2), (0, 61), None, is_causal)
             assert found.groups == plan.groups
 
     def test_bytes_of_one_dense_segment(self):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import inspect
 import json
 import re
@@ -36,6 +37,7 @@ import dilated_attention
 from dilated_attention import (
     BlockLayout,
     Dilated,
+    Window,
     attention,
     attention_weights,
     block_sparse_attention,
@@ -138,6 +140,7 @@ def remedy(words: str, cases: dict[str, Callable] = CASES) -> Callable[[Callable
     return add
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", CASES)
 def test_following(words, request):
     told, case = Told(words), CASES[words]
@@ -228,6 +231,7 @@ FOLLOWED_ELSEWHERE = {
 NOT_FOLLOWED = {
     "use float16, bfloat16 or float32": "needs a GPU",
     "use float16 or bfloat16": "needs a GPU",
+    "the kernels do not serve {}; use native": "needs a GPU",
     "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",
     "then ask for it by name": "needs a GPU",
@@ -235,6 +239,7 @@ NOT_FOLLOWED = {
     "ask its owner": "needs another user",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
     "run one rank of": "describes a command",
+    "call dilate on the whole model": "an assertion of how dilate works",
 }
 
 
@@ -1665,6 +1670,7 @@ def _(told, llama):
     expected, tokens = _dilated(llama, **NESTED), _tokens(40)
     bare = copy.deepcopy(llama)
     bare.set_attn_implementation("dilated_attention")
+    bare.config.dilated_attention = [4]
     with told():
         bare(tokens)
     bare.config.dilated_attention = NESTED
@@ -1934,3 +1940,95 @@ def _(told, capsys):
     words = ["suggest", "--tokens", 1000, "--heads", 8, "--budget"]
     told_by_command(told, capsys, *words, "1")
     assert "100.0% of dense attention" in succeeds(capsys, *words, "1.0").replace("100.00%", "100.0%")
+
+
+# ---- windows, sums and positions
+
+
+@remedy("leave compat out")
+def _(told):
+    q, k, v = tensors()
+    pattern = dataclasses.replace(PATTERN, compat="torchscale")
+    with told():
+        attention(q[:, 8:], k, v, pattern, is_causal=True, q_start=8)
+    exact = dataclasses.replace(pattern, compat=None)
+    found = attention(q[:, 8:], k, v, exact, is_causal=True, q_start=8)
+    torch.testing.assert_close(found, attention(q, k, v, exact, is_causal=True)[:, 8:])
+
+
+@remedy("give a Dilated, a Window or a sum of them")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q[:, 8:], k, v, BlockLayout.local(16, 4, 4), is_causal=True, q_start=8)
+    found = attention(q[:, 8:], k, v, Window(4) + PATTERN, is_causal=True, q_start=8)
+    torch.testing.assert_close(found, attention(q, k, v, Window(4) + PATTERN, is_causal=True)[:, 8:])
+
+
+@remedy("make one call per sample")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q[:, 12:], k, v, Window(4), is_causal=True, q_start=12, cu_seqlens=torch.tensor([0, 4]))
+    found = attention(q[:, 12:], k, v, Window(4), is_causal=True, q_start=12)
+    torch.testing.assert_close(found, attention(q, k, v, Window(4), is_causal=True)[:, 12:])
+
+
+@remedy("give their sum, Window(...) + layout, or a layout alone, BlockLayout.local")
+def _(told):
+    layout, (q, k, v) = BlockLayout.local(16, 4, 4), tensors()
+    with told():
+        Window(4) * layout
+    assert attention(q, k, v, Window(4) + layout).isfinite().all()
+
+
+@remedy("the zero keys of released checkpoints belong to one pattern; use {}")
+def _(told):
+    q, k, v = tensors()
+    with told() as caught:
+        Window(4) + dataclasses.replace(PATTERN, compat="torchscale")
+    pattern = eval(str(caught.value).split("; use ")[1], {"Dilated": Dilated})
+    assert attention(q, k, v, Window(4) + pattern).isfinite().all()
+
+
+@remedy("a {} over a mesh is not supported yet; give a Dilated pattern", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(8)
+    with told():
+        attention(q, k, v, Window(4), mesh=mesh)
+    with told():
+        parallel.exchange_plan(Window(4), 16, 4, 2, 0)
+    assert attention(q, k, v, PATTERN, mesh=mesh).isfinite().all()
+
+
+@remedy("leave q_start and k_start out: the shards say where tokens lie", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors(8)
+    with told():
+        attention(q, k, v, PATTERN, mesh=mesh, q_start=8)
+    assert attention(q, k, v, PATTERN, mesh=mesh).isfinite().all()
+
+
+# ---- a transformers model's own attention
+
+
+@remedy('load the model with attn_implementation="sdpa"')
+def _(told):
+    model = _model("Llama")
+    model.set_attn_implementation("dilated_attention")
+    tokens = _tokens()
+    pairs = torch.ones(*tokens.shape, tokens.shape[1], dtype=torch.bool).tril()[:, None]
+    with told():
+        model(tokens, attention_mask=pairs)
+    model.set_attn_implementation("sdpa")
+    assert model(tokens, attention_mask=pairs).logits.isfinite().all()
+
+
+@remedy('has not called this library yet; load it with attn_implementation="{}" and run a forward first')
+def _(told):
+    model = _model("Llama")
+    with told():
+        huggingface.report(model)
+    model.set_attn_implementation("dilated_attention")
+    model(_tokens())
+    assert "all keys" in huggingface.report(model)

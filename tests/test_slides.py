@@ -281,6 +281,7 @@ def test_a_projection_is_called_once_for_all_slides():
     assert seen == [192]
 
 
+@pytest.mark.slow
 def test_a_slide_encoder_is_exported(fresh_python):
     fresh_python(
         """

@@ -291,6 +291,7 @@ def test_a_cache_of_a_call_that_failed_is_free(make):
     assert cache.length == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("make", [native, mixture])
 @torch.no_grad()

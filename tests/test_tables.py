@@ -83,6 +83,7 @@ def run(seed):
             check(*draw.choice(held), is_causal, backend, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_sequences(first):
     for seed in range(first, first + 20):
@@ -104,6 +105,7 @@ def test_a_layout_that_was_written_to_is_refused():
             use()
 
 
+@pytest.mark.slow
 def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
     """Inductor gives the memory, and the tensor, of one layer's tables to the next layer's."""
     fresh_python(

@@ -61,6 +61,7 @@ def signal_in_step(number: int, step: int) -> None:
     Ranks.mean = interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "culprit"), [("SIGKILL", 1), ("SIGSTOP", 1), ("SIGKILL", 0)])
 def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
     before = {culprit: functools.partial(signal_in_step, getattr(signal, fault), 4)}
@@ -75,6 +76,7 @@ def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
         assert f"--resume continues {text.parent / 'run'}" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Path) -> None:
     """torchrun sends SIGTERM when a rank has died, and SIGKILL 30 s later: no time for the timeout."""
     before = {1: functools.partial(signal_in_step, signal.SIGSTOP, 2)}
@@ -90,6 +92,7 @@ def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Pa
         assert "step 2: lost rank 1" in lines[0]
 
 
+@pytest.mark.slow
 def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path) -> None:
     """As torchrun --max-restarts does: what the first ones wrote, a verdict among it, is still there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -100,6 +103,7 @@ def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path
     assert [code for code, _ in again] == [0, 0, 0], again
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(text: Path) -> None:
     commands = processes.Commands(text.parent, [words(text), words(text), None])
     for rank, (code, lines) in enumerate(commands.ends(60, [0, 1])):

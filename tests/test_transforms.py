@@ -344,6 +344,7 @@ def test_jit_trace_is_refused():
         torch.jit.trace(lambda q: dilated_attention(q, q, q, [8], [1]), (q,))
 
 
+@pytest.mark.slow
 def test_compiled_and_exported(fresh_python):
     """In one graph each, at lengths that change; masks are looked at when the graph runs."""
     fresh_python("""

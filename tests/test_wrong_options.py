@@ -110,7 +110,7 @@ def given(tmp_path_factory) -> Path:
 
 def right(name: str, option: str, given: Path, out: Path) -> tuple[dict[str, object], dict[str, object]]:
     """Arguments by position and by option under which the command runs, and reads the option."""
-    if name == "plot" and option in ("--documents", "--patterns"):
+    if name == "plot" and option == "--documents":
         return {"what": given / "results"}, {"--out": out, "--documents": given / "page.md"}
     if name == "plot":
         what, its = PATTERNS.get(option, ("dilated", {**BRANCHES, "--heads": 2}))
@@ -148,7 +148,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(demo, "Demo", lambda **found: sys.exit(0))
     monkeypatch.setattr(writing, "write", lambda *arguments, **options: islice(write(*arguments, **options), 2))
     monkeypatch.setattr(simulate, "rehearse", lambda worlds: [ended[0](worlds[0], *ended[1:])])
-    monkeypatch.setattr(compare, "measured", lambda *arguments: Suite.steps(*arguments[1:])[0].measure())
+    monkeypatch.setattr(compare, "measured", lambda *arguments: Suite.steps(*arguments)[0].measure())
     monkeypatch.setattr(compare, "ring_of_two", lambda *arguments, **options: iter(()))
     monkeypatch.setattr(check, "GUARDS", ())
     monkeypatch.setitem(command.SUITES, "foundation", Suite)

@@ -6,7 +6,7 @@ from dilated_attention.explain import Explanation, explain
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
-from dilated_attention.patterns import Dilated, Product
+from dilated_attention.patterns import Dilated, Product, Sum, Window
 from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.weights import attention_weights
 
@@ -18,7 +18,9 @@ __all__ = [
     "Dilated",
     "Explanation",
     "Product",
+    "Sum",
     "UnsupportedError",
+    "Window",
     "attention",
     "attention_weights",
     "block_sparse_attention",

@@ -24,11 +24,11 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import Mesh, check_transport, context_group
-from dilated_attention.patterns import Dilated, Product
-from dilated_attention.plan import Branches, Plan, plan_dilated, row_counts
+from dilated_attention.patterns import Dilated, Product, Sum, Window
+from dilated_attention.plan import Branches, Plan, plan_of, row_counts
 from dilated_attention.torch_internals import is_mapped
 
-Pattern = Dilated | BlockLayout | Product
+Pattern = Dilated | Window | BlockLayout | Product | Sum
 
 
 class Options(TypedDict, total=False):
@@ -47,6 +47,9 @@ class Options(TypedDict, total=False):
     head_offset: int | None
     transport: str
     layer: str
+    q_start: int | None
+    k_start: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Call:
         first_head: global index of the first query head.
         seed: of dropout, drawn when the call runs; None without.
         shards: over a mesh of several ranks; None on one device.
+        starts: the positions of the first query and of the first key.
+        softcap: the bound of scores; 0: none.
     """
 
     branches: Branches
@@ -93,6 +98,8 @@ class Call:
     first_head: int = 0
     seed: Tensor | None = None
     shards: Shards | None = None
+    starts: tuple[int, int] = (0, 0)
+    softcap: float = 0.0
 
     @classmethod
     def of(
@@ -115,6 +122,9 @@ class Call:
         head_offset: int | None = None,
         transport: str = "auto",
         layer: str = "",
+        q_start: int | None = None,
+        k_start: int | None = None,
+        softcap: float | None = None,
     ) -> Call:
         """What `attention` with these arguments asks.
 
@@ -122,7 +132,8 @@ class Call:
         """
         group = None if mesh is None else context_group(mesh)
         ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
-        checks.tensors(q, k, v)
+        placed = q_start is not None or k_start is not None
+        checks.tensors(q, k, v, placed)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
         if ranks is not None and not isinstance(pattern, Dilated):
@@ -134,15 +145,27 @@ class Call:
                     raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; {remedy}")
         if ranks is not None and dropout_p and lengths is not None:
             raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
-        checks.mask(q, key_padding_mask)
+        checks.mask(k, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
-        branches = dilated_factor(pattern, seq_len).branches(k.shape[2], head_offset)
+        factor = branched_factor(pattern, seq_len)
+        branches = factor.branches(k.shape[2], head_offset)
+        starts = [
+            0 if x is None else checks.integer(name, x, 0) for name, x in (("q_start", q_start), ("k_start", k_start))
+        ]
+        if placed:
+            _check_placed(pattern, mesh, lengths, cu_seqlens)
+        if branches.bands and ranks is not None:
+            raise UnsupportedError(
+                f"a {type(pattern).__name__} over a mesh is not supported yet; give a Dilated pattern, or one device"
+            )
         needs = {
             "key_padding_mask": key_padding_mask is not None,
             "dropout_p": dropout_p > 0,
-            "a block layout": not isinstance(pattern, Dilated),
+            "a block layout": isinstance(pattern, (BlockLayout, Product)),
+            "a window": bool(branches.bands),
+            "softcap": softcap is not None,
         }
         asked = tuple([name for name, needed in needs.items() if needed])
         facts = Facts(
@@ -159,8 +182,10 @@ class Call:
             key_padding_mask=key_padding_mask,
             dropout_p=float(dropout_p),
             first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
+            starts=(starts[0], starts[1]),
+            softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
         )
-        if not isinstance(pattern, Dilated):
+        if isinstance(pattern, (BlockLayout, Product)):
             layouts = call._layouts(pattern, q, k, seq_len)
             if ranks is not None:
                 lists = torch.device("cpu") if q.device.type == "meta" else q.device
@@ -174,9 +199,12 @@ class Call:
     def backend(self) -> table.Backend:
         return self.choice.backend
 
-    def plan(self, seq_len: int) -> Plan:
-        """The plan of one sample of this many tokens on one device."""
-        return plan_dilated(*self.branches[:3], seq_len, self.branches.compat)
+    def plan(self, queries: int, keys: int | None = None) -> Plan:
+        """The plan of one sample of this many queries, and of as many keys if not told otherwise, on one device."""
+        rows, columns = (
+            (start, start + count) for start, count in zip(self.starts, (queries, keys or queries), strict=True)
+        )
+        return plan_of(self.branches, rows, columns, self.is_causal)
 
     def samples(self, seq_len: int) -> Iterator[tuple[slice, slice]]:
         """The (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
@@ -215,14 +243,18 @@ class Call:
 
     def row_counts(self, length: int) -> set[int]:
         """How many tokens take part in a segment, of all segments of a sample of this many tokens."""
-        segment_lengths, dilation_rates, offsets, _ = self.branches  # torch.compile of PyTorch 2.8 knows no slice of it
+        # torch.compile of PyTorch 2.8 knows no slice of a named tuple.
+        segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
         return row_counts(segment_lengths, dilation_rates, offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
         """Which pairs of query and key survive; None where all do."""
         if self.seed is None:
             return None
-        queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        queries, keys = (
+            torch.arange(start, start + x.shape[1], device=q.device)
+            for start, x in zip(self.starts, (q, k), strict=True)
+        )
         return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
 
     def over(self, shards: Shards) -> Call:
@@ -315,16 +347,29 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     return seq_len
 
 
-def dilated_factor(pattern: Pattern, seq_len: int) -> Dilated:
-    """The dilated factor of a pattern; a block layout alone has one segment of all tokens."""
-    if isinstance(pattern, Dilated):
+def _check_placed(pattern: Pattern, mesh: Any, lengths: Any, cu_seqlens: Any) -> None:
+    """Refuse what has no meaning yet where q_start or k_start is given."""
+    for name, given, remedy in (
+        ("a block layout", isinstance(pattern, (BlockLayout, Product)), "give a Dilated, a Window or a sum of them"),
+        ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
+        ("mesh", mesh is not None, "leave q_start and k_start out: the shards say where tokens lie"),
+        ("lengths", lengths is not None, "hide padding by key_padding_mask"),
+        ("cu_seqlens", cu_seqlens is not None, "make one call per sample"),
+    ):
+        if given:
+            raise UnsupportedError(f"{name} with q_start or k_start is not supported; {remedy}")
+
+
+def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
+    """The factor of a pattern that has branches; a block layout alone has one segment of all tokens."""
+    if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):
         return Dilated((max(seq_len, 1),), (1,))
     if isinstance(pattern, Product):
         return pattern.dilated
     raise ValueError(
-        f"pattern must be a Dilated, a BlockLayout or their product; got {type(pattern).__name__}"
+        f"pattern must be a Dilated, a Window, a BlockLayout, a product or a sum; got {type(pattern).__name__}"
         f"{layout_remedy(pattern)}"
     )
 
@@ -341,8 +386,17 @@ def layout_remedy(given: Any) -> str:
 def _work(branches: Branches, q: Tensor) -> int:
     """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
+    if branches.bands:
+        return q.numel() * min(_keys(branches), q.shape[1])
     return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
 
 
 def _keys(branches: Branches) -> int:
-    return sum([w // r for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True)])
+    """How many keys a query sees, summed over its branches, when every segment is full."""
+    bands = branches.bands or ((None, None),) * len(branches.offsets)
+    return sum(
+        [
+            w // r if low is None or high is None else min(w // r, high - low + 1)
+            for w, r, (low, high) in zip(branches.segment_lengths, branches.dilation_rates, bands, strict=True)
+        ]
+    )

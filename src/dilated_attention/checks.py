@@ -18,7 +18,8 @@ from dilated_attention.torch_internals import in_torch_func, observed
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
-def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
+    """q, k and v of one call; `placed`: positions were given, so that q and k may have different lengths."""
     dense(q, k, v)
     if torch.jit.is_tracing():  # sizes are tensors there
         raise UnsupportedError(
@@ -28,10 +29,10 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or (not placed and q.shape[1] != k.shape[1]):
         raise ValueError(
             f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
-            "read as (batch, seq, heads, head_dim)"
+            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the first"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
@@ -107,18 +108,18 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
     return lengths, cu_seqlens
 
 
-def mask(q: Tensor, key_padding_mask: Tensor | None) -> None:
+def mask(k: Tensor, key_padding_mask: Tensor | None) -> None:
     if key_padding_mask is None:
         return
     if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
         kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
         raise ValueError(f"key_padding_mask must be a bool tensor, True where a key is ignored; got {kind}")
-    if key_padding_mask.shape != q.shape[:2]:
+    if key_padding_mask.shape != k.shape[:2]:
         raise ValueError(
-            f"key_padding_mask must have shape (batch, seq) = {tuple(q.shape[:2])}; got {tuple(key_padding_mask.shape)}"
+            f"key_padding_mask must have shape (batch, seq) = {tuple(k.shape[:2])}; got {tuple(key_padding_mask.shape)}"
         )
-    if key_padding_mask.device != q.device:
-        raise ValueError(f"key_padding_mask must be on q's device, {q.device}; got {key_padding_mask.device}")
+    if key_padding_mask.device != k.device:
+        raise ValueError(f"key_padding_mask must be on q's device, {k.device}; got {key_padding_mask.device}")
 
 
 def sinks(q: Tensor, sinks: Tensor | None) -> None:
@@ -147,6 +148,13 @@ def boolean(name: str, value: bool) -> None:
 def number(name: str, value: float | None) -> None:
     if value is not None and not (isinstance(value, Real) and abs(value) <= _LARGEST_SCALE):
         raise ValueError(f"{name} must be a finite number, in single precision too; got {value!r}")
+
+
+def positive_number(name: str, value: Any) -> float:
+    number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name} must be a positive number; got {value!r}")
+    return float(value)
 
 
 def readable(*tensors: Tensor) -> bool:

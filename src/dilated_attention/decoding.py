@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.backends import native
-from dilated_attention.backends.problem import Problem
-from dilated_attention.call import as_one_width, split_scale
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import Plan, plan_suffix
 
 
 def cached_attention(
@@ -39,14 +35,10 @@ def cached_attention(
     """
     _check_pattern(pattern)
     _check(q, k, v, scale, sinks)
-    table = pattern.offset_table(k.shape[2])
-    seq_len = k.shape[1]
-    plan = plan_suffix(pattern.segment_lengths, pattern.dilation_rates, table, seq_len, seq_len - q.shape[1])
-    factor, scale = split_scale(q.shape[3] ** -0.5 if scale is None else float(scale))
-    width = v.shape[3]
-    out, lse = _Cached.apply(*as_one_width(q if factor == 1 else q * factor, k, v), plan, scale)
-    out = out[..., :width]
-    return out if sinks is None else with_sinks(out, lse, sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
+    assert isinstance(out, Tensor)
+    return out
 
 
 def first_token_attention(
@@ -188,25 +180,3 @@ def listed_attention(
     batch = torch.arange(len(q), device=q.device)[:, None, None]
     head = torch.arange(chosen.shape[1], device=q.device)[:, None] * k.shape[2] // chosen.shape[1]
     return newest_attention(q, k[batch, token, head], v[batch, token, head], hidden, scale=scale)
-
-
-class _Cached(torch.autograd.Function):
-    """The native backend on a plan whose queries are not its keys; the gradient is that of merged out and lse."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = native.forward(Problem(plan, True, scale), q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        with torch.autocast(q.device.type, enabled=False):
-            gradients = native.backward(Problem(ctx.plan, True, ctx.scale), dout, dlse, q, k, v, out, lse)
-        return (*gradients, None, None)

@@ -23,15 +23,16 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     assert run is not None
     for _ in call.samples(q.shape[1]):
         pass  # checks the lengths
-    segment_lengths, dilation_rates, table, compat = call.branches
-    visible, dropout = None, call.dropout(q, k)
+    branches, visible, dropout = call.branches, None, call.dropout(q, k)
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
         k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
-        table = tuple(tuple(offset for offset in row for _ in range(ratio)) for row in table)
+        table = tuple(tuple(offset for offset in row for _ in range(ratio)) for row in branches.offsets)
+        branches = branches._replace(offsets=table)
         visible = _dense_layouts(call.layouts, q.shape[2])
     return run(
-        q, k, v, segment_lengths, dilation_rates, table, is_causal=call.is_causal, scale=call.scale, compat=compat,
+        q, k, v, *branches[:3], is_causal=call.is_causal, scale=call.scale, softcap=call.softcap,
+        compat=branches.compat, bands=branches.bands, leading=branches.leading, starts=call.starts,
         lengths=call.lengths, cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible,
         dropout=dropout,
     )  # fmt: skip
@@ -97,19 +98,19 @@ def _problem(
     call: Call, q: Tensor, k: Tensor, at: tuple[slice, slice] | None = None, whole: Dropout | None = None
 ) -> Problem:
     """The problem of the call, or of one of its samples, which lies at `at`; `whole`: the dropout of all samples."""
-    plan = call.plan(q.shape[1] if at is None else at[1].stop - at[1].start)
+    plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, None if at is None else at[0])
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
-    return Problem(plan, call.is_causal, split_scale(call.scale)[1], hidden, layouts, dropout)
+    return Problem(plan, split_scale(call.scale)[1], hidden, layouts, dropout, call.softcap)
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
     """One problem for all samples of a ragged call, whose tensors are read as one sequence."""
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
-    return Problem(_packed_plan(call, k, slices), call.is_causal, split_scale(call.scale)[1], hidden, None, dropout)
+    return Problem(_packed_plan(call, k, slices), split_scale(call.scale)[1], hidden, None, dropout, call.softcap)
 
 
 def layouts_of(
@@ -151,7 +152,7 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
     starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
     lengths = tuple(seq.stop - seq.start for _, seq in slices)
     tokens = k.shape[0] * k.shape[1]
-    key = ("packed", tokens, starts, lengths, call.branches)
+    key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
     return plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
 
 

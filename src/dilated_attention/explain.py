@@ -123,7 +123,7 @@ def explain(
         problems, queries, keys = group.queries.segments * batch, group.queries.count, group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
         if inside is None:
-            pairs += batch * ratio * group.entries(call.is_causal)
+            pairs += batch * ratio * group.entries()
             moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
             continue
         heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]

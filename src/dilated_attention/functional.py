@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dilated_attention import checks, operators
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, layout_remedy
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.merge import with_sinks
+from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Dilated, Offsets
+from dilated_attention.patterns import Dilated, Offsets, Sum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,6 +44,9 @@ def attention(
     head_offset: int | None = None,
     transport: str = "auto",
     layer: str = "",
+    q_start: int | None = None,
+    k_start: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a pattern: one softmax over the keys that the pattern shows, counted with multiplicity.
 
@@ -58,7 +62,7 @@ def attention(
         k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads key-value head
             h // (heads // kv_heads) and takes that head's offset. The head_dim of v may differ: the shorter of the two
             is then padded with zeros, and the call costs as much as with the longer.
-        pattern: `Dilated`, `BlockLayout`, or their product `Dilated(...) * layout`.
+        pattern: `Dilated`, `Window`, `BlockLayout`, a product `Dilated(...) * layout`, or a sum of these.
         is_causal: a query sees no key after itself.
         scale: factor of the scores, any finite number; default 1 / sqrt(head_dim).
         dropout_p: probability that a softmax weight is dropped; the others are divided by 1 - dropout_p. lse counts all
@@ -88,6 +92,10 @@ def attention(
             rank. Offsets that depend on the number of heads are then given as a table over all of them,
             `Dilated(...).offset_table(total)`, of which each rank takes its own. Default: there are no other heads.
         layer: the calling layer's name, for error messages over a mesh.
+        q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues,
+            windows and causality go by positions. With either given, q may have fewer tokens than k: a chunk of a
+            prompt, or new tokens over a cache, is q_start = k.shape[1] - q.shape[1].
+        softcap: c > 0 bounds the scores: c tanh(s / c) takes the place of s (Gemma 2). Backends that cannot refuse.
 
     Returns:
         out, like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
@@ -97,13 +105,21 @@ def attention(
         ValueError: names the argument, its value and what would be right; over a mesh, every rank raises it.
         ContextParallelError: a rank was lost, or sent something unexpected; the group cannot be used again.
     """
+    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
+        return _sum_of_parts(
+            q, k, v, pattern, sinks, return_lse, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
+            cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
+            head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
+            softcap=softcap,
+        )  # fmt: skip
     q, k, v = as_autocast(q, k, v)
     try:
         checks.boolean("return_lse", return_lse)
         call = Call.of(
             q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, sinks=sinks, lengths=lengths,
             cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
-            head_offset=head_offset, transport=transport, layer=layer,
+            head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
+            softcap=softcap,
         )  # fmt: skip
     except ValueError as error:
         refuse(mesh, error, q)
@@ -113,8 +129,9 @@ def attention(
     spoiled = None
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-        spoiled = key_padding_mask[:, :, None] & ~q.isfinite().all(-1)
-        q = q.masked_fill(spoiled[..., None], 0.0)
+        if call.starts[0] == call.starts[1] and q.shape[1] == k.shape[1]:
+            spoiled = key_padding_mask[:, :, None] & ~q.isfinite().all(-1)
+            q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = operators.attend(*as_one_width(q, k, v), call)
     if v.shape[3] < q.shape[3]:
         out = out[..., : v.shape[3]]
@@ -125,6 +142,23 @@ def attention(
         out = torch.where(spoiled[..., None], unknown[..., None].to(out.dtype), out)
         lse = torch.where(spoiled, lse.detach() + unknown, lse)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _sum_of_parts(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Sum, sinks: Tensor | None, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the terms of a sum apart, and merge."""
+    if options["dropout_p"]:
+        raise UnsupportedError(
+            "dropout_p with a sum of block layouts and other patterns is not supported; train with dropout_p=0.0"
+        )
+    checks.sinks(q, sinks)
+    out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
+    for part in pattern.parts[1:]:
+        out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
+    if sinks is not None:
+        out = with_sinks(out, lse.transpose(1, 2), sinks)
+    return (out, lse) if return_lse else out
 
 
 class CallOptions(Options, total=False):

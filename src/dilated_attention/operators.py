@@ -24,7 +24,7 @@ from dilated_attention.call import Call, Shards, in_autocast, split_scale
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
-from dilated_attention.plan import Branches
+from dilated_attention.plan import WHOLE, Branches
 from dilated_attention.torch_internals import (
     BelowAutograd,
     in_batched_gradients,
@@ -36,7 +36,7 @@ from dilated_attention.torch_internals import (
 )
 
 _CALL = (
-    "SymInt[] numbers, float scale, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
+    "SymInt[] numbers, float scale, float softcap, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
     "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? seed"
 )
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor[]")
@@ -92,8 +92,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def _pack(call: Call) -> tuple[Any, ...]:
     """A call as the operators' arguments behind their tensors."""
     branches, shards = call.branches, call.shards
-    numbers = [int(call.is_causal), call.first_head, int(branches.compat is not None), len(branches.offsets)]
-    for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets):
+    numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
+    numbers += (len(branches.offsets), len(branches.bands))
+    bands = [WHOLE if bound is None else bound for band in branches.bands for bound in band]
+    for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
         numbers += row
     words = [call.backend.name]
     if shards is not None:
@@ -104,13 +106,14 @@ def _pack(call: Call) -> tuple[Any, ...]:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
     tables = [table for x in call.layouts for table in (x.indptr, x.indices)]
     ragged = call.lengths, call.cu_seqlens, call.key_padding_mask
-    return numbers, call.scale, call.dropout_p, words, tables, *ragged, call.seed
+    return numbers, call.scale, call.softcap, call.dropout_p, words, tables, *ragged, call.seed
 
 
 def _unpack(
     k: Tensor,
     numbers: Sequence[int],
     scale: float,
+    softcap: float,
     dropout_p: float,
     words: Sequence[str],
     tables: Sequence[Tensor],
@@ -130,7 +133,8 @@ def _unpack(
         shards = Shards(words[1], read.bounds, read.samples, words[2], words[3], read.lengths)
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
-        key_padding_mask, dropout_p, read.first_head, seed, shards,
+        key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts,
+        softcap,
     )  # fmt: skip
 
 
@@ -138,6 +142,7 @@ class _Numbers(NamedTuple):
     branches: Branches
     is_causal: bool
     first_head: int
+    starts: tuple[int, int]
     bounds: tuple[int, ...]
     samples: tuple[int, ...] | None
     lengths: tuple[int, ...]
@@ -151,14 +156,21 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     def take(count: int) -> tuple[int, ...]:
         return tuple(islice(rest, count))
 
-    is_causal, first_head, compat, count = take(4)
+    is_causal, first_head, q_start, k_start, compat, count, banded = take(7)
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
-    branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None)
+    bands = tuple([(_bound(low), _bound(high)) for low, high in (take(2) for _ in range(banded))])
+    leading = take(banded)
+    branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None, bands, leading)
     bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
     left = tuple(rest)
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
-    return _Numbers(branches, bool(is_causal), first_head, bounds, samples or None, lengths, sizes)
+    starts = q_start, k_start
+    return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, sizes)
+
+
+def _bound(number: int) -> int | None:
+    return None if number == WHOLE else number
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
@@ -180,7 +192,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 @torch.library.register_fake("dilated_attention::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    numbers, _, _, words = packed[:4]
+    numbers, _, _, _, words = packed[:5]
     if len(words) == 1:
         return [out, lse]
     call = _unpack(k, [int(x) for x in numbers], *packed[1:])
@@ -262,7 +274,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise _not_fused("forward-mode", ctx.options[3])
+        raise _not_fused("forward-mode", ctx.options[4])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -281,7 +293,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.words = inputs[11]
+        ctx.words = inputs[12]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

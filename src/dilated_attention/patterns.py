@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.cache import name_of, plan_layout
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
-from dilated_attention.pictures import PIXELS, plot_counts
-from dilated_attention.plan import Branches, OffsetTable, Plan, plan_dilated
+from dilated_attention.pictures import PIXELS, plot_bands, plot_counts
+from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_dilated, plan_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +38,121 @@ def _of_branches(name: str, values: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
+class _Branched:
+    """A pattern with a normal form of branches: `Dilated`, `Window`, and sums of them."""
+
+    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
+        """Return the pattern in normal form for num_heads key-value heads; arguments as in `Dilated.offset_table`."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Sum:
+        """Show what either pattern shows, counts added; see `Sum`."""
+        return _sum(self, other)
+
+    def __radd__(self, other: Any) -> Sum:
+        return _sum(other, self)
+
+    def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
+        """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
+
+        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+
+        Args:
+            is_causal: count only the keys that do not come after the token.
+        """
+        checks.boolean("is_causal", is_causal)
+        seq_len, branches = checks.positive("seq_len", seq_len), self.branches(num_heads)
+        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
+        for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
+            rows, count = group.queries, group.keys.count
+            row = torch.arange(rows.count, device="cpu")
+            stop = count if group.high is None else (row + group.high + 1).clamp(0, count)
+            start = 0 if group.low is None else (row + group.low).clamp(0, count)
+            keys.as_strided(
+                (group.heads, rows.segments, rows.count),
+                (group.head_stride * seq_len, rows.segment if rows.segments > 1 else 0, rows.stride),
+                group.head * seq_len + rows.start,
+            ).add_(stop - start)
+        self._warn_of_blind(keys)
+        return keys
+
+    def _warn_of_blind(self, keys: Tensor) -> None:
+        warn_of_blind(keys, "A window covers every token")
+
+    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
+        checks.boolean("is_causal", is_causal)
+        plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
+        return 4 * head_dim * sum(group.entries() for group in plan.groups)
+
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
+        """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
+
+        Args:
+            num_heads: heads of k and v; default: just enough for `head` to exist.
+            is_causal: hide the keys after each query.
+        """
+        checks.boolean("is_causal", is_causal)
+        seq_len, head = checks.positive("seq_len", seq_len), checks.integer("head", head, 0)
+        branches = self.branches(head + 1 if num_heads is None else num_heads)
+        groups = plan_of(branches, (0, seq_len), None, is_causal).groups
+        return plot_bands(
+            [x for x in groups if (head - x.head) in range(0, x.heads * x.head_stride, x.head_stride)],
+            seq_len,
+            f"head {head}",
+            ax,
+        )
+
+
 @dataclass(frozen=True)
-class Dilated:
+class Window(_Branched):
+    """A sliding window: token p sees the keys p + i * rate for -before <= i <= after; a causal call has after = 0.
+
+    A model of transformers with `sliding_window = w` is `Window(w - 1)` with a causal call; one with windows on both
+    sides is `Window(w, w)`.
+
+    Args:
+        before, after: keys on each side, in keys of the token's residue class modulo `rate`; after=None: as before.
+        rate: the distance between neighbouring keys of the window.
+        leading: the first tokens, seen by all tokens, and which see all (in a causal call: all before them). A key that
+            lies in the window and among them counts once.
+    """
+
+    before: int
+    after: int | None = None
+    rate: int = field(default=1, kw_only=True)
+    leading: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", checks.integer("before", self.before, 0))
+        after = self.before if self.after is None else checks.integer("after", self.after, 0)
+        object.__setattr__(self, "after", after)
+        object.__setattr__(self, "rate", checks.positive("rate", self.rate))
+        object.__setattr__(self, "leading", checks.integer("leading", self.leading, 0))
+
+    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
+        num_heads = checks.positive("num_heads", num_heads)
+        table = ((ALL if self.rate > 1 else 0,) * num_heads,)
+        return Branches((WHOLE,), (self.rate,), table, None, ((-self.before, self.after),), (self.leading,))
+
+    def __mul__(self, layout: Any) -> Any:
+        raise UnsupportedError(
+            f"Window(...) * {type(layout).__name__}: a window shows keys by distance and a layout by block; give their "
+            "sum, Window(...) + layout, or a layout alone, BlockLayout.local"
+        )
+
+
+@dataclass(frozen=True)
+class Dilated(_Branched):
     """Dilated attention: a union of branches (w, r), with one softmax over all their keys, counted with multiplicity.
 
     In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A query that
@@ -182,33 +296,8 @@ class Dilated:
         """Block sparsity inside the dilated subsequences; see `Product`."""
         return Product(self, layout)
 
-    def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
-        """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
-
-        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
-
-        Args:
-            is_causal: count only the keys that do not come after the token.
-        """
-        checks.boolean("is_causal", is_causal)
-        plan = self._plan(seq_len, num_heads)
-        keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
-        for group in plan.groups:
-            rows = group.queries
-            keys.as_strided(
-                (group.heads, rows.segments, rows.count),
-                (group.head_stride * seq_len, rows.segment, rows.stride),
-                group.head * seq_len + rows.start,
-            ).add_(torch.arange(1, rows.count + 1, device="cpu") if is_causal else group.keys.count)
+    def _warn_of_blind(self, keys: Tensor) -> None:
         warn_of_blind(keys, _covering(self))
-        return keys
-
-    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
-        head_dim = checks.positive("head_dim", head_dim)
-        checks.boolean("is_causal", is_causal)
-        plan = self._plan(seq_len, num_heads)
-        return 4 * head_dim * sum(group.entries(is_causal) for group in plan.groups)
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
         """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
@@ -232,10 +321,6 @@ class Dilated:
         """
         checks.boolean("is_causal", is_causal)
         return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
-
-    def _plan(self, seq_len: int, num_heads: int) -> Plan:
-        seq_len = checks.positive("seq_len", seq_len)
-        return plan_dilated(self.segment_lengths, self.dilation_rates, self.offset_table(num_heads), seq_len)
 
 
 def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Branches:
@@ -261,6 +346,52 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
         for count, segment, rate in _unserved(branches)
         if count
     )
+
+
+@dataclass(frozen=True)
+class Sum(_Branched):
+    """The sum of patterns, `a + b`: one softmax over what each of them shows, counts added.
+
+    A key that two terms show counts twice, as one that two branches of `Dilated` show.
+
+    Args:
+        terms: `Dilated`, `Window`, `BlockLayout` and products; at least two.
+    """
+
+    terms: tuple[Any, ...]
+
+    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
+        parts = [term.branches(num_heads, head_offset) for term in self.terms]
+        return Branches(
+            tuple([w for part in parts for w in part.segment_lengths]),
+            tuple([r for part in parts for r in part.dilation_rates]),
+            tuple([row for part in parts for row in part.offsets]),
+            None,
+            tuple([band for part in parts for band in part.bands or (EVERY,) * len(part.offsets)]),
+            tuple([n for part in parts for n in part.leading or (0,) * len(part.offsets)]),
+        )
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The terms, those without layouts as one."""
+        plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
+        listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
+        return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
+
+
+def _sum(first: Any, second: Any) -> Sum:
+    terms = [term for x in (first, second) for term in (x.terms if isinstance(x, Sum) else (x,))]
+    for term in terms:
+        if not isinstance(term, (_Branched, BlockLayout, Product)):
+            raise ValueError(
+                f"a term of a sum must be a Dilated, Window, BlockLayout or product; got {type(term).__name__}"
+            )
+        if isinstance(term, Dilated) and term.compat is not None:
+            raise UnsupportedError(
+                f"compat={term.compat!r} in a sum: the zero keys of released checkpoints belong to one pattern; "
+                f"use {without_padding(term)!r}"
+            )
+    return Sum(tuple(terms))
 
 
 def without_padding(pattern: Dilated) -> Dilated:
@@ -312,6 +443,12 @@ class Product:
 
     dilated: Dilated
     layout: BlockLayout | LayoutOfLength
+
+    def __add__(self, other: Any) -> Sum:
+        return _sum(self, other)
+
+    def __radd__(self, other: Any) -> Sum:
+        return _sum(other, self)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, BlockLayout) and not callable(self.layout):

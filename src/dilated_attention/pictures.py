@@ -187,6 +187,34 @@ def plot_counts(
     return ax
 
 
+def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
+    """Draw the pairs that strided groups show; a few rows per pixel stand for all.
+
+    Args:
+        groups: of `plan.StridedGroup`, which this module lies below.
+    """
+    side = min(seq_len, PIXELS)
+    image = np.zeros((side, side))
+    edges = np.arange(side + 1) * seq_len // side
+    drawn = np.unique(np.arange(4 * side) * seq_len // (4 * side))
+    share = np.bincount(drawn * side // seq_len, minlength=side)
+    for group in groups:
+        rows, keys = group.queries, group.keys
+        segment, within = np.divmod(drawn - rows.start, rows.segment if rows.segments > 1 else max(seq_len, 1))
+        row, rest = np.divmod(within, rows.stride)
+        taken = (rest == 0) & (row >= 0) & (row < rows.count) & (segment >= 0) & (segment < rows.segments)
+        row, segment, pixel = row[taken, None], segment[taken, None], drawn[taken] * side // seq_len
+        start = 0 if group.low is None else np.clip(row + group.low, 0, keys.count)
+        stop = keys.count if group.high is None else np.clip(row + group.high + 1, 0, keys.count)
+        first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)
+        before = np.clip(-((first - edges[None]) // keys.stride), start, np.maximum(start, stop))
+        np.add.at(image, pixel, np.diff(before, axis=1))
+    image /= np.outer(np.maximum(share, 1), _per_pixel(seq_len, side))
+    ax = _draw(image, (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
+    ax.set(xlabel="key", ylabel="query", title=title)
+    return ax
+
+
 def plot_blocks(
     blocks: tuple[np.ndarray, np.ndarray],
     shape: tuple[int, int],

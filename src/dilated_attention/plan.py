@@ -15,17 +15,27 @@ from dilated_attention.cache import plan_cache
 OffsetTable = tuple[tuple[int, ...], ...]
 """Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
 
+Band = tuple[int | None, int | None]
+"""(low, high): row i sees row j iff low <= j - i <= high; None: no bound."""
+EVERY: Band = (None, None)
+
 
 class Branches(NamedTuple):
-    """A dilated pattern in normal form: w and r of each branch, and the offset of each key-value head in it.
+    """A pattern in normal form: w and r of each branch, and the offset of each key-value head in it.
 
-    compat: `"torchscale"` or None, as in `Dilated`.
+    Attributes:
+        compat: `"torchscale"` or None, as in `Dilated`.
+        bands: for each branch, which of a segment's rows see which, in rows that take part; empty: all see all.
+        leading: for each branch, the first tokens, which all see and which see all beside what the band shows; empty:
+            none.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     offsets: OffsetTable
     compat: str | None = None
+    bands: tuple[Band, ...] = ()
+    leading: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +53,11 @@ class Rows:
 class StridedGroup:
     """Independent attention problems of one shape: one per segment and per head.
 
-    In segment i, for the key-value heads head + m * head_stride with 0 <= m < heads, the query rows of segment i see
-    the key rows of segment i.
+    In segment i, for the key-value heads head + m * head_stride with 0 <= m < heads, query row a of the segment sees
+    key row b of the segment iff low <= b - a <= high.
 
     Attributes:
-        diagonal: the causal mask, where the call asks for one, applies inside the group, by position in it. False:
-            every key is seen even when causal (keys that lie before all queries).
+        low, high: the band; None: no bound. A causal group has high = 0 where its queries are its keys.
         first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
         phantoms: zero keys (score 0, value 0) that each query sees besides, when not causal; see compat="torchscale".
     """
@@ -58,19 +67,47 @@ class StridedGroup:
     head: int
     heads: int
     head_stride: int
-    diagonal: bool = True
+    low: int | None = None
+    high: int | None = None
     first: bool = False
     phantoms: int = 0
 
-    def entries(self, is_causal: bool) -> int:
-        """Score entries that the group computes for one query head per key-value head."""
+    @property
+    def banded(self) -> bool:
+        """Whether some query of a segment does not see some key of it."""
+        return self.low is not None or self.high is not None
+
+    def entries(self) -> int:
+        """The number of score entries that the group computes for one query head per key-value head."""
         rows, keys = self.queries.count, self.keys.count
-        per_segment = rows * (rows + 1) // 2 if is_causal and self.diagonal else rows * keys
-        return self.heads * self.queries.segments * per_segment
+        beyond = 0 if self.high is None else _above(rows, keys, self.high)
+        before = 0 if self.low is None else _above(keys, rows, -self.low)
+        return self.heads * self.queries.segments * (rows * keys - beyond - before)
 
 
-Part = tuple[Rows, Sequence[tuple[Rows, bool]], int]
-"""Queries; the rows of keys that they see, a group each, with `diagonal`; `phantoms`."""
+def _above(rows: int, columns: int, diagonal: int) -> int:
+    """How many entries (i, j) of a matrix have j - i > diagonal."""
+
+    def triangle(side: int) -> int:
+        return side * (side + 1) // 2 if side > 0 else 0
+
+    # Rows from the first that has an entry above; those where whole columns lie above are not a triangle's.
+    side = columns - 1 - diagonal  # entries above in row 0, were there columns enough
+    return triangle(side) - triangle(side - rows) - triangle(-1 - diagonal) + triangle(-1 - diagonal - rows)
+
+
+class Part(NamedTuple):
+    """What some query rows see.
+
+    Attributes:
+        keys: the rows of keys, a group each, with their band.
+        first: no other part of the branch holds these queries before.
+    """
+
+    queries: Rows
+    keys: Sequence[tuple[Rows, Band]]
+    phantoms: int = 0
+    first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +196,7 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
 
 
 def compile_groups(
-    dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]]
+    dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]], seq_len: int
 ) -> tuple[tuple[StridedGroup, ...], bool]:
     """The groups of a plan, and whether those marked `first` hold every (row, head).
 
@@ -167,6 +204,7 @@ def compile_groups(
 
     Args:
         parts: what the heads of a (branch, offset) compute.
+        seq_len: the number of query rows.
     """
     groups: list[StridedGroup] = []
     begun: set[int] = set()  # heads that an earlier branch has written
@@ -174,52 +212,143 @@ def compile_groups(
     for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
         classes: dict[tuple[int, bool], list[int]] = {}
         for head, offset in enumerate(table[branch]):
-            if offset >= 0:
+            if offset != -1:
                 classes.setdefault((offset, head not in begun), []).append(head)
         for (offset, first), heads in classes.items():
             members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
-            for queries, keys, phantoms in parts(branch, offset):
+            written = 0
+            for queries, keys, phantoms, begins in parts(branch, offset):
+                written += queries.segments * queries.count if begins else 0
                 for head, number, step in members:
-                    writes = first
-                    for rows, diagonal in keys:
-                        groups.append(StridedGroup(queries, rows, head, number, step, diagonal, writes, phantoms))
+                    writes = first and begins
+                    for rows, (low, high) in keys:
+                        groups.append(StridedGroup(queries, rows, head, number, step, low, high, writes, phantoms))
                         writes = False
             if first:
                 begun.update(heads)
-                if dilation_rates[branch] == 1:
+                if written == seq_len:
                     covered.update(heads)
     return tuple(groups), len(covered) == len(table[0])
 
 
-def _compile(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    table: OffsetTable,
-    seq_len: int,
-    start: int,
-    compat: str | None,
+ALL = -2
+"""In an offset table: the head takes part in the branch with every residue, each of which is attended apart."""
+
+WHOLE = 2**62
+"""The segment length of a branch that has no segments."""
+
+
+def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Plan:
+    """Return the plan of the queries at positions [start, stop) over the keys at positions [start, stop)."""
+
+    def parts(branch: int, offset: int) -> Iterator[Part]:
+        rate = branches.dilation_rates[branch]
+        leading = branches.leading[branch] if branches.leading else 0
+        band = branches.bands[branch] if branches.bands else EVERY
+        if leading:
+            yield from _of_leading(leading)
+        later = [(max(start, leading), stop) for start, stop in (queries, keys)]
+        for residue in range(rate) if offset == ALL else (offset,):
+            for part in _segments(branch, residue, band, *later):
+                yield part._replace(first=not leading)
+
+    def _segments(
+        branch: int, offset: int, band: Band, some_queries: tuple[int, int], some_keys: tuple[int, int]
+    ) -> Iterator[Part]:
+        rate, end = branches.dilation_rates[branch], max(queries[1], keys[1])
+        segment = min(branches.segment_lengths[branch], end)
+        for start, segments in _runs(segment, some_queries, some_keys):
+            stop = min(start + segment, end)
+            rows, columns = (
+                _rows(start + offset, rate, max(start, lower), min(stop, upper), segment, segments)
+                for lower, upper in (some_queries, some_keys)
+            )
+            short = -(-segment // rate) - max(0, -(-(stop - start - offset) // rate))
+            zeros = 0 if is_causal or branches.compat is None else short
+            yield from _visible(rows, columns, band, zeros)
+
+    def _of_leading(count: int) -> Iterator[Part]:
+        later, first = (max(queries[0], count), queries[1]), (queries[0], min(count, queries[1]))
+        for (lower, upper), (start, stop) in ((later, (keys[0], min(count, keys[1]))), (first, keys)):
+            rows = _rows(lower, 1, lower, upper, WHOLE, 1)
+            yield from _visible(rows, _rows(start, 1, start, stop, WHOLE, 1), EVERY, 0)
+
+    def _visible(rows: Rows, columns: Rows, band: Band, zeros: int) -> Iterator[Part]:
+        """The part of two progressions in which some row sees some column, in rows of q and of k."""
+        if rows.count <= 0 or columns.count <= 0:
+            return
+        shift = (columns.start - rows.start) // rows.stride
+        low, high = (None if x is None else x - shift for x in band)
+        if is_causal:
+            high = -shift if high is None else min(high, -shift)
+        found = trimmed(rows, columns, low, high)
+        if found is not None:
+            rows, columns, band = found
+            rows, columns = (replace(x, start=x.start - first) for x, first in ((rows, queries[0]), (columns, keys[0])))
+            yield Part(rows, [(columns, band)], zeros)
+
+    groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, queries[1] - queries[0])
+    square = queries == keys and all(group.queries == group.keys for group in groups)
+    return Plan(queries[1] - queries[0], len(branches.offsets[0]), groups, covered, square)
+
+
+def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The segments that have both queries and keys: for each run of whole ones, and for each cut one, (start, number).
+
+    At most the first and the last are cut.
+    """
+    lower, upper = max(queries[0], keys[0]), min(queries[1], keys[1])
+    if queries[0] >= queries[1] or keys[0] >= keys[1]:
+        return
+    first = max(queries[0] // segment, keys[0] // segment)
+    last = min((queries[1] - 1) // segment, (keys[1] - 1) // segment)
+    whole = range(max(first, -(-lower // segment)), max(min(last + 1, upper // segment), 0))
+    if not whole:
+        yield from ((number * segment, 1) for number in range(first, last + 1))
+        return
+    yield from ((number * segment, 1) for number in range(first, whole.start))
+    yield whole.start * segment, len(whole)
+    yield from ((number * segment, 1) for number in range(whole.stop, last + 1))
+
+
+def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
+    """The numbers of first + stride * {0, 1, ...} in [lower, upper), and in as many segments after it."""
+    begin = first + max(0, -((first - lower) // stride)) * stride
+    return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
+
+
+def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
+    """Leave out rows that see no column and columns that no row sees, and bounds that hide nothing; None if all go."""
+    left = 0 if low is None else max(0, low)
+    right = columns.count if high is None else min(columns.count, high + rows.count)
+    top = 0 if high is None else max(0, left - high)
+    bottom = rows.count if low is None else min(rows.count, right - low)
+    if left >= right or top >= bottom:
+        return None
+    rows, columns = slice_rows(rows, top, bottom), slice_rows(columns, left, right)
+    low = None if low is None or low + top - left <= 1 - rows.count else low + top - left
+    high = None if high is None or high + top - left >= columns.count - 1 else high + top - left
+    return rows, columns, (low, high)
+
+
+def slice_rows(rows: Rows, start: int, stop: int) -> Rows:
+    return replace(rows, start=rows.start + start * rows.stride, count=stop - start)
+
+
+def plan_of(
+    branches: Branches, queries: tuple[int, int], keys: tuple[int, int] | None = None, is_causal: bool = False
 ) -> Plan:
-    """The plan of the queries from token `start` on; `start` > 0 is for causal calls."""
+    """Return the plan of a pattern in normal form, from the cache.
 
-    cuts = [spans(segment, (0, seq_len), (start, seq_len)) for segment in segment_lengths]
-
-    def parts(branch: int, offset: int) -> Iterable[Part]:
-        found = rows_of(cuts[branch], dilation_rates[branch], offset)
-        if start:
-            return queries_from_start(found, dilation_rates[branch])
-        return [(own, [(own, True)], short if compat == "torchscale" else 0) for own, _, short, _ in found]
-
-    def queries_from_start(found: list[tuple[Rows, int, int, bool]], rate: int) -> Iterator[Part]:
-        for own, earlier, _, _ in found:
-            keys, queries = [(own, True)], replace(own, start=own.start - start)
-            if own.count == 1:
-                keys = [(replace(own, start=own.start - earlier * rate, count=earlier + 1), False)]
-            elif earlier:
-                keys = [(replace(own, start=own.start - earlier * rate, count=earlier), False), (own, True)]
-            yield queries, keys, 0
-
-    groups, covered = compile_groups(dilation_rates, table, parts)
-    return Plan(seq_len - start, len(table[0]), groups, covered or start == seq_len, square=start == 0)
+    Args:
+        queries, keys: positions [start, stop) of the rows of q and of k; keys: as queries by default. Rows of the plan
+            are numbered from these starts. With compat="torchscale", which needs all tokens, groups that are not causal
+            count ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
+    """
+    keys = queries if keys is None else keys
+    return plan_cache.get(
+        ("plan", branches, queries, keys, is_causal), lambda: _compile(branches, queries, keys, is_causal)
+    )
 
 
 def plan_dilated(
@@ -228,28 +357,16 @@ def plan_dilated(
     table: OffsetTable,
     seq_len: int,
     compat: str | None = None,
+    *,
+    is_causal: bool = False,
 ) -> Plan:
-    """The plan of a dilated pattern in normal form, from the cache.
+    """Return the plan of self-attention over a dilated pattern, from the cache.
 
     Args:
         table: branch x key-value head, as `Dilated.offset_table` gives it.
-        compat: `"torchscale"` adds the zero keys of released checkpoints: each group counts ceil(w' / r) keys a
-            segment, w' = min(w, seq_len), however many of them are real.
+        compat: see `plan_of`.
     """
-    key = ("dilated", segment_lengths, dilation_rates, table, seq_len, compat)
-    return plan_cache.get(key, lambda: _compile(segment_lengths, dilation_rates, table, seq_len, 0, compat))
-
-
-def plan_suffix(
-    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int, start: int
-) -> Plan:
-    """The causal plan of the queries from token `start` on, over the keys of all `seq_len` tokens.
-
-    Query rows are numbered from `start`, key rows from 0. A segment that `start` cuts is two groups: the keys before
-    `start`, which every query sees, and those of the queries themselves. Not kept: each step of a generation has its
-    own.
-    """
-    return _compile(segment_lengths, dilation_rates, table, seq_len, start, None)
+    return plan_of(Branches(segment_lengths, dilation_rates, table, compat), (0, seq_len), None, is_causal)
 
 
 def row_counts(

@@ -13,7 +13,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product, without_padding
-from dilated_attention.plan import Rows, StridedGroup, plan_dilated
+from dilated_attention.plan import Rows, StridedGroup, plan_dilated, plan_of
 
 
 def attention_weights(
@@ -62,9 +62,11 @@ def attention_weights(
         kv_heads = k.shape[2]
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
         indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
-        for group, layout in _groups(pattern, seq_len, kv_heads):
+        for group, layout in _groups(pattern, seq_len, kv_heads, is_causal):
             layout = None if layout is None else layout.for_heads(heads)
-            sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads, is_causal)
+            if layout is not None and is_causal:
+                layout = layout.causal()
+            sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads)
             sample, head = sample.to(q.device)[:, None], head.to(q.device)[:, None]
             query, key = (
                 _tokens(rows, segment, at).to(q.device) for rows, at in ((group.queries, queries), (group.keys, keys))
@@ -85,32 +87,31 @@ def attention_weights(
         return weights.coalesce().to(q.dtype)
 
 
-def _groups(pattern: Pattern, seq_len: int, kv_heads: int) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
+def _groups(
+    pattern: Pattern, seq_len: int, kv_heads: int, is_causal: bool
+) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
     """The strided groups of a pattern, each with the layout inside its segments."""
     if isinstance(pattern, BlockLayout):
         (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
         yield group, pattern
         return
-    dilated = pattern.dilated if isinstance(pattern, Product) else pattern
-    table = dilated.offset_table(kv_heads)
-    for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
+    branches = (pattern.dilated if isinstance(pattern, Product) else pattern).branches(kv_heads)
+    for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
         yield group, pattern.layout_of(group.queries.count) if isinstance(pattern, Product) else None
 
 
-def _tiles(
-    group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int, is_causal: bool
-) -> tuple[Tensor, ...]:
+def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:
     """The tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
 
     Returns:
         sample, query head, segment `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the keys
         `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
     """
-    count, segments = group.queries.count, group.queries.segments
+    count, columns, segments = group.queries.count, group.keys.count, group.queries.segments
     kv_head = torch.arange(group.heads, device="cpu") * group.head_stride + group.head
     heads = (kv_head[:, None] * ratio + torch.arange(ratio, device="cpu")).flatten()
     if layout is None:
-        queries = keys = torch.arange(count, device="cpu")[None]
+        queries, keys = (torch.arange(n, device="cpu")[None] for n in (count, columns))
         here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool, device="cpu")
     else:
         layout = layout.to("cpu")
@@ -123,11 +124,14 @@ def _tiles(
         if layout.num_heads > 1:
             here &= heads[:, None, None] == lane % layout.num_heads
     sample, head, segment, tile = here.nonzero(as_tuple=True)
-    seen = (queries < count)[:, :, None] & (keys < count)[:, None, :]
-    if (is_causal and group.diagonal) or (layout is not None and layout.is_causal):
-        seen &= keys[:, None, :] <= queries[:, :, None]
-    last = count - 1
-    return sample, heads[head], segment, queries.clamp(max=last)[tile], keys.clamp(max=last)[tile], seen[tile]
+    seen = (queries < count)[:, :, None] & (keys < columns)[:, None, :]
+    distance = keys[:, None, :] - queries[:, :, None]
+    if group.low is not None:
+        seen &= distance >= group.low
+    if group.high is not None or (layout is not None and layout.is_causal):
+        seen &= distance <= (group.high or 0)
+    queries, keys = queries.clamp(max=count - 1), keys.clamp(max=columns - 1)
+    return sample, heads[head], segment, queries[tile], keys[tile], seen[tile]
 
 
 def _tokens(rows: Rows, segment: Tensor, position: Tensor) -> Tensor:

@@ -457,7 +457,7 @@ def _scores(scores: Scores, sequence: Sequence, group: _Group, dtype: torch.dtyp
     pairs = scores.pairs
     if pairs is not None:
         pairs = replace(pairs, queries=sequence.queries(words[0], group), keys=sequence.keys(words[1], group))
-    return Scores(sequence.causal(group), scores.scale, sequence.bias(group, dtype), pairs)
+    return Scores(sequence.causal(group), scores.scale, sequence.bias(group, dtype), pairs, scores.softcap)
 
 
 def forward(

@@ -57,6 +57,8 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels run on CPUs, not {facts.device.type}"
     if (why := missing()) is not None:
         return why
+    if "softcap" in facts.needs:
+        return "the kernels do not cap scores; native does"
     if facts.dtype not in TYPES:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
@@ -283,7 +285,7 @@ def launches(
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
         which: only for the groups of these launches of keys; None: all.
     """
-    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
+    plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
@@ -295,10 +297,10 @@ def launches(
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         of_keys = () if which is None else tiles.launched(plan, "keys", layouts)
         some = plan if which is None else replace(plan, groups=tuple([x for i in which for x in of_keys[i]]))
-        tables = tiles.tables(some, side, is_causal, shape, layouts, q.device, join=False)
+        tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
         return _Launches(plan, tuple(_launch(side, owned, few, together, table) for table in tables))
 
-    key = "cpu", id(plan), blocks, side, owned, is_causal, own, few, together, which
+    key = "cpu", id(plan), blocks, side, owned, own, few, together, which
     return plan_cache.get(key, make).launches
 
 
@@ -399,7 +401,7 @@ class _Arguments:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        entries = sum(group.entries(problem.is_causal) for group in problem.plan.groups) * ratio * batch
+        entries = sum(group.entries() for group in problem.plan.groups) * ratio * batch
         self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,

@@ -13,7 +13,8 @@ class Facts:
 
     Attributes:
         seq_len: of the rows on this device.
-        needs: what the call asks for beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout".
+        needs: what the call asks for beyond q, k, v and causality: "key_padding_mask", "dropout_p",
+            "a block layout", "a window", "softcap".
         work: about how many score entries the call has, times head_dim.
         over_mesh: its sequence is sharded over a mesh.
         keys: that a query sees in whole segments of all its branches.

@@ -75,7 +75,7 @@ def _installed(module: str) -> bool:
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
     """As `fused.forward`, without bias and dropout."""
-    is_causal, scale, bias, pairs = scores
+    is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None
     number, module = _library(q)
@@ -103,7 +103,7 @@ def backward(
     lse: Statistic,
 ) -> tuple[Queries, Keys, Keys]:
     """As `fused.backward`, without bias and dropout."""
-    is_causal, scale, bias, pairs = scores
+    is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None
     if dlse is None:

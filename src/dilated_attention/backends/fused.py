@@ -46,12 +46,19 @@ class Scores(NamedTuple):
         scale: factor of q kᵀ, positive.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
         pairs: dropout of these queries and keys.
+        softcap: c > 0 takes c tanh(s / c) in place of the scores s; plain products alone serve it.
     """
 
     is_causal: bool
     scale: float
     bias: Bias | None = None
     pairs: Pairs | None = None
+    softcap: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether no operator of PyTorch forms such scores."""
+        return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
         """The scores of some problems, heads, rows and keys."""
@@ -104,7 +111,7 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
     """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
     bias = scores.bias
     kind = _kind(q, k, bias)
-    if kind == "plain" or scores.pairs is not None:
+    if kind == "plain" or scores.plain:
         return _plain_forward(scores, q, k, v)
     out, lse = _fused_forward(kind, scores, q, k, v)
     if bias is not None:  # the operators disagree about empty rows
@@ -131,7 +138,7 @@ def backward(
     A gradient on lse enters as one more column, see `append_column`.
     """
     kind = _kind(q, k, scores.bias)
-    if kind == "plain" or scores.pairs is not None:
+    if kind == "plain" or scores.plain:
         return _plain_backward(scores, dout, dlse, q, k, v, out, lse)
     if dlse is None:
         return _fused_backward(kind, scores, dout, q, k, v, out, lse)
@@ -170,7 +177,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    is_causal, scale, bias, _ = scores
+    is_causal, scale, bias, *_ = scores
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -186,7 +193,7 @@ def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -
 def _fused_backward(
     kind: str, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    is_causal, scale, bias, _ = scores
+    is_causal, scale, bias, *_ = scores
     if kind == "cpu":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -222,7 +229,7 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """out, in single precision at least, and lse of the queries from `first` on."""
-    s = _formed(scores, q, k, first)
+    s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     return scores.drop(p) @ v.to(p.dtype), lse
@@ -254,8 +261,11 @@ def _plain_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, in single precision at least, of the queries from `first` on."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
-    p = _formed(scores, q, k, first).sub_(lse.unsqueeze(-1)).exp_()
+    s, slope = _formed(scores, q, k, first)
+    p = s.sub_(lse.unsqueeze(-1)).exp_()
     ds = scores.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scores.scale)
+    if slope is not None:
+        ds.mul_(slope)
     return ds @ k, ds.mT @ q, scores.drop(p).mT @ dout
 
 
@@ -278,13 +288,17 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
                 yield slice(problem, problem + sizes[2]), slice(head, head + sizes[1]), slice(row, stop), seen
 
 
-def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> Tensor:
-    """Form the scores in single precision (double for double); row i is query `first` + i."""
+def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
+    """Form the scores in single precision (double for double), and with a cap its derivative; row i is `first` + i."""
     statistic = torch.promote_types(q.dtype, torch.float32)
-    s = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale)
+    s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None
+    if scores.softcap:
+        s = s.div_(scores.softcap).tanh_()
+        slope = 1 - s.square()
+        s = s * scores.softcap
     if scores.bias is not None:
         s = s + scores.bias
     if scores.is_causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1 + first)
         s = s.masked_fill(future, -torch.inf)
-    return s
+    return s, slope

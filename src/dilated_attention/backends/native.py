@@ -24,7 +24,7 @@ from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into
-from dilated_attention.plan import Rows, StridedGroup
+from dilated_attention.plan import Rows, StridedGroup, slice_rows, trimmed
 
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
@@ -34,6 +34,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
 """Output of one tile: large against a call's start-up, small enough to be merged from cache and to be allocated from
 memory that the tile before it gave back. An accelerator gets at least a quarter of the whole output a call."""
+_BAND_ROWS = 256
+"""Queries of a window that a call takes; with w keys it computes w + 256 per query."""
 _MOST_PROBLEMS = 65_535
 """Problems of a call: CUDA's operators count them in a dimension of the launch that goes no further; more are an
 "invalid configuration argument" (PyTorch's issue 142228)."""
@@ -170,7 +172,8 @@ def _most_heads(rows: Rows, head_dim: int) -> int:
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
     """The tile of a group that is every row of every head in one call; its result is the output itself."""
     rows = group.queries
-    every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] and group.keys == rows
+    every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
+    every_row = every_row and group.keys == rows
     every_head = group.heads == group.head_stride * group.heads == q.shape[2] == k.shape[2]
     if not (group.first and every_row and every_head and _folds(group, tensors)):
         return None
@@ -259,6 +262,41 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
         yield start, (i + 1) * length // number - start
 
 
+def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
+    """Cut a group with a band into groups for PyTorch's operators, which know a causal mask and a bias.
+
+    Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into
+    runs of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
+    """
+    if not group.banded or (group.low is None and group.high == 0):
+        yield group
+        return
+    rows, keys = group.queries, group.keys
+    if group.low is None and group.high is not None and keys.count - group.high == rows.count:
+        yield replace(group, keys=slice_rows(keys, 0, group.high), high=None)
+        yield replace(group, keys=slice_rows(keys, group.high, keys.count), high=0, first=False)
+        return
+    for start in range(0, rows.count, _BAND_ROWS):
+        run = slice_rows(rows, start, min(start + _BAND_ROWS, rows.count))
+        low, high = (None if x is None else x + start for x in (group.low, group.high))
+        found = trimmed(run, keys, low, high)
+        if found is not None:
+            some, seen, (low, high) = found
+            yield replace(group, queries=some, keys=seen, low=low, high=high)
+
+
+def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
+    """Which keys are hidden from which queries: bool, `(1, 1, queries, keys)`."""
+    row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
+    distance = column - row[:, None]
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if group.low is not None:
+        hidden |= distance < group.low
+    if group.high is not None:
+        hidden |= distance > group.high
+    return hidden[None, None]
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     """x, copied only if its last dimension is strided or its tokens overlap: the fused operators read rows as dense
     vectors, and matrix products want the next row at least a row's length away."""
@@ -282,7 +320,8 @@ class _Whole:
         self.problem, self.operators = problem, operators
         self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         self.bias = bias_of(problem.hidden, q.dtype)
-        self.groups = problem.plan.groups if q.numel() else ()
+        groups = problem.plan.groups if q.numel() else ()
+        self.groups = groups if problem.layouts else tuple([part for group in groups for part in _cut(group)])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -301,9 +340,14 @@ class _Whole:
         return _tiles(groups, tensors, ratio, head_dim, row_bytes, limit, self.problem.layouts)
 
     def _scores(self, group: StridedGroup, tile: _Tile) -> Scores:
-        problem = self.problem
+        problem, bias = self.problem, tile.bias(self.bias, group.keys)
         pairs = tile.pairs(problem.dropout, group, self.k)
-        return Scores(problem.is_causal and group.diagonal, problem.scale, tile.bias(self.bias, group.keys), pairs)
+        causal = group.low is None and group.high == 0
+        if group.banded and not causal:
+            band = torch.zeros_like(hidden := _hidden(group, self.q.device), dtype=self.q.dtype)
+            band.masked_fill_(hidden, -torch.inf)
+            bias = band if bias is None else bias + band
+        return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """out and lse of a tile."""
@@ -312,7 +356,7 @@ class _Whole:
         if layouts is not None:
             return blocks.forward(tile.layout(layouts, group), scores, *views)
         out, lse = self.operators.forward(scores, *views)
-        if group.phantoms and not self.problem.is_causal:
+        if group.phantoms:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
 
@@ -397,7 +441,7 @@ def backward(
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
-    assign = state is None and plan.square and q.shape[2] == k.shape[2]
+    assign = state is None and plan.square and q.shape[2] == k.shape[2] and groups == plan.groups
     # Rows that several parts add to are summed in single precision at least.
     sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
     if state is not None:

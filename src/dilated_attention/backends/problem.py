@@ -21,17 +21,17 @@ class Problem:
 
     Attributes:
         plan: which rows see which.
-        is_causal: groups of the plan apply their diagonal.
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head where keys were gathered per head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q,
             and causal if the call is. None where every key of a segment is seen.
+        softcap: c > 0 takes c tanh(s / c) in place of the scores s; 0: scores stay.
         dropout: which pairs of query and key survive; None where all do.
     """
 
     plan: Plan
-    is_causal: bool
     scale: float
     hidden: Hidden | None = None
     layouts: Layouts | None = None
     dropout: Dropout | None = None
+    softcap: float = 0.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from dilated_attention.backends.dropout import Dropout, survives
 from dilated_attention.backends.facts import Facts
+from dilated_attention.plan import ALL
 
 MAX_BYTES = 2 * 1024**3  # of a count matrix
 
@@ -31,40 +33,63 @@ def count_matrix(
     seq_len: int,
     *,
     is_causal: bool,
-    key_padding_mask: Bool[Tensor, " seq"] | None = None,
+    key_padding_mask: Bool[Tensor, " keys"] | None = None,
     visible: Callable[[int], Bool[Tensor, "#heads rows rows"]] | None = None,
-) -> Int[Tensor, "heads seq seq"]:
+    bands: Sequence[tuple[int | None, int | None]] = (),
+    leading: Sequence[int] = (),
+    starts: tuple[int, int] = (0, 0),
+    num_keys: int | None = None,
+) -> Int[Tensor, "heads seq keys"]:
     """How many branches show key j to query i, for every head of k and v.
 
     In a branch (w, r) token p lies in segment p // w and takes part for head h iff (p mod w) mod r = o(h); a query that
-    takes part sees the keys of its segment that take part (causal: those at j <= i).
+    takes part sees the keys of its segment that take part (causal: those at j <= i). With an offset of `plan.ALL` every
+    token takes part, and sees those of its own residue. In a branch with a band (low, high) a query at p sees a key at
+    p + i * r of these iff low <= i <= high; where n tokens lead, they are seen by all and see all, once.
 
     Args:
         segment_lengths, dilation_rates: w and r of each branch.
         table: o(h) per branch and head; -1 where the head takes no part in the branch.
-        seq_len: N.
+        seq_len: N, the number of queries.
         is_causal: whether a query sees no key behind it.
         key_padding_mask: True at keys that nobody sees.
         visible: of the n tokens of a segment that take part, which sees which, `visible(n)`; default: all.
+        bands, leading: for each branch; default: without a bound, and none.
+        starts: the positions of the first query and of the first key.
+        num_keys: default: N.
 
     Returns:
-        int32 `(heads, seq, seq)`, indexed by head, query and key.
+        int32 `(heads, seq, keys)`, indexed by head, query and key.
 
     Raises:
         ValueError: the matrix would exceed 2 GiB.
     """
     num_heads = len(table[0])
-    _check_size(1, num_heads, seq_len)
-    position = torch.arange(seq_len, device="cpu")
-    counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int32, device="cpu")
-    for w, r, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
+    num_keys = seq_len if num_keys is None else num_keys
+    _check_size(1, num_heads, max(seq_len, num_keys))
+    position = torch.arange(starts[0], starts[0] + seq_len, device="cpu")
+    key = torch.arange(starts[1], starts[1] + num_keys, device="cpu")
+    distance = key[None, :] - position[:, None]
+    counts = torch.zeros(num_heads, seq_len, num_keys, dtype=torch.int32, device="cpu")
+    for b, (w, r, offsets) in enumerate(zip(segment_lengths, dilation_rates, table, strict=True)):
         segment = position // w
-        same_segment = segment[:, None] == segment[None, :]
+        shown = segment[:, None] == key[None, :] // w
+        low, high = bands[b] if bands else (None, None)
+        if low is not None:
+            shown &= distance >= low * r
+        if high is not None:
+            shown &= distance <= high * r
         for h, offset in enumerate(offsets):
-            takes_part = (position % w) % r == offset
+            if offset == ALL:
+                own = shown & (distance % r == 0)
+            else:
+                own = shown & ((position % w) % r == offset)[:, None] & ((key % w) % r == offset)[None, :]
+            if leading and leading[b]:
+                own |= (position < leading[b])[:, None] | (key < leading[b])[None, :]
             if visible is None:
-                counts[h] += same_segment & takes_part[:, None] & takes_part[None, :]
+                counts[h] += own
                 continue
+            takes_part = (position % w) % r == offset
             for number in segment.unique():
                 (tokens,) = (takes_part & (segment == number)).nonzero(as_tuple=True)
                 if not len(tokens):  # a short last segment, before its first token that takes part
@@ -72,7 +97,7 @@ def count_matrix(
                 seen = visible(len(tokens))
                 counts[h, tokens[:, None], tokens[None, :]] += seen[h if len(seen) > 1 else 0]
     if is_causal:
-        counts *= position[:, None] >= position[None, :]
+        counts *= distance <= 0
     if key_padding_mask is not None:
         counts *= ~key_padding_mask.cpu()
     return counts
@@ -113,6 +138,7 @@ def attend(
     counts: Int[Tensor, "*#samples kv_heads queries keys"],
     *,
     scale: float,
+    softcap: float = 0.0,
     phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
     keep: Bool[Tensor, "batch heads queries keys"] | None = None,
     dropout_p: float = 0.0,
@@ -123,6 +149,7 @@ def attend(
         q, k, v: query head h attends with KV head h // (heads / kv_heads).
         counts: c, of any pattern; the batch may be left out.
         scale: s = scale · q·k.
+        softcap: c > 0 takes c tanh(s / c) in place of s.
         phantoms: further keys per query with score 0 and value 0.
         keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
@@ -144,6 +171,8 @@ def attend(
     # A product with a weight of 0 must not carry NaN where nothing is seen: only finite numbers are multiplied.
     finite_query, finite_key, finite_value = (torch.where(x.isfinite(), x, 0.0) for x in (query, key, value))
     score = scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
+    if softcap:
+        score = softcap * (score / softcap).tanh()
     nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
     nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
     score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
@@ -181,13 +210,17 @@ def batch_counts(
     compat: str | None = None,
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
-    key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+    key_padding_mask: Bool[Tensor, "batch keys"] | None = None,
     visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
-) -> tuple[Int[Tensor, "batch heads seq seq"], Int[Tensor, "batch heads seq"] | None]:
+    starts: tuple[int, int] = (0, 0),
+    num_keys: int | None = None,
+    **of_branches: Any,
+) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
     """Counts and phantoms of a batch whose samples each have segments of their own, from their own first token on.
 
-    Arguments as for `reference_attention`. Rows outside every sample see nothing and are seen by none.
+    Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are unseen.
     """
+    num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:
         samples = [(0, start, stop) for start, stop in pairwise(int(bound) for bound in cu_seqlens)]
     elif lengths is not None:
@@ -196,41 +229,49 @@ def batch_counts(
         samples = [(b, 0, seq_len) for b in range(batch)]
 
     num_heads = len(table[0])
-    _check_size(batch, num_heads, seq_len)
-    counts = torch.zeros(batch, num_heads, seq_len, seq_len, dtype=torch.int32, device="cpu")
+    _check_size(batch, num_heads, max(seq_len, num_keys))
+    counts = torch.zeros(batch, num_heads, seq_len, num_keys, dtype=torch.int32, device="cpu")
     phantoms = torch.zeros(batch, num_heads, seq_len, dtype=torch.int32, device="cpu")
     for b, start, stop in samples:
         rows = slice(start, stop)
+        columns = rows if num_keys == seq_len else slice(0, num_keys)
         branches = (segment_lengths, dilation_rates, table, stop - start)
-        padding = None if key_padding_mask is None else key_padding_mask[b, rows]
+        padding = None if key_padding_mask is None else key_padding_mask[b, columns]
         seen = None if visible is None else partial(visible, b)
-        counts[b, :, rows, rows] = count_matrix(*branches, is_causal=is_causal, key_padding_mask=padding, visible=seen)
+        counts[b, :, rows, columns] = count_matrix(
+            *branches, is_causal=is_causal, key_padding_mask=padding, visible=seen, starts=starts,
+            num_keys=None if num_keys == seq_len else num_keys, **of_branches,
+        )  # fmt: skip
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
     return counts, phantoms if compat == "torchscale" else None
 
 
 def reference_attention(
     q: Float[Tensor, "batch seq heads head_dim"],
-    k: Float[Tensor, "batch seq kv_heads head_dim"],
-    v: Float[Tensor, "batch seq kv_heads head_dim"],
+    k: Float[Tensor, "batch keys kv_heads head_dim"],
+    v: Float[Tensor, "batch keys kv_heads head_dim"],
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     table: Sequence[Sequence[int]],
     *,
     is_causal: bool,
     scale: float | None = None,
+    softcap: float = 0.0,
     compat: str | None = None,
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
-    key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
+    key_padding_mask: Bool[Tensor, "batch keys"] | None = None,
     visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
     dropout: Dropout | None = None,
+    starts: tuple[int, int] = (0, 0),
+    **of_branches: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Dilated attention from the definition.
 
     Args:
         segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
         scale: 1/√head_dim unless given.
+        softcap: as for `attend`.
         compat: `"torchscale"` adds the zero keys of `phantom_counts`.
         lengths: tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
         cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
@@ -238,6 +279,7 @@ def reference_attention(
         key_padding_mask: True at keys that nobody sees.
         visible: `visible(b, n)`: which of the n tokens that take part in a segment of sample b sees which.
         dropout: which pairs survive, and the probability that one does not.
+        starts, of_branches: `starts`, `bands` and `leading` of `count_matrix`.
 
     Returns:
         out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
@@ -258,13 +300,17 @@ def reference_attention(
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
         visible=visible,
+        starts=starts,
+        num_keys=k.shape[1],
+        **of_branches,
     )
     keep = None
     if dropout is not None:
         keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
         keep = survives(dropout.queries.transpose(1, 2), keys.T[None], dropout.threshold)
     return attend(
-        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, phantoms=phantoms, keep=keep,
+        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, phantoms=phantoms,
+        keep=keep,
         dropout_p=dropout.probability if dropout is not None else 0.0,
     )  # fmt: skip
 

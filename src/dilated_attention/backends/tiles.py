@@ -25,13 +25,13 @@ from dilated_attention.plan import Plan, Rows, StridedGroup
 Part = tuple[np.ndarray, Sequence[int]]
 """Cells, and the key-value heads that have them."""
 
-TILE_FIELDS, SPAN_FIELDS = 8, 4
+TILE_FIELDS, SPAN_FIELDS = 8, 5
 HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
 STARTS = slice(TILE_FIELDS, None, SPAN_FIELDS)
 STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
 COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
-DIAGONALS = slice(TILE_FIELDS + 3, None, SPAN_FIELDS)
-UNMASKED = {"queries": 2**30, "keys": -(2**30)}
+EDGES = slice(TILE_FIELDS + 3, None, SPAN_FIELDS), slice(TILE_FIELDS + 4, None, SPAN_FIELDS)
+UNMASKED = {"queries": (2**30, -(2**30)), "keys": (-(2**30), 2**30)}
 """Diagonals that hide nothing from the tiles of a side."""
 
 MAX_SPANS = 8
@@ -47,6 +47,7 @@ class Table:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         chain: some tile of queries continues from what an earlier launch wrote.
         is_causal: the diagonals count.
+        banded: both diagonals of a span count, not just the first.
         even: no tile, held or streamed, reaches past its rows.
         edge: whether tiles that the loop streams need masks: 0 no, -1 all of them, else those at the edges (of lists:
             so many blocks).
@@ -58,6 +59,7 @@ class Table:
     spans: int
     chain: bool
     is_causal: bool
+    banded: bool
     even: bool
     edge: int
     reach: int
@@ -67,7 +69,6 @@ class Table:
 def tables(
     plan: Plan,
     side: Side,
-    is_causal: bool,
     shape: Shape,
     layouts: Layouts | None,
     device: torch.device,
@@ -76,34 +77,32 @@ def tables(
 ) -> list[Table]:
     """The launches, in order, of a plan with groups; with layouts, of their blocks in every segment of every group.
 
-    The diagonals of blocks count if the layout is causal, whatever `is_causal` says. `join`: whether to look for turns
-    that can run together.
+    `join`: whether to look for turns that can run together.
     """
     if layouts is None:
-        cells = _unions(plan, side, is_causal, shape, join and not is_causal)
-        return [_span_table(parts, side, is_causal, shape, device) for parts in cells]
+        masked = any(group.banded for group in plan.groups)
+        cells = _unions(plan, side, shape, join and not masked)
+        return [_span_table(parts, side, masked, shape, device) for parts in cells]
     return [
         _block_table(groups, side, shape, layouts[groups[0].queries.count], device)
         for groups in launched(plan, side, layouts)
     ]
 
 
-def _span_table(parts: Sequence[Part], side: Side, is_causal: bool, shape: Shape, device: torch.device) -> Table:
-    lines = (heaviest_first if is_causal else by_head)(_lines(parts, side, shape.own))
+def _span_table(parts: Sequence[Part], side: Side, masked: bool, shape: Shape, device: torch.device) -> Table:
+    lines = (heaviest_first if masked else by_head)(_lines(parts, side, shape.own))
     spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
-    edge = int(is_causal or (side == "queries" and not even))
-    return _table(lines, shape, spans, is_causal, even, edge, device)
+    edge = int(masked or (side == "queries" and not even))
+    return _table(lines, side, shape, spans, masked, even, edge, device)
 
 
 def _block_table(
     groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
 ) -> Table:
     own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
-    parts = [
-        (_block_cells(_segment_cells(group, side, layout.is_causal), side, own), _heads(group)) for group in groups
-    ]
+    parts = [(_block_cells(_segment_cells(_under(group, layout), side), side, own), _heads(group)) for group in groups]
     lines = heaviest_first(_lines(parts, side, shape.own))
     even = loop % shape.loop == 0 and layout.seq_len % loop == 0
     if side == "queries" and loop % shape.loop:
@@ -114,17 +113,23 @@ def _block_table(
         edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
-    return _table(lines, shape, 1, layout.is_causal, even, edge, device, layout.seq_len)
+    return _table(lines, side, shape, 1, layout.is_causal, even, edge, device, layout.seq_len)
+
+
+def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
+    """The group with the diagonal of its layout, if it is causal."""
+    return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
 def _table(
-    lines: np.ndarray, shape: Shape, spans: int, is_causal: bool, even: bool, edge: int, device: torch.device,
+    lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
     count: int | None = None,
 ) -> Table:  # fmt: skip
     """`even` and `edge` of the tiles that the loop streams."""
+    banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
-    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), is_causal, even, edge, reach, count)
+    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), masked, banded, even, edge, reach, count)
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
@@ -220,7 +225,7 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
     ]
 
 
-def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape, join: bool) -> list[list[Part]]:
+def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
     """Cells per launch: a launch per turn, or with `join` one for consecutive turns where the loops take hardly more
     steps for it.
 
@@ -230,7 +235,7 @@ def _unions(plan: Plan, side: Side, is_causal: bool, shape: Shape, join: bool) -
     """
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
-        parts: list[Part] = [(_segment_cells(group, side, is_causal), _heads(group)) for group in turn]
+        parts: list[Part] = [(_segment_cells(group, side), _heads(group)) for group in turn]
         steps = _steps(parts, shape)
         if launches and join:
             groups, _, before = launches[-1]
@@ -253,16 +258,21 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 # ---- cells
 
 
-def _segment_cells(group: StridedGroup, side: Side, is_causal: bool) -> np.ndarray:
+def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     """One cell per segment of a group, which sees the whole of its one span."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
     cells[:, START], cells[:, STRIDE] = own.start + segment * own.segment, own.stride
     cells[:, ROWS], cells[:, FIRST] = own.count, group.first
-    cells[:, PHANTOMS] = 0 if is_causal else group.phantoms
+    cells[:, PHANTOMS] = group.phantoms
     cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
-    cells[:, TILE_FIELDS + 1 :] = loop.stride, loop.count, 0 if is_causal and group.diagonal else UNMASKED[side]
+    sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
+    edges = [None if x is None else sign * x for x in (group.high, group.low)]
+    unmasked = UNMASKED[side]
+    cells[:, TILE_FIELDS + 1 :] = (
+        loop.stride, loop.count, *(hidden if x is None else x for x, hidden in zip(edges, unmasked, strict=True))
+    )  # fmt: skip
     return cells
 
 
@@ -283,10 +293,11 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
     """Turn each line into its piece `index` of `size` rows, in place."""
-    masked = (lines[:, DIAGONALS] != UNMASKED[side]) & (lines[:, COUNTS] > 0)
+    for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
+        masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
+        lines[:, edges] += masked * (index * size)[:, None]
     lines[:, START] += index * size * lines[:, STRIDE]
     lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - index * size)
-    lines[:, DIAGONALS] += masked * (index * size)[:, None]
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
@@ -317,7 +328,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
     one of its ends to the other.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
-    segments = np.concatenate([_segment_cells(group, side, is_causal=False) for group in groups])
+    segments = np.concatenate([_segment_cells(group, side) for group in groups])
     segment, step = _runs(period // segments[:, STRIDE])  # of each class in which it has rows
     start, stride, rows = segments[segment, START], segments[segment, STRIDE], segments[segment, ROWS]
     residue = (start + step * stride) % period

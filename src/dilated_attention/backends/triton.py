@@ -74,6 +74,8 @@ def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if (why := _refusal_of(facts.device)) is not None:
         return why
+    if unserved := {"a window", "softcap"} & set(facts.needs):
+        return f"the kernels do not serve {' or '.join(sorted(unserved))}; use native"
     if facts.dtype not in DTYPES:
         return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
     if facts.head_dim > MAX_HEAD_DIM:
@@ -173,36 +175,29 @@ def backward(
     out: Tensor,
     lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
-    *,
-    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
         state: running (dq, dk, dv), float32, contiguous, added to in place.
-        deterministic: if not, one kernel of five products instead of two of four and three; it adds up dq by atomic
-            additions in any order, so that the last bits differ from call to call. No caller asks for it before a GPU
-            has shown it faster; see results/README.md.
     """
     plan = problem.plan
-    held = _launches("dkdv" if deterministic else "dqdkdv", problem, q)
-    keys = held.launches
-    queries = _launches("dq", problem, q).launches if deterministic else ()
+    held = _launches("dkdv", problem, q)
+    keys, queries = held.launches, _launches("dq", problem, q).launches
     dout = _dense_rows(dout)
     tensors = {
         "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout,
         "STATS": _stats(out, lse, dout, dlse, held=held.stats), **_hidden(problem),
     }  # fmt: skip
-    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1 or not deterministic
+    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
     dq, dk, dv = state or (
         tiles.gradient(q, add[1], plan.covered),
         tiles.gradient(k, add[0], plan.covered and plan.square),
         tiles.gradient(v, add[0], plan.covered and plan.square),
     )
     for launch in keys:
-        written = {"DQ": None if deterministic else dq, "DK": dk, "DV": dv}
-        launch(problem, tensors | written, add[0])
+        launch(problem, tensors | {"DK": dk, "DV": dv}, add[0])
     for launch in queries:
         launch(problem, tensors | {"DQ": dq}, add[1])
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
@@ -346,7 +341,7 @@ class _Launches:
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
-    plan, is_causal, layouts = problem.plan, problem.is_causal, problem.layouts
+    plan, layouts = problem.plan, problem.layouts
     masked = problem.dropout is not None or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
@@ -358,10 +353,10 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     def make() -> _Launches:
         side = side_of(kernel)
         cut = shape.cut(*tiles.longest(plan, side, layouts))
-        tables = tiles.tables(plan, side, is_causal, cut, layouts, q.device)
+        tables = tiles.tables(plan, side, cut, layouts, q.device)
         return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
 
-    key = "triton", id(plan), blocks, kernel, is_causal, shape, q.device
+    key = "triton", id(plan), blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
     if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
         # Not the default stream, whose memory the tables have: when nobody holds them any more, it would give that away

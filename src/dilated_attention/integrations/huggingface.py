@@ -1,8 +1,13 @@
 """Hugging Face transformers: `attn_implementation="dilated_attention"`.
 
+    model = AutoModel.from_pretrained(..., attn_implementation="dilated_attention")
+
+computes the model's own attention (its windows, chunks, sinks and caps) at the cost of what it shows, and
+
     dilate(model, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
 
-or, for a model that is yet to be made: `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}`.
+replaces it by a dilated pattern, as `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}` does
+for a model that is yet to be made.
 
 A saved configuration holds its pattern and `attn_implementation="dilated_attention"`. Importing this module makes both
 known to transformers, so that the model loads dilated; where it is not imported, transformers raises a `ValueError`
@@ -12,8 +17,8 @@ The segment grid counts the tokens that `attention_mask` keeps: wherever a sampl
 they would get without it. Padding rows get 0.
 
 transformers asks an implementation for two functions. The mask function says which keys a query may see; ours returns
-no tensor over pairs but a `Visibility`, which the attention function reads. A mask that is neither plainly causal nor
-plainly bidirectional cannot be expressed this way, and is refused.
+no tensor over pairs but a `Visibility` (of a dilated model) or a `Shown` (of a model's own attention), which the
+attention function reads. A mask that neither can express is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +26,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +41,19 @@ from dilated_attention.call import as_autocast
 from dilated_attention.decoding import cached_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import dilated_attention
+from dilated_attention.integrations.own_attention import (
+    NotATensor,
+    Shown,
+    attend,
+    describe,
+    read_arguments,
+    read_mask,
+)
 from dilated_attention.patterns import Dilated
 
 NAME = "dilated_attention"
 
-_OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend")
+_OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
 
 _WITHOUT_EFFECT = {
     "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
@@ -56,18 +70,8 @@ _REMEDIES = {
 }
 
 
-class _NoTensorError(UnsupportedError, AttributeError):
-    """Of a `Visibility` in place of a mask: an AttributeError too, so that `hasattr` answers no."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
-            "hands it to its attention alone"
-        )
-
-
 @dataclass(frozen=True)
-class Visibility:
+class Visibility(NotATensor):
     """Which keys the queries of one forward see, before the pattern: what the mask function tells the attention.
 
     Attributes:
@@ -84,16 +88,6 @@ class Visibility:
     lengths: Tensor | None = None
     order: Tensor | None = None
     samples: tuple[tuple[slice | Tensor, slice | Tensor], ...] | None = None
-
-    def _refuse(self, other: object = None) -> Any:
-        raise _NoTensorError
-
-    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _NoTensorError
 
 
 class _Pattern:
@@ -137,7 +131,10 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
     """As transformers' own, which takes any implementation for any model: one that would not call ours is refused."""
     found = _their_implementation(self, *args, **kwargs)
     if found == NAME:
-        _require_plain_attention(self)
+        _require_interface(self)
+        options = getattr(self.config, NAME, None)
+        if options is not None and not _keeps_windows(options):
+            _require_no_windows(self)
     return found
 
 
@@ -159,6 +156,7 @@ def dilate(
     offsets: Any = "head",
     head_groups: bool = False,
     backend: str = "auto",
+    layers: Literal["all", "full"] = "all",
 ) -> PreTrainedModel:
     """Let a transformers model use dilated attention, in place; its weights stay. Returns the model.
 
@@ -167,12 +165,15 @@ def dilate(
     Args:
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
         backend: as in `dilated_attention`.
+        layers: `"full"` leaves layers with windows or chunks as they are, and dilates the others.
 
     Raises:
         ValueError: before anything is changed, for an invalid pattern or backend, for a pattern that does not fit the
             model's key-value heads, and for a model that does not call transformers' attention interface, caps its
-            scores, or has windows.
+            scores, or, with `layers="all"`, has windows.
     """
+    if layers not in ("all", "full"):
+        raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model must be a transformers PreTrainedModel; got {type(model).__name__}. Of a module that holds one, "
@@ -182,7 +183,9 @@ def dilate(
     check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
-        _require_plain_attention(part)
+        _require_interface(part)
+        if layers == "all":
+            _require_no_windows(part)
         _require_heads(part, pattern)
     model.set_attn_implementation(NAME)
     for part in parts:
@@ -192,6 +195,7 @@ def dilate(
             "offsets": offsets if isinstance(offsets, str) else [list(row) for row in offsets],
             "head_groups": head_groups,
             "backend": backend,
+            "layers": layers,
         }
     for module in model.modules():
         if _position_table(module) is not None and _require_positions not in module._forward_pre_hooks.values():
@@ -291,14 +295,19 @@ def _calls_the_interface(part: PreTrainedModel) -> bool:
     return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
 
 
-def _require_plain_attention(part: PreTrainedModel) -> None:
-    name, config = type(part).__name__, part.config
+def _require_interface(part: PreTrainedModel) -> None:
+    name = type(part).__name__
     calls = part._supports_attention_backend or _calls_the_interface(part)
     if not calls or not part._can_set_attn_implementation():
         raise UnsupportedError(
             f"{name} does not call transformers' attention interface, and would go on with its own attention; choose a "
             "model whose class has _supports_attention_backend"
         )
+
+
+def _require_no_windows(part: PreTrainedModel) -> None:
+    """Refuse to dilate a model that caps its scores or has windows."""
+    name, config = type(part).__name__, part.config
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:
         raise UnsupportedError(
@@ -396,8 +405,13 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
         if names:
             raise ValueError(f"{where} {word} {', '.join(sorted(names))}; it may hold {', '.join(_OPTIONS)}")
     options = dict(options)
-    backend = options.pop("backend", "auto")
+    backend, _ = options.pop("backend", "auto"), options.pop("layers", "all")
     return Dilated(**options), backend
+
+
+def _keeps_windows(options: Any) -> bool:
+    """Whether layers with windows keep their own attention beside dilated ones."""
+    return isinstance(options, dict) and options.get("layers") == "full"
 
 
 def visibility(
@@ -411,11 +425,21 @@ def visibility(
     config: Any = None,
     local_size: int | None = None,
     **kwargs: Any,
-) -> Visibility | UnsupportedError:
+) -> Visibility | Shown | UnsupportedError:
     """The mask function: takes the arguments of transformers' `sdpa_mask`, and refuses what we cannot honour.
 
     Some models make masks for kinds of layers that they do not have, so it is the layer given a window that refuses it.
     """
+    if isinstance(attention_mask, Shown):  # `generate` with a static cache makes masks before the forward
+        return attention_mask
+    options = getattr(config, NAME, None)
+    if options is None or (local_size is not None and _keeps_windows(options)):
+        shown = read_arguments(mask_function, local_size, config, kwargs) if torch.compiler.is_compiling() else None
+        try:
+            shown = shown or read_mask(mask_function)
+        except UnsupportedError as error:  # for the layer that is given it
+            return error
+        return _placed(shown, q_length, kv_length, q_offset, kv_offset, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
@@ -459,6 +483,34 @@ def visibility(
     return Visibility(is_causal, 0, q_length, real.sum(1), order)
 
 
+def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
+    """Return what a mask shows, with the places of its queries and keys, and the keys that are padding."""
+    hidden = None
+    if mask is not None:
+        real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
+        if torch.compiler.is_compiling() or not real.all():
+            hidden = ~real
+    return replace(shown, q_start=int(q_start), k_start=k_start, queries=queries, keys=keys, hidden=hidden)
+
+
+_REPORTED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""What each attention layer computed in its last forward."""
+
+
+def report(model: nn.Module) -> str:
+    """Return a line for each attention layer of a transformers model: what its last forward with this library computed.
+
+    Raises ValueError if no layer has had such a forward yet.
+    """
+    lines = [f"{name}: {_REPORTED[module]}" for name, module in model.named_modules() if module in _REPORTED]
+    if not lines:
+        raise ValueError(
+            f"{type(model).__name__} has not called this library yet; load it with "
+            f'attn_implementation="{NAME}" and run a forward first'
+        )
+    return "\n".join(lines)
+
+
 def _selection(real: Tensor) -> slice | Tensor:
     """An index of the real tokens: a slice where they are neighbours, so that no key is copied."""
     index = real.nonzero()[:, 0]
@@ -473,22 +525,41 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Visibility | UnsupportedError | Tensor | None,
+    attention_mask: Visibility | Shown | UnsupportedError | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
     head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
-    for name, given in kwargs.items():
+    own = getattr(module.config, NAME, None) is None or (
+        isinstance(attention_mask, Shown) and _keeps_windows(getattr(module.config, NAME))
+    )
+    for name, given in (kwargs if own else {**kwargs, "softcap": softcap}).items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             if name == "sliding_window":
+                if own:  # the mask says it, as for transformers' sdpa
+                    continue
                 raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
             remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
             raise UnsupportedError(f"{name}: {remedy}")
+    if own:
+        shown = _shown_of(module, query, key, attention_mask, is_causal)
+        if not torch.compiler.is_compiling():
+            _REPORTED[module] = f"{describe(shown)}, softcap {softcap}" if softcap else describe(shown)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return attend(shown, q, k, v, scale=scaling, dropout_p=dropout, sinks=s_aux, softcap=softcap), None
+    if isinstance(attention_mask, Shown):
+        raise UnsupportedError(
+            f"{type(module).__name__}: the mask was made for the model's own attention, and its layers are dilated; "
+            "call dilate on the whole model"
+        )
     pattern, backend = pattern_of(module.config)
+    if not torch.compiler.is_compiling():
+        _REPORTED[module] = repr(pattern)
     seen = _visibility_of(module, query, key, attention_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if seen.past:
@@ -514,6 +585,35 @@ def attention_forward(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return (out if seen.order is None else _permuted(out, seen.order.argsort(1))), None
+
+
+def _shown_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Visibility | Shown | UnsupportedError | Tensor | None,
+    is_causal: bool | None,
+) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(mask, UnsupportedError):
+        raise mask
+    if mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if not isinstance(causal, bool):
+            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
+        return Shown(causal and queries > 1, q_start=keys - queries, queries=queries, keys=keys)
+    if not isinstance(mask, Shown):
+        raise UnsupportedError(
+            f"attention_mask of shape {tuple(mask.shape)}: masks over pairs are not supported; give a mask over "
+            'tokens, (batch, seq), or load the model with attn_implementation="sdpa"'
+        )
+    if (mask.queries, mask.keys) != (queries, keys):
+        raise UnsupportedError(
+            f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
+            f'{mask.keys}; load the model with attn_implementation="sdpa"'
+        )
+    return mask
 
 
 def _visibility_of(

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
-"""`dqdkdv` is the backward in one kernel."""
+Kernel = Literal["forward", "dq", "dkdv"]
 
 Side = Literal["queries", "keys"]
 """Which rows the tiles of a kernel hold; the loop streams the other side's."""
@@ -71,8 +70,6 @@ _SM_80 = Architecture({
     ("forward", 4): (Shape(64, 32, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 2)),
     ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
-    ("dqdkdv", 2): (Shape(64, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
-    ("dqdkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
 # 8.6, 8.9 and 12.0 have 99 KB of shared memory a program where 8.0 has 163.
@@ -80,7 +77,6 @@ _SM_86 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
-    ("dqdkdv", 2): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
 # 8 warps are two warpgroups, each with its half of the rows in wgmma; at head_dim 64 two programs of 4 find room. At
@@ -90,7 +86,6 @@ _SM_90 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
     ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 16, 8, 2)),
-    ("dqdkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 3), Shape(32, 32, 8, 2)),
 }, of_lists={
     ("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2)),
 })  # fmt: skip
@@ -99,8 +94,6 @@ _SM_100 = Architecture(_SM_90.shapes | {
     ("forward", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
-    ("dqdkdv", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 2)),
-    ("dqdkdv", 4): (Shape(32, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
 # 4 wavefronts have 512 registers a lane; 64 KB of shared memory.
@@ -108,9 +101,7 @@ _GFX942 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
     ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
-    ("dqdkdv", 2): (Shape(128, 32, 4, 1), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 4, 1), Shape(32, 16, 4, 1)),
-    ("dqdkdv", 4): (Shape(64, 16, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
 })  # fmt: skip
 
 # A step of the interpreter takes 10 to 50 ms whatever its size.

@@ -165,7 +165,7 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, visible, keep, keep_scale, MAS
 @triton.jit
 def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dv += pᵀ do and dk += dsᵀ q (short of the scale), and ds; scores, `visible` and `keep` are transposed."""
+    """dv += pᵀ do and dk += dsᵀ q (short of the scale); scores, `visible` and `keep` are transposed."""
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
     if MASKED:
         s = tl.where(visible, s, -INF)
@@ -178,7 +178,7 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
-    return tl.dot(ds, q, dk, input_precision=PRECISION), dv, ds
+    return tl.dot(ds, q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])

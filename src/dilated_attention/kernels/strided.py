@@ -52,7 +52,7 @@ from dilated_attention.kernels.online import (
 )
 
 TILE_FIELDS = tl.constexpr(8)
-SPAN_FIELDS = tl.constexpr(4)
+SPAN_FIELDS = tl.constexpr(5)
 INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
 INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 
@@ -232,16 +232,13 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
                   scale, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
                   EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another.
-
-    With DQ, float32, also dq: what the tiles give to a row is added in any order.
-    """
+    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)
@@ -250,15 +247,11 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, HIDD
     v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
     if WQ is not None:
         x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
-    if DQ is not None:
-        real = shown(HIDDEN, b * M + token, inside)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
     if WQ is not None:
         WQ += 2 * b * N * (H * G)
-    if DQ is not None:
-        DQ += b * N * (H * G) * D
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
@@ -292,13 +285,8 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DQ, DK, DV, TILES, INDPTR, INDICES, HIDD
                         if WQ is not None:
                             a, w = load_pairs(WQ, stats, seen, BM)
                             keep = survives(a[None, :], w[None, :], x[:, None], threshold)
-                        dk, dv, ds = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
-                                                 keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
-                        if DQ is not None:
-                            if HIDDEN is not None or not EVEN:  # the scores of other keys may be infinite
-                                ds = tl.where(real[:, None], ds, 0.0)
-                            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
-                            write_rows(DQ, stats * D, d, seen, dq * scale, D, True)
+                        dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
+                                             keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     if HIDDEN is not None:  # what the loop gave to hidden keys is theirs alone
         real = shown(HIDDEN, b * M + token, inside)[:, None]

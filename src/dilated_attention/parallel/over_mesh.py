@@ -197,7 +197,7 @@ class _Compute:
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.is_causal, self.scale = rank.call.is_causal, rank.scale
+        self.scale = rank.scale
         self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: parts.Part, state: State | None) -> State:
@@ -247,12 +247,12 @@ class _Compute:
 
     def _problem(self, part: parts.Part) -> Problem:
         if part.queries is None:
-            problem = Problem(part.plan, self.is_causal, self.scale, layouts=self.layouts)
+            problem = Problem(part.plan, self.scale, layouts=self.layouts)
             return self.pairs.of(problem, self.q, keys=part.tokens)
         layout, hidden = part.queries.layout, part.queries.hidden
         if hidden is not None:
             hidden = hidden.expand(self.q.shape[0], -1)
-        return Problem(part.plan, self.is_causal, self.scale, hidden, {layout.seq_len: layout})
+        return Problem(part.plan, self.scale, hidden, {layout.seq_len: layout})
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
@@ -292,7 +292,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
     """All tokens, for the heads of q that this rank has of each other one's."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
-    problem = Problem(heads.plan, rank.call.is_causal, rank.scale, layouts=heads.layouts or None)
+    problem = Problem(heads.plan, rank.scale, layouts=heads.layouts or None)
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 

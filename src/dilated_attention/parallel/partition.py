@@ -25,6 +25,7 @@ import numpy as np
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import (
+    EVERY,
     OffsetTable,
     Part,
     Plan,
@@ -186,9 +187,10 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
             for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
                     rows = replace(own, start=own.start - lower)
-                    yield rows, [(rows, True)], short if sharding.compat == "torchscale" else 0
+                    zeros = short if sharding.compat == "torchscale" and not sharding.is_causal else 0
+                    yield Part(rows, [(rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY)], zeros)
 
-    groups, covered = compile_groups(sharding.dilation_rates, sharding.offsets, parts)
+    groups, covered = compile_groups(sharding.dilation_rates, sharding.offsets, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=True)
 
@@ -233,7 +235,7 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
         slots.append((np.arange(base, base + count)[:, None] * heads_total + heads).ravel())
         queries = Rows(own.start - lower, len(own) * own.step, 1, own.step, len(own))
         for head, number, step in progressions(list(crossing.heads)):
-            groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step, False, False, 0))
+            groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step))
         for head in crossing.heads:
             level[head] = base + count
     empty = np.empty(0, dtype=np.int64)

@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention import checks
 from dilated_attention.cache import plan_cache
-from dilated_attention.call import dilated_factor
+from dilated_attention.call import branched_factor
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import TRANSPORTS, check_transport
 from dilated_attention.parallel import block_partition, partition
@@ -257,17 +258,19 @@ def exchange_plan(
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
-    dilated, layouts = dilated_factor(pattern, seq_len), []
+    branches, layouts = branched_factor(pattern, seq_len).branches(kv_heads), []
+    if branches.bands:
+        raise UnsupportedError(f"a {type(pattern).__name__} over a mesh is not supported yet; give a Dilated pattern")
     if isinstance(pattern, BlockLayout):
         pattern.check(batch, seq_len, num_heads)
         layouts = [pattern]
     elif isinstance(pattern, Product):
-        counts = row_counts(dilated.segment_lengths, dilated.dilation_rates, dilated.offset_table(kv_heads), seq_len)
+        counts = row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, seq_len)
         layouts = [pattern.layout_of(count) for count in sorted(counts)]
     sharding = Sharding(
-        dilated.segment_lengths,
-        dilated.dilation_rates,
-        dilated.offset_table(kv_heads),
+        branches.segment_lengths,
+        branches.dilation_rates,
+        branches.offsets,
         edges,
         is_causal,
         layouts=tuple([layout.causal() if is_causal else layout for layout in layouts]),

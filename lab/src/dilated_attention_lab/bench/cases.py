@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,16 @@ def contender(call: Callable[[], object]) -> Contender:
         yield "forward"
 
     return work
+
+
+def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
+    """Work while a setting holds."""
+
+    def limited() -> Iterator[str]:
+        with setting():
+            yield from work()
+
+    return limited
 
 
 def doubling(first: int, branches: int) -> Dilated:
@@ -136,7 +147,9 @@ class Case:
     def plan(self) -> Plan:
         pattern = self.pattern
         table = pattern.offset_table(self.heads)
-        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len)
+        return plan_dilated(
+            pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len, is_causal=self.is_causal
+        )
 
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
@@ -18,27 +18,24 @@ import torch
 from dilated_attention.environment import device_name, require_device, unavailable
 from dilated_attention.mesh import TRANSPORTS
 from dilated_attention.terminal import console, show
-from dilated_attention_bench import check, compare, pattern_options, peers, simulate
+from dilated_attention_bench import check, compare, pattern_options, simulate, tables
 from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
-from dilated_attention_bench.profile import OWN_TIME, Profile, once, profile, rows, save_bars, training_step
-from dilated_attention_bench.results import Record, Recorder, Row, failed
+from dilated_attention_bench.profile import OWN_TIME, once, profile, rows, training_step
+from dilated_attention_bench.results import Recorder, Row, failed
 from dilated_attention_bench.suites import (
     Step,
     block_sparse,
     context_parallel,
     cpu,
-    dilation,
     foundation,
-    from_dense,
     gpu,
-    methods,
     minilm,
     model,
     quality,
-    real,
     selected,
     strategies,
+    windows,
 )
 from dilated_attention_bench.tables import describe, number, write
 
@@ -56,14 +53,10 @@ _METHODS: dict[str, Method] = {
 }
 SUITES = {
     "foundation": foundation,
-    "attention": methods,
     "blocks": block_sparse,
+    "windows": windows,
     "selected": selected,
-    "dilation": dilation,
-    "strategies": strategies,
-    "real": real,
     "huggingface": minilm,
-    "from-dense": from_dense,
     "model": model,
     "cpu": cpu,
     "quality": quality,
@@ -97,11 +90,6 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
     parser.add_argument("--part", type=int, choices=gpu.PARTS, help="of gpu: one of its parts, nine minutes at most")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="of gpu, without a GPU: compile a part's kernels (with --quick each tenth) and print what it will take",
-    )
     parser.add_argument("--baseline", type=Path, help="of check: the file (default: results/baseline.json)")
     parser.add_argument("--update", action="store_true", help="of check: write the file")
     parser.set_defaults(run=_bench)
@@ -110,7 +98,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
-        unread = ("quick", "only", "device", "out", "part", "dry_run")
+        unread = ("quick", "only", "device", "out", "part")
         others = [name for name in names if name != "check"]
         others += [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]
         if others:
@@ -118,16 +106,10 @@ def _bench(options: argparse.Namespace) -> int:
         return _check(options.baseline or Path("results/baseline.json"), options.update)
     if options.update or options.baseline:
         raise ValueError(f"--baseline and --update are of check alone; got {' '.join(names)}")
-    if (options.part or options.dry_run) and [*names] != ["gpu"]:
-        raise ValueError(f"--part and --dry-run are of the gpu suite alone; got {' '.join(names)}")
-    if options.dry_run:
-        if others := [f"--{name}" for name in ("only", "device", "out") if getattr(options, name)]:
-            raise ValueError(f"--dry-run takes --part and --quick alone; got {' '.join(others)}: leave it out")
-        if find_spec("triton") is None:
-            raise ValueError("--dry-run compiles Triton's kernels, and Triton is not installed: pip install triton")
-        return _rehearse([options.part] if options.part else [*gpu.PARTS], sample=10 if options.quick else 1)
+    if options.part and [*names] != ["gpu"]:
+        raise ValueError(f"--part is of the gpu suite alone; got {' '.join(names)}")
     if options.quick and [*names] == ["gpu"]:
-        raise ValueError("--quick of the gpu suite goes with --dry-run: its parts have one size; leave it out")
+        raise ValueError("--quick is not of the gpu suite, whose parts have one size: leave it out, or take --only")
     if "gpu" in names and options.device is None and (why := unavailable("cuda")):
         raise ValueError(f"the gpu suite needs a GPU: {why}")
     device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
@@ -168,13 +150,6 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="the settings whose title holds it")
     parser.add_argument("--again", action="store_true", help="measure also what the file holds already")
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help=f"also another implementation, {', '.join(peers.ADAPTERS)}, from a folder that you have",
-    )
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
@@ -186,21 +161,26 @@ def _compare(options: argparse.Namespace) -> int:
     from dilated_attention_bench import charts
 
     device = require_device(options.device)
-    others = [peer for argument in options.peer for peer in peers.load(argument)]
-    chosen = [setting for setting in compare.settings(options.quick) if options.only in setting.label]
+    settings = {setting.label: setting for setting in compare.settings(options.quick)}
+    by_strategy = strategies.cases(options.quick)
+    chosen = [label for label in (*settings, *by_strategy) if options.only in label]
     if not chosen:
-        raise ValueError(f"--only {options.only!r}: no setting fits; titles are as {compare.settings(True)[0].label!r}")
-    recorder = Recorder(
-        _writable(options.out or Path("runs/results" if options.quick else "results")), "compare", device
-    )
-    for setting in _along(chosen, lambda setting: setting.label):
-        if options.again or not compare.held(recorder.rows, setting, others):
-            for row in compare.measured(setting, device, others):
-                recorder.add(row)
-            if setting.has_ring_of_two:
-                for row in compare.ring_of_two(setting, device):
+        raise ValueError(f"--only {options.only!r}: no setting fits; titles are as {next(iter(settings))!r}")
+    folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
+    recorder = Recorder(folder, "compare", device)
+    for label in _along(chosen, str):
+        if case := by_strategy.get(label):
+            if options.again or not strategies.held(recorder.rows, case):
+                for row in strategies.measured(case, device, 5.0 if options.quick else 30.0):
                     recorder.add(row)
-        show(_compared(setting.label, compare.rows_at(recorder.rows, setting)))
+            shown = tables.columns(strategies.rows_of(recorder.rows, case))
+        else:
+            setting = settings[label]
+            if options.again or not compare.held(recorder.rows, setting):
+                for row in chain(compare.measured(setting, device), compare.ring_of_two(setting, device)):
+                    recorder.add(row)
+            shown = compare.table(compare.rows_at(recorder.rows, setting))
+        show(_recorded(label, *shown))
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
@@ -208,29 +188,11 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compared(title: str, rows: list[Record]) -> Table:
-    headings, lines = compare.table(rows)
+def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
     shown = _table(title, *headings)
     for line in lines:
         shown.add_row(*line)
     return shown
-
-
-def _rehearse(parts: Sequence[int], sample: int) -> int:
-    """Exit code 1 where a part takes too long, or a kernel does not compile."""
-    title = f"without a GPU: seconds of processors / {gpu.CORES} + limits of groups, at most {gpu.SECONDS:g}"
-    shown = _table(title, "part", "kernels", "compiled", "seconds", "limits", "in all")
-    faults, code = [], 0
-    for part in _along(parts, lambda part: f"part {part}: compiling"):
-        found = gpu.rehearse(part, sample)
-        sizes = f"{found.kernels}", f"{found.sampled}", f"{found.seconds:.0f}"
-        shown.add_row(f"{part}", *sizes, f"{found.limits:.0f}", f"{found.in_all:.0f}")
-        faults += [f"part {part}: {x.specialization}: {x.why}" for x in found.faults]
-        code |= bool(found.faults) or found.in_all > gpu.SECONDS
-    show(shown)
-    for line in faults:
-        print(line, file=sys.stderr)
-    return code
 
 
 def _writable(folder: Path) -> Path:
@@ -248,6 +210,8 @@ def _sizes(options: argparse.Namespace, *names: str) -> str:
 
 
 def _check(path: Path, update: bool) -> int:
+    from rich.text import Text
+
     device = device_name()
     if update:
         check.entries(path)  # a damaged file is refused before minutes of measuring
@@ -257,7 +221,7 @@ def _check(path: Path, update: bool) -> int:
     for verdict in verdicts:
         value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
         known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
-        judged = "" if update else "held" if verdict.held else _bold("WORSE")
+        judged = "" if update else "held" if verdict.held else Text("WORSE", "bold")
         shown.add_row(verdict.guard.name, value, *known, judged)
     show(shown)
     if update:
@@ -294,12 +258,6 @@ def _table(title: str, first: str, *others: str) -> Table:
     for heading in others:
         shown.add_column(heading, justify="right", no_wrap=True)
     return shown
-
-
-def _bold(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text, "bold")
 
 
 def _tell(*paths: Path, word: str = "written:") -> None:
@@ -340,7 +298,6 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
     out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
     parser.add_argument("--out", type=Path, help=out)
-    parser.add_argument("--patterns", action="store_true", help="also draw the patterns that the documents show")
     documents = "Markdown files, or folders (default, where RESULTS is results: README.md and docs, if they are there)"
     parser.add_argument("--documents", type=Path, nargs="*", help=documents)
     pattern_options.add_options(parser)
@@ -401,57 +358,26 @@ def _simulate(options: argparse.Namespace) -> int:
         world.plan()  # a transport that does not serve
     recorder = Recorder(_writable(options.out), "simulate", torch.device("cpu"))
     model = simulate.Network(options.latency, options.bandwidth)
-    found = []
+    found: list[Row] = []
     for world in _along(worlds, lambda world: f"rank {world.ranks - 1:,} of {world.ranks:,}"):
-        found += simulate.rehearse([world])
-        for row in simulate.rows(found[-1], model):
+        (one,) = simulate.rehearse([world])
+        for row in simulate.rows(one, model):
             recorder.add(row)
-    for shown in _simulated(found, model):
-        show(shown)
+            found.append(row)
+    show(table("the last rank of each world, one call", found))
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
-    with charts.drawing(recorder.path) as drawn:
-        figure = charts.weak_scaling(drawn)
-    if figure is not None:
-        picture = recorder.path.with_suffix(".png")
-        figure.savefig(picture, dpi=150)
-        _tell(picture)
+    _tell(*charts.draw_file(recorder.path, recorder.path.parent))
     return 0
-
-
-def _simulated(found: list[simulate.Rehearsal], model: simulate.Network) -> Iterator[Table]:
-    world = found[0].world
-    each = f"the last rank, {world.shard:,} tokens, {world.heads} heads of {world.head_dim}, {world.dtype}, one call"
-    shown = _table(f"{each}: measured", "tokens", "ranks", "forward", "backward", "peak memory")
-    for x in found:
-        peak = "unknown" if x.peak_bytes is None else f"{number(x.peak_bytes / 2**20)} MiB"
-        seconds = f"{number(x.forward[0])} s", f"{number(x.backward[0])} s"
-        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *seconds, peak)
-    yield shown
-    shown = _table("counted", "tokens", "ranks", "transport", "sent", "received", "messages")
-    for x in found:
-        moved = f"{number(x.sent / 1e6)} MB", f"{number(x.received / 1e6)} MB", f"{x.messages:,}"
-        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", x.transport, *moved)
-    yield shown
-    title = f"a forward's communication, modelled: {model}, nothing hidden"
-    shown = _table(title, "tokens", "ranks", "this library", *(name.replace(" ", "\n") for name in world.others()))
-    for x in found:
-        schemes = [(x.received, x.messages), *x.world.others().values()]
-        times = [f"{number(1e3 * model.seconds(*moved))} ms" for moved in schemes]
-        shown.add_row(f"{x.world.seq_len:,}", f"{x.world.ranks:,}", *times)
-    yield shown
 
 
 def _plot(options: argparse.Namespace) -> int:
     from dilated_attention_bench import charts
 
     if options.what in pattern_options.NAMES:
-        for name, given in (("patterns", options.patterns), ("documents", options.documents is not None)):
-            if given:
-                raise ValueError(
-                    f"--{name} is of a folder of results, not of {options.what!r}; it would change nothing"
-                )
+        if options.documents is not None:
+            raise ValueError(f"--documents is of a folder of results, not of {options.what!r}; it would change nothing")
         path = options.out or Path("runs/pattern.png")
         _writable(path.parent)
         print(pattern_options.picture(options.what, vars(options), path))
@@ -462,13 +388,12 @@ def _plot(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
         )
-    for name in sorted(vars(options).keys() - {"command", "run", "what", "out", "patterns", "documents"}):
+    for name in sorted(vars(options).keys() - {"command", "run", "what", "out", "documents"}):
         option = name.replace("_", "-")
         raise ValueError(
             f"--{option} is of a pattern, not of {options.what!r}, a folder of results; it would change nothing"
         )
     written = list(charts.draw(results, out))
-    written += charts.draw_patterns(out) if options.patterns else []
     documents = options.documents
     if documents is None:
         ours = [Path("README.md"), Path("docs")] if results == Path("results") else []
@@ -482,6 +407,8 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from dilated_attention_bench import charts
+
     device, method, is_model = require_device(options.device), _METHODS[options.method], options.method == "model"
     unread = ["causal", "forward", "dtype"] * is_model
     unread += ["segments", "rates"] * (method not in DILATED)
@@ -509,35 +436,16 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     backward = not options.forward
     work = training_step(case, device) if is_model else case.contender(device, backward=backward)
     recorder = Recorder(_writable(options.out), f"profile-{options.method}", device)
-    trace, picture = (recorder.path.with_suffix(suffix) for suffix in (".trace.json", ".png"))
-    found, prepared = profile(lambda: list(work()), device, trace), once(case)
-    new = list(rows(case, found, prepared, backward=backward))
+    trace = recorder.path.with_suffix(".trace.json")
+    found = profile(lambda: list(work()), device, trace)
+    new = list(rows(case, found, once(case), backward=backward))
     recorder.forget_like(OWN_TIME, new[0].parameters)  # of stages that the call no longer has
     for row in new:
         recorder.add(row)
     title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
-    save_bars(picture, title, found.stages)
-    show(profile_table(title, found, prepared, case.out_bytes))
-    _tell(recorder.path, trace, picture)
+    show(table(title, new))
+    _tell(recorder.path, trace, *charts.draw_file(recorder.path, recorder.path.parent))
     return 0
-
-
-def profile_table(title: str, found: Profile, prepared: Mapping[str, Spread], out_bytes: int) -> Table:
-    shown = _table(title, "stage", "own time", "share", "runs")
-    for stage in found.stages:
-        share = stage.milliseconds / found.milliseconds
-        shown.add_row(stage.name, f"{number(stage.milliseconds)} ms", f"{share:.1%}", f"{stage.calls or ''}")
-    shown.add_section()
-    for name, spread in prepared.items():
-        shown.add_row(f"once a shape: {name}", f"{number(1e3 * spread.median)} ms")
-    shown.add_section()
-    shown.add_row("allocated at once, at most", f"{found.peak_bytes / out_bytes:.2f} x out")
-    shown.add_row("allocated in all", f"{found.allocated_bytes / out_bytes:.2f} x out", "", str(found.allocations))
-    shown.add_row("copies (aten::copy_)", "", "", str(found.copies))
-    if found.idle_milliseconds is not None:
-        idle = found.idle_milliseconds
-        shown.add_row("GPU idle between kernels", f"{number(idle)} ms", "", f"{found.launches} kernels")
-    return shown
 
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
@@ -555,35 +463,36 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
+    """A line a row, under its case; a column that no row fills is left out."""
     from rich.text import Text
 
-    shown = _table(title, "figure", "value", "10 to 90 %", "GFLOP/s", "bar")
-    case = ""
-    for row in rows:
+    lines = [_cells(row) for row in rows]
+    headings = ("figure", "value", "10 to 90 %", "GFLOP/s", "bar")
+    filled = [i for i in range(len(headings)) if i < 2 or any(len(line[i]) for line in lines)]
+    shown, case = _table(title, *(headings[i] for i in filled)), ""
+    for row, line in zip(rows, lines, strict=True):
         if describe(row.parameters) != case:
             case = describe(row.parameters)
             shown.add_section()
-            shown.add_row(_bold(case))
-        lines = [("", "") if row.value is None else (f"{number(row.value)} {row.unit}", _range(row.spread))]
-        lines += [(f"{number(ratio.median)} x {_short(name)}", _range(ratio)) for name, ratio in row.over.items()]
-        rates = [number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
-        bar = "" if row.bar is None else Text.assemble(f"{number(row.bar)} ", "met" if row.met else _bold("NOT MET"))
-        why = ("\n", _bold(row.refused)) if row.refused else ()
-        shown.add_row(
-            Text.assemble(row.name, *why),
-            *("\n".join(column) for column in zip(*lines, strict=True)),
-            "\nof ".join(rates),
-            bar,
-        )
+            shown.add_row(Text(case, "bold"))
+        shown.add_row(*(line[i] for i in filled))
     return shown
+
+
+def _cells(row: Row) -> list[Text]:
+    from rich.text import Text
+
+    lines = [("", "") if row.value is None else (f"{number(row.value)} {row.unit}", _range(row.spread))]
+    lines += [(f"{number(ratio.median)} x {name[:12]}", _range(ratio)) for name, ratio in row.over.items()]
+    rates = [number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
+    met = "" if row.bar is None else Text.assemble(f"{number(row.bar)} ", "met" if row.met else ("NOT MET", "bold"))
+    name = Text.assemble(row.name, *(("\n", (row.refused, "bold")) if row.refused else ()))
+    columns = ["\n".join(column) for column in zip(*lines, strict=True)]
+    return [name, *map(Text, (*columns, "\nof ".join(rates))), Text.assemble(met)]
 
 
 def _range(spread: Spread | None) -> str:
     return "" if spread is None else f"{number(spread.p10)} to {number(spread.p90)}"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 12 else "ours" if name == strategies.OURS else name[:12]
 
 
 def _integers(text: str) -> tuple[int, ...]:

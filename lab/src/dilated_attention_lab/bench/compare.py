@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.verification import BARS
-from dilated_attention_bench import measure, peers, rank_processes
+from dilated_attention_bench import measure, rank_processes
 from dilated_attention_bench.cases import SPARSE, Case, Contender, Method
 from dilated_attention_bench.exact import exact, keys_reached, rows_of
 from dilated_attention_bench.measure import Spread
-from dilated_attention_bench.peers import Peer
 from dilated_attention_bench.results import Record, Row
 
 REPORTED = Case(method="dilated", seq_len=4096, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
@@ -53,6 +53,10 @@ class Setting:
     backward: bool = True
     compiled: bool = False
     seconds: float = 10.0
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("forward", "forward+backward")[: 1 + self.backward]
 
     @property
     def plain(self) -> bool:
@@ -126,102 +130,70 @@ def parameters(setting: Setting, variant: str, case: Case) -> dict[str, Any]:
     return {**case.parameters, "variant": variant, "branches": branches, "compiled": setting.compiled}
 
 
-def measured(setting: Setting, device: torch.device, others: Sequence[Peer]) -> Iterator[Row]:
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
     """A row a variant, and what the bars are on."""
-    cases = variants(setting.base)
-    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
-    figures: dict[str, dict[str, float]] = {}
+    cases, refusals = variants(setting.base), {}
+    calls: dict[str, Call] = {}
     for name, case in cases.items():
-        refused = None
-        if case.flops > MOST_FLOPS:
-            refused = f"{case.flops / 1e12:.3g} TFLOP a call; at most {MOST_FLOPS / 1e12:.3g} are run"
-        elif len(case.segment_lengths) and case.method in SPARSE and _too_short(case):
-            refused = "a branch has fewer keys than a block"
-        if refused:
-            yield Row(NAME, parameters(setting, name, case), None, "ms", refused=refused)
+        if refused := _refusal(case):
+            refusals[name] = refused
             continue
         call = case.prepare(device)
         calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
-        figures[name] = {}
-    foreign = {peer.name: peer for peer in others}
-
-    def described(name: str) -> dict[str, Any]:
-        its, peer = parameters(setting, name, cases[name]), foreign.get(name)
-        if peer is not None and not peer.same_pattern:
-            its = {key: value for key, value in its.items() if key not in ("blocks", "density")}
-        return its | ({"stands in": peer.stands_in} if peer is not None and peer.stands_in else {})
-
-    ours = {peer.name: next(name for name, case in cases.items() if _meant(peer, case)) for peer in others}
-    for peer in others:
-        cases[peer.name] = replace(cases[ours[peer.name]], offsets=peer.offsets)  # type: ignore[arg-type]
-        try:
-            calls[peer.name] = peer.make(cases[peer.name])
-            figures[peer.name] = dict(peers.checks(calls[peer.name], *_inputs(setting.base, device)))
-        except Exception as error:  # of other people's code
-            calls.pop(peer.name, None)
-            refused = f"it does not run: {peers.reason(error)}"
-            yield Row(NAME, described(peer.name), None, "ms", refused=refused)
-    rows, inputs = rows_of(setting.base, ROWS), _inputs(setting.base, device)
-    backward: dict[str, bool] = {}
-    for name, call in list(calls.items()):
-        case = cases[name]
-        out, peak = _call_and_peak(call, inputs, device, warm=setting.plain)
-        if name not in foreign or foreign[name].same_pattern:
-            found = out[:, rows].double().cpu()
-            q, k, v = (x.cpu() for x in inputs)
-            expected = exact(case, q, k, v, rows)
-            figures[name]["error"] = float((found - expected).norm() / expected.norm())
-        if name not in foreign:  # a peer's pattern is not known
-            figures[name]["share of score entries"] = case.attention_flops / replace(case, method="dense").flops
-            figures[name]["keys reached"] = keys_reached(case, rows)
-        if peak is not None and setting.plain:
-            figures[name]["peak memory, bytes"] = float(peak)
-        backward[name] = setting.backward
-        if name in foreign and setting.backward:
-            backward[name] = _differentiable(call, inputs)
-    errors = {name: value["error"] for name, value in figures.items() if name in calls and name not in foreign}
+    for name, refused in refusals.items():
+        yield Row(NAME, parameters(setting, name, cases[name]), None, "ms", refused=refused)
+    figures = {name: _figures(setting, cases[name], call, device) for name, call in calls.items()}
     where = setting.base.parameters | {"compiled": setting.compiled}
-    bar = BARS[getattr(torch, setting.base.dtype)]
+    errors, bar = {name: found["error"] for name, found in figures.items()}, BARS[getattr(torch, setting.base.dtype)]
     yield Row(WORST, where, measure.largest(errors.values()), "", bar=bar, figures=errors)
-    contenders = {name: _contender(call, cases[name], device, backward[name]) for name, call in calls.items()}
+    contenders = {name: contender_of(call, setting.base, device, setting.backward) for name, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
-    phases = ("forward", "forward+backward")
     for name in calls:
         yield Row.of(
             NAME,
-            described(name),
+            parameters(setting, name, cases[name]),
             rounds.spread(name).scaled(1e3),
             "ms",
             over={"dense": rounds.ratio(name, "dense")} if "dense" in calls and name != "dense" else {},
-            times={phase: rounds.spread(name, phase) for phase in phases if (name, phase) in rounds.seconds},
+            times={phase: rounds.spread(name, phase) for phase in setting.phases},
             figures=figures[name],
         )
     if setting.has_plan:
-        for baseline in BASELINES:
-            for name, bar in PLANNED.items():
-                shares = {x: figures[x]["share of score entries"] for x in (name, baseline)}
-                work = shares[name] / shares[baseline]
-                yield Row.of(
-                    f"{PLAN_OVER} {baseline}",
-                    parameters(setting, name, cases[name]),
-                    rounds.ratio(name, baseline),
-                    bar=bar,
-                    figures={"score entries over the baseline's": work},
-                )
-    for theirs, name in ours.items():
-        for phase in phases:
-            if {(name, phase), (theirs, phase)} <= rounds.seconds.keys():
-                ratio = rounds.ratio(name, theirs, phase)
-                yield Row.of(f"{phase}: time over {theirs}", parameters(setting, name, cases[name]), ratio, bar=1.0)
+        for baseline, (name, most) in product(BASELINES, PLANNED.items()):
+            shares = [figures[x]["share of score entries"] for x in (name, baseline)]
+            its, work = (
+                parameters(setting, name, cases[name]),
+                {"score entries over the baseline's": shares[0] / shares[1]},
+            )
+            yield Row.of(f"{PLAN_OVER} {baseline}", its, rounds.ratio(name, baseline), bar=most, figures=work)
     pair = {name: contenders[name] for name in PAIR}  # alone: among all, long calls leave them two rounds
     alone = measure.interleave(pair, seconds=setting.seconds / 4, device=device, least=5)
-    for phase in phases[: 1 + setting.backward]:
+    for phase in setting.phases:
         yield Row.of(f"{phase}: {RING}", where, alone.ratio(*PAIR, phase), bar=1.02)
 
 
-def _meant(peer: Peer, case: Case) -> bool:
-    """Whether the peer is meant to compute this variant of ours."""
-    return case.method == peer.method and case.density in (None, 0.10)
+def _refusal(case: Case) -> str | None:
+    if case.flops > MOST_FLOPS:
+        return f"{case.flops / 1e12:.3g} TFLOP a call; at most {MOST_FLOPS / 1e12:.3g} are run"
+    few = min(group.queries.count for group in case.plan.groups) < case.block_size
+    return "a branch has fewer keys than a block" if few and case.segment_lengths and case.method in SPARSE else None
+
+
+def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
+    """What is known of a variant besides its time."""
+    rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
+    out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
+    q, k, v = (x.cpu() for x in inputs)
+    expected = exact(case, q, k, v, rows)
+    found = {
+        "error": float((out[:, rows].double().cpu() - expected).norm() / expected.norm()),
+        "share of score entries": case.attention_flops / replace(case, method="dense").flops,
+        "keys reached": keys_reached(case, rows),
+    }
+    return found if peak is None or not setting.plain else found | {"peak memory, bytes": float(peak)}
 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
@@ -229,11 +201,10 @@ def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
     return [row for row in _of(setting, rows) if row["name"] == NAME]
 
 
-def held(rows: Sequence[Record], setting: Setting, others: Sequence[Peer]) -> bool:
+def held(rows: Sequence[Record], setting: Setting) -> bool:
     """Whether the rows of a file are all that the setting is measured for: an interruption leaves some out."""
-    shown = [*variants(setting.base), *(peer.name for peer in others), *([TWO] if setting.has_ring_of_two else [])]
-    phases = ("forward", "forward+backward")[: 1 + setting.backward]
-    wanted = {(NAME, name) for name in shown} | {(name, None) for name in (WORST, *(f"{x}: {RING}" for x in phases))}
+    shown = [*variants(setting.base), *([TWO] if setting.has_ring_of_two else [])]
+    wanted = {*product([NAME], shown), *product([WORST, *(f"{phase}: {RING}" for phase in setting.phases)], [None])}
     if setting.has_plan:
         wanted |= {(f"{PLAN_OVER} {baseline}", name) for baseline in BASELINES for name in PLANNED}
     return wanted <= {(row["name"], row["parameters"].get("variant")) for row in _of(setting, rows)}
@@ -252,6 +223,8 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
 
 def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
     """Two processes of one thread each, in rounds of their own: their time beside one process of two threads."""
+    if not setting.has_ring_of_two:
+        return
     case = variants(setting.base)["LongNet branches"]
     refused = None if device.type == "cpu" else f"its two processes run on the CPU alone, not on {device.type}"
     if refused is None:
@@ -274,21 +247,13 @@ def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
     )
 
 
-def _too_short(case: Case) -> bool:
-    return min(group.queries.count for group in case.plan.groups) < case.block_size
-
-
-def _inputs(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     return base.inputs(device)[0]
 
 
-def _call_and_peak(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    device: torch.device,
-    *,
-    warm: bool,
+def call_and_peak(
+    call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
 ) -> tuple[Tensor, int | None]:
     """What it returns, and the bytes that it took at its peak; with `warm` those of a second call.
 
@@ -302,10 +267,8 @@ def _call_and_peak(
     return outs[0], peak
 
 
-def _contender(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], case: Case, device: torch.device, backward: bool
-) -> Contender:
-    inputs = [x.requires_grad_(backward) for x in _inputs(replace(case, method="dilated"), device)]
+def contender_of(call: Call, base: Case, device: torch.device, backward: bool) -> Contender:
+    inputs = [x.requires_grad_(backward) for x in inputs_of(base, device)]
     gradient = torch.randn_like(inputs[0]) if backward else None
 
     def work() -> Iterator[str]:
@@ -317,16 +280,6 @@ def _contender(
                 yield "forward+backward"
 
     return work
-
-
-def _differentiable(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]) -> bool:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    try:
-        for _ in range(2):  # the first may leave a part of its graph to the second
-            torch.autograd.grad(call(*leaves).sum(), leaves)
-    except Exception:  # of other people's code
-        return False
-    return True
 
 
 def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

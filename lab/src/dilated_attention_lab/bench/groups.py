@@ -1,25 +1,22 @@
-"""Jobs in groups, each group in a process of its own with a time limit: what ends one leaves the others their rows.
+"""Jobs in processes of their own, with a limit in time: what ends one leaves the others their rows.
 
 An error that a device reports ends every later call of its process, a kernel that hangs never ends, and a crash takes
-the process along. So a group's process writes each row as soon as it is there, and says which jobs it has done; what it
-leaves undone is refused with the reason.
+the process along. So each job has a process, which writes each row as soon as it is there; a job that does not end well
+is refused with the reason.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from tempfile import TemporaryFile
-from threading import Timer
 from typing import Any, TextIO
-
-import torch
 
 from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Row, failed
@@ -27,33 +24,30 @@ from dilated_attention_bench.results import Row, failed
 
 @dataclass(frozen=True)
 class Job:
-    """One stretch of a group.
-
-    Attributes:
-        calls: make the same launches on CPU tensors, of a shape with the same kernels: to compile them ahead.
-        timed: its rows are times, so its kernels are to be checked before.
-    """
-
     label: str
     run: Callable[[], Iterator[Row]]
-    calls: Sequence[Callable[[], object]] = ()
-    timed: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs that share a process; `seconds` is its limit, its start included."""
+    """Jobs that share a limit.
+
+    Attributes:
+        seconds: until all of them have ended, their processes' starts included.
+        at_once: how many may run at the same time: one where times are taken.
+    """
 
     label: str
     seconds: float
     jobs: Sequence[Job] = field(repr=False)
+    at_once: int = 1
 
 
 def failures() -> tuple[type[Exception], ...]:
     """What a kernel that does not compile or run, or a call that does not fit, may raise: here or in what it calls."""
     from triton.errors import TritonError
 
-    # PyTorch's errors of memory, of CUDA and of its compiler are RuntimeErrors; a profiler may not be installed.
+    # PyTorch's errors of memory, of CUDA and of its compiler are RuntimeErrors.
     return RuntimeError, ValueError, TypeError, AssertionError, LookupError, OSError, TritonError
 
 
@@ -62,25 +56,20 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-# ---- in the group's process
+def refused(group: Group, job: Job, reason: str) -> Row:
+    return Row(failed(group.label), {"job": job.label}, None, "", refused=reason)
 
 
-def serve(group: Group, write: Callable[[str], object]) -> None:
-    """Run a group's jobs; `write` is given a line for each row and for each job that is done."""
-    for job in group.jobs:
-        try:
-            for row in job.run():
-                write(json.dumps({"row": asdict(row)}))
-            leave_no_memory()
-        except failures() as error:
-            write(json.dumps({"row": asdict(refused(group, job, reason_of(error)))}))
-        write(json.dumps({"done": job.label}))
+# ---- in a job's process
 
 
-def leave_no_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
+    """Run a job; `write` is given a line for each row."""
+    try:
+        for row in job.run():
+            write(json.dumps(asdict(row)))
+    except failures() as error:
+        write(json.dumps(asdict(refused(group, job, reason_of(error)))))
 
 
 def rows_apart_from_output() -> TextIO:
@@ -90,72 +79,37 @@ def rows_apart_from_output() -> TextIO:
     return rows
 
 
-def refused(group: Group, job: Job, reason: str) -> Row:
-    return Row(failed(group.label), {"job": job.label}, None, "", refused=reason)
+# ---- in the process that starts them
 
 
-# ---- in the process that starts it
+def run_apart(group: Group, command: Callable[[Job], Sequence[str]]) -> Iterator[Row]:
+    """The rows of a group's jobs, which `command` serves, and why jobs did not end well."""
+    end = time.monotonic() + group.seconds
+    with ThreadPoolExecutor(group.at_once) as pool:
+        for found in pool.map(lambda job: _rows(group, job, command(job), end), group.jobs):
+            yield from found
 
 
-def run_apart(group: Group, command: Sequence[str]) -> Iterator[Row]:
-    """The rows of a group that `command` serves in a process of its own, and why it left jobs undone, if it did."""
-    undone = {job.label: job for job in group.jobs}
-    with TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, env=_environment(), text=True
-        )
-        late = Timer(group.seconds, _kill, (process,))
-        late.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                said = _read(line)
-                if "row" in said:
-                    yield _row(said["row"])
-                undone.pop(said.get("done", ""), None)
-        finally:
-            ended_by_itself = late.is_alive()
-            late.cancel()
-            _kill(process)
-            process.stdout.close()  # type: ignore[union-attr]
-            process.wait()
-        if undone:
-            reason = _ending(process.returncode, errors) if ended_by_itself else f"took more than {group.seconds:g} s"
-            for job in undone.values():
-                yield refused(group, job, reason)
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """The process and its children, if they still run."""
+def _rows(group: Group, job: Job, command: Sequence[str], end: float) -> list[Row]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    left = max(0.0, end - time.monotonic())
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _read(line: str) -> Mapping[str, Any]:
-    """A line of `serve`; a process that is killed may leave half of one."""
-    try:
-        said = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return said if isinstance(said, dict) else {}
+        process = subprocess.run(command, capture_output=True, timeout=left, env=environment)
+        output, why = process.stdout, process.returncode and _ending(process.returncode, process.stderr)
+    except subprocess.TimeoutExpired as error:
+        output, why = error.stdout or b"", f"its group took more than {group.seconds:g} s"
+    lines = [line for line in output.splitlines(keepends=True) if line.endswith(b"\n")]  # the last may be half of one
+    return [*(_row(json.loads(line)) for line in lines), *([refused(group, job, why)] if why else [])]
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    def spread(x: Any) -> Spread | None:
+    def spread(x: Mapping[str, Any] | None) -> Spread | None:
         return None if x is None else Spread(**x)
 
     spreads = {name: {key: spread(x) for key, x in fields[name].items()} for name in ("over", "times")}
     return Row(**{**fields, "spread": spread(fields["spread"]), **spreads})
 
 
-def _ending(code: int, errors: Any) -> str:
+def _ending(code: int, errors: bytes) -> str:
     how = f"signal {-code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    errors.seek(0)
-    last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    return "; ".join([f"its process ended with {how}", *last])
+    return "; ".join([f"its process ended with {how}", *errors.decode(errors="replace").strip().splitlines()[-1:]])

@@ -7,13 +7,11 @@ While a call is profiled the functions of `STAGES` are replaced by the same func
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.profiler import ProfilerActivity, record_function
 from dilated_attention.backends import blocks, cpu, fused, native
 from dilated_attention.cache import PlanCache
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.storage import write_text
 from dilated_attention_bench.cases import SPARSE, Case, Contender, planning
 from dilated_attention_bench.measure import Spread, elapsed, synchronize
 from dilated_attention_bench.results import Row
@@ -104,7 +101,8 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
     synchronize(device)
     fastest = min((_record(call, device) for _ in range(runs)), key=_total)
     if trace is not None:
-        write_text(trace, _chrome_trace(fastest, trace))
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        fastest.export_chrome_trace(str(trace))
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     events = list(fastest.events() or ())
@@ -121,20 +119,6 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
         sum(event.name in LAUNCHES for event in events),
         _idle(events) if device.type == "cuda" else None,
     )
-
-
-def _chrome_trace(recorded: torch.profiler.profile, path: Path) -> str:
-    """PyTorch writes it, and says nothing where it cannot write it whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
-        written = Path(folder, path.name)
-        recorded.export_chrome_trace(str(written))
-        text = written.read_text(encoding="utf-8", errors="replace")
-    try:
-        json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: PyTorch wrote a part of it; is the disk full?") from error
-    return text
 
 
 def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.profile:
@@ -262,24 +246,3 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
     ):
         if value is not None:
             yield Row(name, parameters, value, unit)
-
-
-def save_bars(path: Path, title: str, stages: tuple[Stage, ...]) -> None:
-    """One bar a stage, in milliseconds; black and white."""
-    shown = [stage for stage in stages if stage.milliseconds >= 0.002 * sum(x.milliseconds for x in stages)][::-1]
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 0.6 + 0.32 * len(shown)), layout="constrained")
-    axes = figure.add_subplot()
-    bars = axes.barh([stage.name for stage in shown], [stage.milliseconds for stage in shown], color="0.6", ec="black")
-    axes.bar_label(bars, [_label(stage) for stage in shown], padding=3, fontsize=8)
-    axes.margins(x=0.2)
-    axes.set(xlabel="own time, ms", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _label(stage: Stage) -> str:
-    time = f"{stage.milliseconds:,.0f}" if stage.milliseconds >= 100 else f"{stage.milliseconds:.2g}"
-    return f"{time} ms" + (f", {stage.calls} x" if stage.calls else "")

@@ -6,7 +6,7 @@
 becomes a table of the rows of that file whose name contains the words and whose parameters are as asked
 (`seq_len=8192`); on one line with text in between, it becomes the value of the one row that fits:
 
-    <!-- results: cpu-2-threads-amd-epyc/attention.jsonl name=dense seq_len=8192 -->1 ms<!-- end of results -->
+    <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
 
 The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`.
 """
@@ -89,22 +89,27 @@ def verdict(rows: list[Record]) -> str:
 
 
 def table(rows: list[Record]) -> str:
-    """Markdown: figure, case, value, ratios to others, bar; a column that no row fills is left out."""
+    """Markdown: a line a row."""
+    return _markdown(*columns(rows))
+
+
+def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Figure, case, value, ratios to others, bar, and a line a row; a column that no row fills is left out."""
     others = sorted({name for row in rows for name in row.get("over", {})})
-    columns: dict[str, list[str]] = {
+    found: dict[str, list[str]] = {
         "figure": [row["name"] for row in rows],
         "case": [describe(row["parameters"]) for row in rows],
         "value": [value(row) for row in rows],
     }
     for name in others:
-        columns[f"over {name}"] = [
+        found[f"over {name}"] = [
             f"{number(row['over'][name]['median'])} x" if name in row.get("over", {}) else "" for row in rows
         ]
-    columns["bar"] = [
+    found["bar"] = [
         f"{number(row['bar'])}, {'met' if row['met'] else 'not met'}" if "bar" in row else "" for row in rows
     ]
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    return _markdown(list(columns), zip(*columns.values(), strict=True))
+    found = {name: cells for name, cells in found.items() if any(cells)}
+    return tuple(found), list(zip(*found.values(), strict=True))
 
 
 def variants(rows: list[Record]) -> str:
@@ -125,6 +130,8 @@ def value(row: Record) -> str:
 def describe(parameters: Mapping[str, Any]) -> str:
     """A case in words, as far as they tell it from the others of its suite."""
     words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
+    if ranks := parameters.get("ranks"):
+        words.append(f"{ranks:,} ranks")
     if rates := parameters.get("dilation_rates"):
         words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
     if density := parameters.get("density"):

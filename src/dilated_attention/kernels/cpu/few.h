@@ -198,7 +198,7 @@ class Few {
             int count = chunk.edged ? 0 : chunk.count;
             for (int j = 0; j < chunk.count && chunk.edged; j++) {
               seen[count] = chunk.token[j];
-              count += sees<HELD>(held.rows[x].number, chunk.edge[j]);
+              count += chunk.first[j] <= held.rows[x].number && held.rows[x].number <= chunk.last[j];
             }
             for (int64_t g = first; g < first + together && count; g++)
               work(x, held.rows[x].head * G + g, chunk.edged ? seen : chunk.token, count);

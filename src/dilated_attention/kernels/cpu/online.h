@@ -24,11 +24,11 @@ struct Origin {
 // The rows that a step of the loop visits.
 struct Chunk {
   int count;
-  bool edged;     // whether edges hide anything from any row of the tile
+  bool edged;     // whether bands hide anything from any row of the tile
   Origin origin;  // where they come from, if they are rows of one span, from a multiple of CHUNK on
   int64_t place;  // then the number of that multiple among those of all spans of the tile; else -1
   int64_t token[CHUNK];
-  int32_t edge[CHUNK];  // a row is seen by the tile's rows i >= edge (streamed keys) or sees those i <= edge (queries)
+  int32_t first[CHUNK], last[CHUNK];  // a row sees the tile's rows first <= i <= last, or is seen by them
 };
 
 // The rows that a tile holds, in groups of LANES.
@@ -51,27 +51,20 @@ struct Window {
   bool masked;
 };
 
-template <Side HELD>
-inline bool sees(int32_t i, int32_t edge) {
-  return HELD == Side::queries ? i >= edge : i <= edge;
-}
-
-template <Side HELD>
-inline Mask seeing(Integers i, int32_t edge) {
-  return HELD == Side::queries ? at_least(i, all(edge)) : at_most(i, all(edge));
+inline Mask seeing(Integers i, const Chunk &chunk, int j) {
+  return at_least(i, all(chunk.first[j])) & at_most(i, all(chunk.last[j]));
 }
 
 template <Side HELD, int ROWS>
 inline Window window(const Held &held, int group, const Chunk &chunk) {
   const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
-  const int32_t most = held.row[HELD == Side::queries ? last : first];   // the row that sees the most of the chunk
-  const int32_t least = held.row[HELD == Side::queries ? first : last];  // and the one that sees the least
+  const int32_t top = held.row[first], bottom = held.row[last];
   bool masked = chunk.count % ROWS != 0 || (HELD == Side::keys && last + 1 - first < LANES);
   if (!chunk.edged) return {0, int(round_up(chunk.count, ROWS)), masked};
   int from = CHUNK, to = 0;
   for (int j = 0; j < chunk.count; j++) {
-    masked |= !sees<HELD>(least, chunk.edge[j]);
-    if (!sees<HELD>(most, chunk.edge[j])) continue;
+    masked |= chunk.first[j] > top || chunk.last[j] < bottom;
+    if (chunk.first[j] > bottom || chunk.last[j] < top) continue;
     if (from == CHUNK) from = j;
     to = j + 1;
   }
@@ -79,13 +72,12 @@ inline Window window(const Held &held, int group, const Chunk &chunk) {
 }
 
 // s = -infinity where a row of the group and one of the chunk do not see one another.
-template <Side HELD>
 inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
   for (int x = 0; x < LANES; x += WIDTH) {
     const Integers i = load_integers(held.row + group * LANES + x);
     const Mask inside = first_lanes(held.count - group * LANES - x);
     for (int j = w.from; j < w.to; j++) {
-      const Mask seen = j < chunk.count ? seeing<HELD>(i, chunk.edge[j]) & inside : first_lanes(0);
+      const Mask seen = j < chunk.count ? seeing(i, chunk, j) & inside : first_lanes(0);
       store(s + j * LANES + x, all(-INF), inverse(seen));
     }
   }
@@ -145,7 +137,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
            lanes);
-  if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  if (w.masked) hide(held, group, chunk, w, s);
   const bool drops = words.any;
   const Lanes c = all(scale);
   for (int x = 0; x < lanes; x += WIDTH) {
@@ -205,7 +197,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
            lanes);
   multiply(Arithmetic(), v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
            lanes);
-  if (w.masked) hide<Side::queries>(held, group, chunk, w, s);
+  if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
     const Lanes shift = load(lse + x), offset = load(delta + x);
@@ -259,7 +251,7 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
            count, lanes);
   multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
            count, lanes);
-  if (w.masked) hide<Side::keys>(held, group, chunk, w, s);
+  if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
     Lanes p[2][VECTORS], ds[2][VECTORS];
@@ -298,7 +290,7 @@ inline void spread_infinities(Rows<const Element> v, int64_t D, const Held &held
       if (any(infinite_or_nan(load(v[chunk.token[j]] + d, 1))))
         for (int x = 0; x < LANES; x += WIDTH) {
           const Integers i = load_integers(held.row + group * LANES + x);
-          store(acc + d * LANES + x, all(NOT_A_NUMBER), seeing<Side::queries>(i, chunk.edge[j]));
+          store(acc + d * LANES + x, all(NOT_A_NUMBER), seeing(i, chunk, j));
         }
 }
 

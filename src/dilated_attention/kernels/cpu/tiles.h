@@ -5,13 +5,13 @@
 
 namespace {
 
-constexpr int TILE_FIELDS = 8, SPAN_FIELDS = 4;
+constexpr int TILE_FIELDS = 8, SPAN_FIELDS = 5;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 struct Span {
-  int32_t start, stride, count, diagonal;
+  int32_t start, stride, count, near, far;
 };
 
 struct Tile {
@@ -50,12 +50,10 @@ class Stream {
       if (take <= 0) continue;
       chunk.place = chunk.count == 0 && at % CHUNK == 0 ? before + at / CHUNK : -1;
       chunk.origin = chunk.place < 0 ? Origin{} : Origin{run.start + at * run.stride, run.stride, take};
-      chunk.edged |= HELD == Side::queries ? at + take - 1 > run.diagonal : at < int64_t(run.diagonal) + tile.rows - 1;
+      chunk.edged |= at + take - 1 > high(run) || at < low(run) + tile.rows - 1;
       for (int64_t j = at; j < at + take; j++) {
         const int64_t token = run.start + j * run.stride;
-        chunk.token[chunk.count] = token;
-        chunk.edge[chunk.count] = int32_t(j - run.diagonal);
-        chunk.count += !(hidden && hidden[token]);
+        add(chunk, token, run, j);
       }
       at += take;
     }
@@ -72,15 +70,23 @@ class Stream {
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
 
+  // Row i of the tile and row j of a span see one another iff low <= j - i <= high.
+  static int64_t low(const Span &span) { return HELD == Side::queries ? span.far : span.near; }
+  static int64_t high(const Span &span) { return HELD == Side::queries ? span.near : span.far; }
+
+  void add(Chunk &chunk, int64_t token, const Span &span, int64_t j) const {
+    chunk.token[chunk.count] = token;
+    chunk.first[chunk.count] = int32_t(j - high(span)), chunk.last[chunk.count] = int32_t(j - low(span));
+    chunk.count += !(hidden && hidden[token]);
+  }
+
   // The same of lists of single positions.
   bool next_positions(Chunk &chunk, int64_t below) {
     const Span all = tile.spans()[0];
     for (; chunk.count < CHUNK && next_to_come < end_of_runs && indices[next_to_come] < below; next_to_come++) {
       const int64_t j = indices[next_to_come], token = all.start + j * all.stride;
-      chunk.edged |= HELD == Side::queries ? j > all.diagonal : j < int64_t(all.diagonal) + tile.rows - 1;
-      chunk.token[chunk.count] = token;
-      chunk.edge[chunk.count] = int32_t(j - all.diagonal);
-      chunk.count += !(hidden && hidden[token]);
+      chunk.edged |= j > high(all) || j < low(all) + tile.rows - 1;
+      add(chunk, token, all, j);
     }
     return chunk.count > 0;
   }
@@ -92,11 +98,9 @@ class Stream {
     run = tile.spans()[listed ? 0 : which];
     at = listed ? indices[which] * size : 0;
     end = listed && at + size < run.count ? at + size : run.count;
-    // What the diagonal hides from the whole tile is not visited.
-    if (HELD == Side::queries)
-      end = least(end, int64_t(run.diagonal) + tile.rows);
-    else
-      at = most(at, run.diagonal / CHUNK * CHUNK);
+    // What the band hides from the whole tile is not visited.
+    end = least(end, high(run) + tile.rows);
+    at = most(at, low(run) / CHUNK * CHUNK);
     return true;
   }
 };
@@ -153,9 +157,15 @@ void with_rows(void *gradient, bool add, int64_t b, int64_t head, int64_t tokens
 // As many as the spans of a tile have at most, of that many tokens.
 inline int64_t chunks(const Call &call, int64_t tokens) { return call.spans * ((tokens + CHUNK - 1) / CHUNK); }
 
+// Whether the rows that tiles see begin later from tile to tile.
+inline bool is_window(const Call &call) {
+  const int32_t far = call.job_count ? tile_of(call, 0).spans()->far : 1 << 30;
+  return far != 1 << 30 && far != -(1 << 30);
+}
+
 // Chunks that a thread has gathered, for the next tile that streams the same rows: a gather of rows that lie far apart
 // costs as much as the products. A chunk's place names its slot, so that a look is one comparison. Places past the last
-// slot share one, but for lists, which jump: they go round.
+// slot share one, but for lists, which jump, and windows, which move on: they go round.
 class Kept {
  public:
   struct Slot {
@@ -167,7 +177,7 @@ class Kept {
 
   // Room for so many chunks of so many floats; for fewer where that is more than a core's second cache.
   Kept(const Call &call, int64_t chunks, int64_t floats)
-      : goes_round(call.indptr), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
+      : goes_round(call.indptr || is_window(call)), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
 
   int64_t floats() const { return slots * (size + SLOT); }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,40 +16,17 @@ from dilated_attention.backends.problem import Problem
 from dilated_attention.plan import Plan, Rows, StridedGroup
 from dilated_attention.verification import BARS, Check, poisoned_memory, relative_error
 from dilated_attention_bench.cases import Case
-from dilated_attention_bench.on_gpu import PAPER, backend_of, chosen
+from dilated_attention_bench.on_gpu import PAPER
 from dilated_attention_bench.results import Row
 
 
-def correctness(check: Check, name: str, device: torch.device) -> Iterator[Row]:
+def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:
     """The largest relative error of each dtype and head_dim, judged on the float64 oracle of the same inputs."""
-    for dtype, head_dim in combinations(check, name):
-        with chosen(name):
-            errors = check.errors(backend_of(name), dtype, head_dim, device)
-        yield _largest_error(check.name, _parameters(check, name) | {"head_dim": head_dim}, errors, dtype)
-
-
-def combinations(check: Check, name: str) -> list[tuple[torch.dtype, int]]:
-    """The types and head_dims that a backend can be checked with."""
-    return [
-        (dtype, head_dim)
-        for dtype in check.dtypes
-        for head_dim in check.head_dims
-        if name != "flash" or (dtype != torch.float32 and head_dim % 8 == 0)
-    ]
-
-
-def launches_of(check: Check, name: str) -> list[Callable[[], object]]:
-    """A check's calls on the CPU, to be recorded: one for each type and head_dim."""
-
-    def call(dtype: torch.dtype, head_dim: int) -> None:
-        with chosen(name):
-            check.run(*check.parts(torch.empty(check.shape(head_dim), dtype=dtype)), "triton")
-
-    return [lambda pair=pair: call(*pair) for pair in combinations(check, name)]  # type: ignore[misc]
-
-
-def _parameters(check: Check, name: str) -> dict[str, Any]:
-    return {"seq_len": check.seq_len, "heads": check.heads, "kv_heads": check.kv_heads, "backend": name}
+    for dtype, head_dim in product(check.dtypes, check.head_dims):
+        if backend != "flash" or (dtype != torch.float32 and head_dim % 8 == 0):
+            errors = check.errors(backend, dtype, head_dim, device)
+            parameters = {"seq_len": check.seq_len, "heads": check.heads, "kv_heads": check.kv_heads}
+            yield _largest_error(check.name, parameters | {"backend": backend, "head_dim": head_dim}, errors, dtype)
 
 
 def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, float], dtype: torch.dtype) -> Row:
@@ -76,21 +54,10 @@ def as_timed(case: Case, label: str) -> Check:
     )  # fmt: skip
 
 
-def wide(check: Check, name: str, device: torch.device) -> Iterator[Row]:
+def wide(check: Check, device: torch.device) -> Iterator[Row]:
     """With the offsets of 64 bits that only huge strides ask for."""
     with patch.object(triton, "WIDE_FROM", 0):
-        yield from correctness(replace(check, name=f"{check.name}, wide offsets"), name, device)
-
-
-def wide_launches(check: Check, name: str) -> list[Callable[[], object]]:
-    def widely(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            with patch.object(triton, "WIDE_FROM", 0):
-                call()
-
-        return run
-
-    return [widely(call) for call in launches_of(check, name)]
+        yield from correctness(replace(check, name=f"{check.name}, wide offsets"), "triton", device)
 
 
 # ---- what `attention` alone does not reach
@@ -98,9 +65,9 @@ def wide_launches(check: Check, name: str) -> list[Callable[[], object]]:
 
 def elsewhere(device: torch.device) -> Iterator[Row]:
     """A plan of context parallelism: a local branch, then keys that other ranks sent; judged on native in float64."""
-    local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, first=True)
-    received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1, diagonal=False)
-    aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, diagonal=True)
+    local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, high=0, first=True)
+    received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
+    aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, high=0)
     plan = Plan(48, 2, (local, received, aligned), covered=True, square=False)
     generator = torch.Generator(device).manual_seed(0)
     normal = [
@@ -110,7 +77,7 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
     def results(backend: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, dout = inputs
-        problem = Problem(plan, is_causal=True, scale=0.125)
+        problem = Problem(plan, scale=0.125)
         out, lse = backend.forward(problem, q, k, v)
         gradients = backend.backward(problem, dout, lse.cos(), q, k, v, out, lse)
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))

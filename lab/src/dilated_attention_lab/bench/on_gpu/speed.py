@@ -13,12 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.backends import triton
 from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case, Contender
+from dilated_attention_bench.cases import Case, Contender, under
 from dilated_attention_bench.groups import failures, reason_of
 from dilated_attention_bench.measure import Rounds, Spread
-from dilated_attention_bench.on_gpu import ONE_KERNEL, SMALL, contender_of
+from dilated_attention_bench.on_gpu import SMALL
 from dilated_attention_bench.on_gpu.correctness import graph_of
-from dilated_attention_bench.profile import profile
 from dilated_attention_bench.results import Row
 from dilated_attention_bench.suites import rates
 
@@ -27,19 +26,15 @@ RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward"
 """Bars: useful work over the matrix rate of the same rounds, by phase, head_dim and causality."""
 SPEED_UPS = {0.10: 7.0, 0.05: 13.0, 0.02: 25.0}
 """Bars: block-sparse forward over the fastest dense kernel at 32,768 tokens, by density."""
+SHORT = (256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens at which triton and native are compared."""
 DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
     """One dense call of PyTorch's with a given kernel, on `(batch, heads, seq, head_dim)`."""
     rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
-    plain = rows_in_place.contender(device, backward=backward)
-
-    def work() -> Iterator[str]:
-        with sdpa_kernel(kernel):
-            yield from plain()
-
-    return work
+    return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, runs: int = 20) -> Spread:
@@ -90,7 +85,7 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
 def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
     """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
     even = equal_work(case)
-    makers = {name: partial(contender_of, name, case, device) for name in names}
+    makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
     contenders, refused = serving({**makers, **dense_makers(even, device, backward=True)})
     rivals = [name for name in contenders if name not in names]
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
@@ -98,12 +93,10 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
     entry: dict[tuple[str, str], float] = {}  # seconds per score entry, times a constant
     for name in (*contenders, *refused):
         flops = even.flops if name.startswith("dense ") else case.flops
-        for phase, factor in (("forward", 1.0), ("backward", 2.5))[name == ONE_KERNEL :]:
+        for phase, factor in (("forward", 1.0), ("backward", 2.5)):
             limit = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
-            title, bar = (
-                f"{phase}: {name}, matrix rate over the rate of useful work",
-                None if limit is None else 1 / limit,
-            )
+            title = f"{phase}: {name}, matrix rate over the rate of useful work"
+            bar = None if limit is None else 1 / limit
             if name in refused:
                 yield Row(title, case.parameters, None, "x", bar=bar, refused=refused[name])
                 continue
@@ -112,8 +105,6 @@ def speed(case: Case, names: Sequence[str], device: torch.device, budget: float)
             ratio = spread.scaled(matrix * 1e9 / (factor * flops))
             useful = {name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix}
             yield Row.of(title, case.parameters, ratio, bar=bar, times={name: spread}, rates=useful)
-    if [*names] == [ONE_KERNEL]:  # the row is triton's, which is measured apart
-        return
     for phase, bar in (("forward", 1.15), ("backward", None)):
         title = f"{phase}: time per score entry over the best dense kernel's"
         if "triton" in contenders and rivals:
@@ -166,25 +157,6 @@ def small(device: torch.device, budget: float) -> Iterator[Row]:
         "the fastest dense kernel", SMALL, {**ours, "triton, CUDA graph": replayed}, rivals, device, budget,
         {"triton": 1.0}, work, most=200,
     )  # fmt: skip
-    layers = 20
-    yield from against(
-        f"the fastest dense kernel, {layers} calls in a row", SMALL,
-        {name: partial(in_a_row, make, layers) for name, make in ours.items()},
-        {name: partial(in_a_row, make, layers) for name, make in rivals.items()},
-        device, budget, {}, {name: layers * flops for name, flops in work.items()},
-    )  # fmt: skip
-
-
-def in_a_row(make: Callable[[], Contender], times: int) -> Contender:
-    """So many calls before the clock looks, as the layers of a model make them: the host may run ahead of the GPU."""
-    plain = make()
-
-    def work() -> Iterator[str]:
-        for _ in range(times):
-            list(plain())
-        yield "forward"
-
-    return work
 
 
 def against(
@@ -222,12 +194,7 @@ def against(
             yield Row(row, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
 
 
-def threshold(
-    device: torch.device,
-    budget: float = 2.0,
-    case: Case = SMALL,
-    lengths: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384),
-) -> Iterator[Row]:
+def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
     """The least work from which on triton is faster than native, forward and with the backward."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
@@ -249,13 +216,3 @@ def threshold(
         yield Row(name, case.parameters, float(faster[first][0]), unit)
     else:
         yield Row(name, case.parameters, None, unit, refused=why)
-
-
-def launched(case: Case, device: torch.device) -> Iterator[Row]:
-    for backward in (False, True):
-        work = case.contender(device, backward=backward)
-        found = profile(lambda work=work: list(work()), device)  # type: ignore[misc]
-        phase = "forward+backward" if backward else "forward"
-        yield Row(f"{phase}: kernels launched", case.parameters, float(found.launches), "calls")
-        if found.idle_milliseconds is not None:
-            yield Row(f"{phase}: GPU idle between kernels", case.parameters, found.idle_milliseconds, "ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,48 +41,13 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
     return {**useful, MATMUL: rounds.matmul_gflops}
 
 
-def compare(
-    label: str,
-    cases: Mapping[str, Case],
-    baseline: str,
-    device: torch.device,
-    *,
-    seconds: float,
-    backward: bool = False,
-    most_flops: float = 8e12,
-) -> Step:
-    """The time of every case, and its ratio to that of the case `baseline`, all in the same rounds.
-
-    Args:
-        most_flops: a case with more than that many floating-point operations a call is refused.
-    """
-    backward_of = {name: backward and case.method != "flex" for name, case in cases.items()}
-    work = {name: case.flops * (3.5 if backward_of[name] else 1.0) for name, case in cases.items()}
-    run = {name: case for name, case in cases.items() if work[name] <= most_flops}
-
-    def steps() -> Iterator[Row]:
-        for name in cases.keys() - run.keys():
-            why = f"{work[name] / 1e12:.3g} TFLOP a call; at most {most_flops / 1e12:.3g} are run"
-            yield Row(f"forward: {name}", cases[name].parameters, None, "ms", refused=why)
-        if not run:
-            return
-        contenders = {name: case.contender(device, backward=backward_of[name]) for name, case in run.items()}
-        rounds = measure.interleave(contenders, seconds=seconds, device=device, least=2)
-        for name, phase in rounds.seconds:
-            if name == MATMUL:
-                continue
-            compared = name != baseline and (baseline, phase) in rounds.seconds
-            useful = {name: cases[name].flops * (1.0 if phase == "forward" else 3.5)}
-            yield Row.of(
-                f"{phase}: {name}",
-                cases[name].parameters,
-                rounds.spread(name, phase).scaled(1e3),
-                "ms",
-                over={baseline: rounds.ratio(name, baseline, phase)} if compared else {},
-                rates=rates(rounds, phase, useful),
-            )
-
-    return Step(label, steps, tuple((case, backward_of[name]) for name, case in run.items()))
+def over(
+    rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
+) -> Row:
+    """The time of a contender over another's."""
+    times = {key: rounds.spread(key, phase) for key in (name, other)}
+    title = title or f"{phase}: time over {other}"
+    return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)
 
 
 def peak(

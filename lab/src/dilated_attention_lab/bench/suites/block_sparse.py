@@ -22,15 +22,16 @@ from dilated_attention.layout import DENSE_LIMIT, BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention_bench import activations, measure
 from dilated_attention_bench.cases import Blocks, Case, Method
-from dilated_attention_bench.measure import Rounds, Spread
+from dilated_attention_bench.measure import Spread
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, peak, rates
+from dilated_attention_bench.suites import Step, over, peak, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)
 DENSITIES = (0.1, 0.25, 0.5)
 HELD: tuple[Method, ...] = ("block-sparse", "gather", "torch.sparse")
 """Ways to run a layout whose peak memory is measured."""
+RIVALS: tuple[Method, ...] = ("gather", "mask", "flex")
 MILLION = 1 << 20
 LOST = "routing: mass lost, 1 - captured over the best possible"
 
@@ -41,8 +42,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
         return [
             _over_dense(_cases(4096, ("local", "random"), DENSITIES), device, 4.0),
-            _over_rivals(replace(SPARSE, blocks="random"), device, 2.0),
-            _over_torch_sparse(512, (0.1,), device, 1.0),
+            _over_rivals(replace(SPARSE, blocks="random"), device, 2.0, *RIVALS),
+            _over_rivals(replace(SPARSE, seq_len=512, blocks="random"), device, 1.0, "torch.sparse"),
             peak(replace(SPARSE, seq_len=16384, blocks="random"), device, bar=1.5, beside_out=True),
             Step("layouts and their cache", lambda: _tables(4096)),
             _choosing(replace(SPARSE, is_causal=True), device, 2.0, bar=None),
@@ -57,9 +58,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _over_dense(_cases(4096, KINDS, DENSITIES, is_causal=True), device, 20.0),
         _over_dense(_cases(16384, KINDS, DENSITIES), device, 150.0),
         _over_dense(_cases(16384, KINDS, DENSITIES[:1], is_causal=True), device, 40.0),
-        *[_over_rivals(case, device, 8.0) for case in _cases(4096, ("random", "local"), DENSITIES)],
-        *[_over_rivals(case, device, 30.0, backward=False) for case in _cases(16384, ("random",), (0.1, 0.5))],
-        _over_torch_sparse(1024, DENSITIES, device, 20.0),
+        *[_over_rivals(case, device, 8.0, *RIVALS) for case in _cases(4096, ("random", "local"), DENSITIES)],
+        *[_over_rivals(case, device, 30.0, *RIVALS, backward=False) for case in _cases(16384, ("random",), (0.1, 0.5))],
+        *[_over_rivals(case, device, 7.0, "torch.sparse") for case in _cases(1024, ("random",), DENSITIES)],
         *[peak(replace(random, method=name), device, beside_out=True) for name in HELD],
         *[peak(case, device, bar=1.5, beside_out=True) for case in held],
         Step("layouts and their cache", lambda: _tables(16384)),
@@ -89,84 +90,41 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
         rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
         for phase, factor in (("forward", 1.0), ("forward+backward", 3.5)):
             for name, case in cases.items():
-                yield Row.of(
-                    f"{phase}: time over dense",
-                    case.parameters,
-                    rounds.ratio(name, "dense", phase),
-                    bar=bar(case.blocks, case.layout(case.seq_len).density),
-                    times={key: rounds.spread(key, phase) for key in (name, "dense")},
-                    rates=rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops}),
-                )
+                most = bar(case.blocks, case.layout(case.seq_len).density)
+                useful = rates(rounds, phase, {name: factor * case.flops, "dense": factor * dense.flops})
+                yield over(rounds, name, "dense", phase, case.parameters, bar=most, rates=useful)
 
     label = f"{dense.seq_len:,} tokens{', causal' if dense.is_causal else ''}, over dense"
     return Step(label, run, tuple((case, True) for case in (dense, *cases.values())))
 
 
-def _over_rivals(case: Case, device: torch.device, budget: float, *, backward: bool = True) -> Step:
-    """Beside a gather a row and, as far as there is a dense one, a mask, forward and backward; FlexAttention,
-    forward."""
-    trained = {"gather": replace(case, method="gather")}
-    if case.seq_len**2 <= DENSE_LIMIT:
-        trained["mask"] = replace(case, method="mask")
-    flex = replace(case, method="flex")
-    why_not = "needs c++, which is not installed" if device.type == "cpu" and shutil.which("c++") is None else None
+def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method, backward: bool = True) -> Step:
+    """Beside other ways to run a layout; of FlexAttention, which has no backward on a CPU, the forward there."""
+    rivals = {name: replace(case, method=name) for name in names if name != "mask" or case.seq_len**2 <= DENSE_LIMIT}
+    no_compiler = device.type == "cpu" and shutil.which("c++") is None and rivals.pop("flex", None) is not None
+    trained = {name: backward and (name != "flex" or device.type != "cpu") for name in rivals}
 
     def run() -> Iterator[Row]:
+        if no_compiler:
+            why = "needs c++, which is not installed"
+            yield Row("forward: time over flex", case.parameters, None, "x", refused=why)
         q, k, v = case.inputs(device)[0]
-        everyone = trained if why_not else {**trained, "flex": flex}
         with torch.no_grad():
             expected = case.prepare()(q, k, v).double()
-            for name, rival in everyone.items():
+            for name, rival in rivals.items():
                 difference = float((rival.prepare()(q, k, v).double() - expected).norm() / expected.norm())
                 yield Row(f"forward: relative difference from {name}", case.parameters, difference, "", bar=3e-6)
-        work = {name: x.contender(device, backward=backward) for name, x in trained.items()}
+        work = {str(name): x.contender(device, backward=trained[name]) for name, x in rivals.items()}
         work["block-sparse"] = case.contender(device, backward=backward)
-        if "flex" in everyone:
-            work["flex"] = flex.contender(device)
         rounds = measure.interleave(work, seconds=budget, device=device)
         for phase in ("forward", "forward+backward")[: 1 + backward]:
-            for name in everyone:
+            for name in rivals:
                 if (name, phase) in rounds.seconds:
                     most = 1.05 if name == "flex" and (case.density or 1.0) > 0.1 else 1.0
-                    yield _ratio(rounds, case, name, phase, most)
-        yield from _refused(flex, device, why_not)
+                    yield over(rounds, "block-sparse", name, phase, case.parameters, bar=most)
 
-    label = f"{case.seq_len:,} tokens, {case.density:.0%} {case.blocks}, over rivals"
-    return Step(label, run, tuple((x, backward) for x in (case, *trained.values())))
-
-
-def _refused(case: Case, device: torch.device, why_not: str | None) -> Iterator[Row]:
-    """The phases that FlexAttention has no part in, with the reason."""
-    phases = ["forward", "forward+backward"]
-    if why_not is None:
-        try:
-            for phase in replace(case, seq_len=2 * case.block_size).contender(device, backward=True)():
-                phases.remove(phase)
-        except NotImplementedError as error:
-            why_not, phases = str(error).strip().splitlines()[0], phases[1:]
-    parameters = replace(case, method="block-sparse").parameters
-    for phase in phases:
-        yield Row(f"{phase}: time over flex", parameters, None, "x", refused=why_not)
-
-
-def _over_torch_sparse(seq_len: int, densities: Sequence[float], device: torch.device, budget: float) -> Step:
-    cases = _cases(seq_len, ("random",), densities)
-    rivals = [replace(case, method="torch.sparse") for case in cases]
-
-    def run() -> Iterator[Row]:
-        for case, rival in zip(cases, rivals, strict=True):
-            work = {str(x.method): x.contender(device, backward=True) for x in (case, rival)}
-            rounds = measure.interleave(work, seconds=budget / len(cases), device=device)
-            for phase in ("forward", "forward+backward"):
-                yield _ratio(rounds, case, "torch.sparse", phase, 1.0)
-
-    return Step(f"{seq_len:,} tokens, over torch.sparse", run, tuple((case, True) for case in (*cases, *rivals)))
-
-
-def _ratio(rounds: Rounds, case: Case, name: str, phase: str, bar: float) -> Row:
-    times = {key: rounds.spread(key, phase) for key in ("block-sparse", name)}
-    ratio = rounds.ratio("block-sparse", name, phase)
-    return Row.of(f"{phase}: time over {name}", case.parameters, ratio, bar=bar, times=times)
+    label = f"{case.seq_len:,} tokens, {case.density:.0%} {case.blocks}, over {', '.join(names)}"
+    return Step(label, run, tuple((x, trained[name]) for name, x in rivals.items()))
 
 
 def _million() -> BlockLayout:

@@ -10,7 +10,7 @@ import torch
 from dilated_attention_bench import measure
 from dilated_attention_bench.cases import DOUBLING, planning
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, peak, rates, seconds
+from dilated_attention_bench.suites import LONGNET, Step, over, peak, rates, seconds
 
 MILLION = 1 << 20
 
@@ -37,14 +37,8 @@ def _over_dense_calls(seq_len: int, device: torch.device, budget: float, backwar
         contenders = {str(x.method): x.contender(device, backward=backward) for x in (case, dense)}
         rounds = measure.interleave(contenders, seconds=budget, device=device)
         for phase, bar, factor in (("forward", 1.05, 1.0), ("forward+backward", 1.10, 3.5))[: 1 + backward]:
-            yield Row.of(
-                f"{phase}: time over dense calls",
-                case.parameters,
-                rounds.ratio("dilated", "dense calls", phase),
-                bar=bar,
-                times=seconds(rounds, phase),
-                rates=rates(rounds, phase, {x.method: factor * x.flops for x in (case, dense)}),
-            )
+            useful = rates(rounds, phase, {x.method: factor * x.flops for x in (case, dense)})
+            yield over(rounds, "dilated", "dense calls", phase, case.parameters, bar=bar, rates=useful)
 
     return Step(f"{case.seq_len:,} tokens over dense calls", run, ((case, backward), (dense, backward)))
 
@@ -81,14 +75,8 @@ def _one_segment(seq_len: int, device: torch.device, budget: float) -> Step:
         rounds = measure.interleave(contenders, seconds=budget, device=device, most=200)
         useful = {name: float(repeat * case.flops) for name, case in cases.items()}
         for name, bar in (("one branch", 1.10), ("three branches", None)):
-            yield Row.of(
-                "within the first segment: time over dense attention",
-                cases[name].parameters,
-                rounds.ratio(name, "dense"),
-                bar=bar,
-                times=seconds(rounds),
-                rates=rates(rounds, "forward", useful),
-            )
+            title, its = "within the first segment: time over dense attention", cases[name].parameters
+            yield over(rounds, name, "dense", "forward", its, title, bar=bar, rates=rates(rounds, "forward", useful))
         with torch.no_grad():
             q, k, v = one.inputs(device)[0]
             calls = measure.fused_calls(lambda: one.prepare()(q, k, v))

@@ -1,8 +1,8 @@
 """`bench gpu`: the Triton kernels on a GPU: right, fast beside dense kernels, small, and where they overtake native.
 
-In three parts of at most nine minutes each on 16 cores: go or no-go; why, and which tiles; the long runs. Each group of
-a part runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. What a
-part launches is compiled ahead, by as many processes as there are cores.
+In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles; the long runs. Each job of a part
+runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. Jobs that check
+or compile run at the same time, and what they compile is in Triton's cache for those that take times, one by one.
 
 The dense kernels, cuDNN's and FlashAttention's, compute about as many score entries in one long sequence as the pattern
 has in all; times are compared per score entry.
@@ -11,44 +11,30 @@ has in all; times are compared per score entry.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from tempfile import TemporaryDirectory
+from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from dilated_attention.backends import flash, triton
+from dilated_attention.kernels.configurations import Kernel
 from dilated_attention.verification import Check, checks
-from dilated_attention_bench import groups, measure, specializations
+from dilated_attention_bench import groups
 from dilated_attention_bench.cases import Case
 from dilated_attention_bench.groups import Group, Job
-from dilated_attention_bench.on_gpu import (
-    ONE_KERNEL,
-    PAPER,
-    SMALL,
-    correctness,
-    kernels,
-    launching,
-    sparse,
-    speed,
-    watched,
-)
+from dilated_attention_bench.on_gpu import PAPER, SMALL, correctness, kernels, sparse, speed
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.specializations import Compiled, Specialization
 from dilated_attention_bench.suites import Step, peak
 
 SECONDS = 540.0
 """Of a part."""
 CORES = 14
-"""That compile, of the 16 that a part's time is stated for."""
+"""Jobs at once, of the 16 cores that a part's time is stated for."""
 MILLION = 1 << 20
-SHORT = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens at which triton and native are compared."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +57,14 @@ def steps(device: torch.device, part: int | None = None) -> list[Step]:
         raise ValueError("the gpu suite needs a GPU: --device cuda")
     machine = Machine.of(device)
     return [
-        Step(f"part {n}: {group.label}", partial(groups.run_apart, group, _command(n, group, device)))
-        for n in ((1, 2, 3) if part is None else (part,))
+        Step(group.label, partial(groups.run_apart, group, partial(_command, n, group, device)))
+        for n in (PARTS if part is None else (part,))
         for group in PARTS[n](machine)
     ]
 
 
-def _command(part: int, group: Group, device: torch.device) -> list[str]:
-    request = {"part": part, "group": group.label, "device": str(device)}
+def _command(part: int, group: Group, device: torch.device, job: Job) -> list[str]:
+    request = {"part": part, "group": group.label, "job": job.label, "device": str(device)}
     return [sys.executable, "-m", "dilated_attention_bench.suites.gpu", json.dumps(request)]
 
 
@@ -86,7 +72,8 @@ def _serve(request: dict[str, Any]) -> None:
     rows = groups.rows_apart_from_output()
     machine = Machine.of(torch.device(request["device"]))
     (group,) = (x for x in PARTS[request["part"]](machine) if x.label == request["group"])
-    groups.serve(group, lambda line: print(line, file=rows, flush=True))
+    (job,) = (x for x in group.jobs if x.label == request["job"])
+    groups.serve(group, job, lambda line: print(line, file=rows, flush=True))
 
 
 # ---- the parts
@@ -94,56 +81,41 @@ def _serve(request: dict[str, Any]) -> None:
 
 def part_1(machine: Machine) -> list[Group]:
     """Go or no-go: what is timed is right; its times; then everything else is right."""
-    device = machine.device
-    timed = [
+    device, native = machine.device, ["native"] + ["flash"] * machine.has_flash
+    plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
+    as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
+    right = [Job(label, partial(correctness.correctness, x, "triton", device)) for label, x in as_timed.items()]
+    wide = partial(correctness.wide, as_timed["nested branches, head_dim 128"], device)
+    return [
         Group("rates of this GPU", 15, [Job("rates", partial(ceilings, device))]),
-        Group("right: what is timed", 35, list(_right_as_timed(device))),
-        *(
-            Group(f"times, head_dim {head_dim}", 40, list(_speeds(machine, head_dim, (65536,), 4.0)))
-            for head_dim in (128, 64)
-        ),
-        Group("times, blocks", 40, list(_sparse_speeds(device, 3.0))),
-    ]
-    features = checks(777)
-    views = [check for check in features if check.views]
-    others = [check for check in features if not check.views]
-    native = ["native"] + ["flash"] * machine.has_flash
-    rest = [
-        Group("right: triton, every head_dim", 35, list(_right(features[:2], "triton", device))),
-        Group("right: triton, every feature", 40, [
-            *_right(features[2:], "triton", device), Job("rows from elsewhere", *_elsewhere(device)),
-        ]),
-        Group(f"right: {ONE_KERNEL}", 35, list(_right(checks(777, (64, 128)), ONE_KERNEL, device))),
-        *(Group(f"right: {name}", 25, list(_right(others, name, device))) for name in native),
-        # Last: a misaligned address ends its process, and a memory checker is slow.
-        *(Group(f"right: {name}, views", 15, list(_right(views, name, device))) for name in native),
-        Group("memory checker", 45, [Job("memory checker", watched.memory_errors, watched.tiny_launches())]),
+        Group("right: what is timed", 60, [*right, Job("wide offsets", wide)], CORES),
+        *(Group(f"times, head_dim {d}", 75, list(_speeds(machine, d, (65536,), 4.0))) for d in (128, 64)),
+        *(Group(f"times, blocks, {n:,} tokens", 50, list(_sparse_speeds(n, device, 3.0))) for n in (32768, 4096)),
+        Group("right: triton", 120, [
+            *_right([*plain, *views], "triton", device),
+            Job("rows from elsewhere", partial(correctness.elsewhere, device)),
+        ], CORES),
+        *(Group(f"right: {name}", 30, list(_right(plain, name, device)), CORES) for name in native),
+        # Last: a misaligned address ends its process.
+        *(Group(f"right: {name}, views", 15, list(_right(views, name, device)), CORES) for name in native),
     ]  # fmt: skip
-    return [*_compiled_first(timed, machine, "what is timed", 35), *_compiled_first(rest, machine, "the rest", 95)]
 
 
 def part_2(machine: Machine) -> list[Group]:
-    """Why, and which tiles: each kernel alone, what the hardware counts, and the candidate for Hopper."""
-    device = machine.device
-    found = [Group(f"tiles of {kernel}", 45, list(_tiles(kernel, device))) for kernel in kernels.CANDIDATES]
-    lists = sparse(0.10)
-    found += [
-        Group("tiles of lists", 40, [Job("tiles of lists", partial(kernels.tile_shapes, "forward", lists, device),
-                                         kernels.tile_launches("forward", lists))]),
-        Group("order of tables", 30, [Job("order of tables", partial(kernels.orders, PAPER, device),
-                                          [launching(PAPER, backward=False)])]),
-        *(
-            Group(f"counters of {name}", 30, [Job(name, partial(watched.counters, name),
-                                                  [watched.counted_launches(name)])])
-            for name in watched.COUNTED
-        ),
+    """Which tiles."""
+    device, lists = machine.device, sparse(0.10)
+    cases: dict[str, tuple[Kernel, Case]] = {
+        f"{kernel}, head_dim {d}": (kernel, replace(PAPER, head_dim=d))
+        for kernel, d in product(kernels.CANDIDATES, (128, 64))
+    }
+    cases["forward over lists"] = "forward", lists
+    found = [
+        Group("shapes of tiles", 100, [Job(label, partial(kernels.compiled, *x, device)) for label, x in cases.items()],
+              CORES),
+        *(Group(f"tiles of {label}", 45, [Job(label, partial(kernels.tile_shapes, *x, device, 25.0))])
+          for label, x in cases.items()),
     ]  # fmt: skip
-    if machine.target == "sm_90":  # last: a barrier that is wrong would hang the GPU
-        for head_dim in (128, 64):
-            case = replace(PAPER, head_dim=head_dim)
-            job = Job("the candidate", partial(kernels.gluon, case, device, 5.0), [launching(case, backward=False)])
-            found.append(Group(f"the candidate in Gluon, head_dim {head_dim}", 60, [job]))
-    return _compiled_first(found, machine, "part 2", 50)
+    return found
 
 
 def part_3(machine: Machine) -> list[Group]:
@@ -151,43 +123,22 @@ def part_3(machine: Machine) -> list[Group]:
     device = machine.device
     million = replace(PAPER, seq_len=MILLION)
     narrow = replace(million, head_dim=64)
-    found = [
-        *(
-            Group(f"long times, head_dim {head_dim}", 45, list(_speeds(machine, head_dim, (65536, 262144), 4.0)))
-            for head_dim in (128, 64)
-        ),
-        Group("a million tokens, head_dim 64", 45, list(_speeds(machine, 64, (MILLION,), 6.0))),
-        # The tensors of two contenders do not fit 80 GB.
-        *(
-            Group(f"a million tokens, head_dim 128, {name}", 35, [_speed(million, [name], device, 8.0)])
-            for name in ("triton", ONE_KERNEL)
-        ),
-        Group("a million tokens against native", 40, [
-            Job("against native", partial(correctness.million, device), [launching(narrow)]),
-            Job("beyond 2^31 elements", partial(correctness.far_rows, device), [launching(PAPER)]),
-        ]),
-        Group("beside FlexAttention", 75, [
-            _block_sparse(replace(sparse(density)), device, 3.0, flex=True) for density in (0.10, 0.02)
-        ]),
-        Group("graphs", 45, [
-            Job("graphs", partial(correctness.captured, SMALL, device), [launching(SMALL, backward=False)]),
-        ]),
-        Group("short calls", 30, [
-            Job("4,096 tokens", partial(speed.small, device, 4.0), [launching(SMALL, backward=False)], timed=True),
-        ]),
-        Group("where triton overtakes native", 30, [
-            Job("threshold", partial(speed.threshold, device, 1.0, SMALL, SHORT),
-                [launching(replace(SMALL, seq_len=n)) for n in SHORT], timed=True),
-        ]),
-        Group("launches and memory", 60, [
-            *(Job(f"launches, {case.seq_len:,} tokens, {case.method}", partial(speed.launched, case, device),
-                  [launching(case)]) for case in (SMALL, PAPER, sparse(0.10))),
-            *(Job(f"peak memory, {backward=}", peak(narrow, device, backward=backward, bar=bar).measure,
-                  [launching(case, backward=backward) for case in (measure.before_peak(narrow), narrow)])
-              for backward, bar in ((False, 1.10), (True, None))),
-        ]),
-    ]  # fmt: skip
-    return _compiled_first(found, machine, "part 3", 40)
+    memory = [
+        Job(f"peak memory, {backward=}", peak(narrow, device, backward=backward, bar=bar).measure)
+        for backward, bar in ((False, 1.10), (True, None))
+    ]
+    return [
+        *(Group(f"long times, head_dim {d}", 80, list(_speeds(machine, d, (262144,), 4.0))) for d in (128, 64)),
+        Group("a million tokens, head_dim 64", 75, list(_speeds(machine, 64, (MILLION,), 6.0))),
+        Group("a million tokens, head_dim 128", 40, [_speed(million, ["triton"], device, 8.0)]),
+        Group("a million tokens against native", 45, [Job("against native", partial(correctness.million, device))]),
+        Group("beyond 2^31 elements", 30, [Job("beyond 2^31 elements", partial(correctness.far_rows, device))]),
+        Group("beside FlexAttention", 75, [_block_sparse(sparse(x), device, 3.0, flex=True) for x in (0.10, 0.02)]),
+        Group("graphs", 30, [Job("graphs", partial(correctness.captured, SMALL, device))]),
+        Group("short calls", 25, [Job("4,096 tokens", partial(speed.small, device, 4.0))]),
+        Group("where triton overtakes native", 30, [Job("threshold", partial(speed.threshold, device, 1.0))]),
+        Group("memory", 30, memory),
+    ]
 
 
 PARTS: dict[int, Callable[[Machine], list[Group]]] = {1: part_1, 2: part_2, 3: part_3}
@@ -218,133 +169,44 @@ def timed_cases() -> dict[str, Case]:
         f"nested branches, head_dim {head_dim}{', causal' * causal}": replace(
             PAPER, head_dim=head_dim, is_causal=causal
         )
-        for head_dim in (128, 64)
-        for causal in (False, True)
+        for head_dim, causal in product((128, 64), (False, True))
     }
     found |= {f"blocks of {x.block_size}": x for x in (sparse(0.10), sparse(0.10, 4096))}
-    return found | {f"three branches, {n} tokens": replace(SMALL, seq_len=n) for n in SHORT if n <= 4096}
+    return found | {f"three branches, {n} tokens": replace(SMALL, seq_len=n) for n in speed.SHORT if n <= 4096}
 
 
-def _right_as_timed(device: torch.device) -> Iterator[Job]:
-    for label, case in timed_cases().items():
-        check = correctness.as_timed(case, label)
-        for name in ("triton", ONE_KERNEL):
-            yield Job(f"{name}, {label}", *_checked(check, name, device))
-    check = correctness.as_timed(PAPER, "nested branches")
-    run, calls = partial(correctness.wide, check, "triton", device), correctness.wide_launches(check, "triton")
-    yield Job("triton, wide offsets", run, calls)
-
-
-def _checked(
-    check: Check, name: str, device: torch.device
-) -> tuple[Callable[[], Iterator[Row]], list[Callable[[], object]]]:
-    calls = correctness.launches_of(check, name) if name in ("triton", ONE_KERNEL) else []
-    return partial(correctness.correctness, check, name, device), calls
-
-
-def _right(found: Sequence[Check], name: str, device: torch.device) -> Iterator[Job]:
+def _right(found: Sequence[Check], backend: str, device: torch.device) -> Iterator[Job]:
+    """A job a check; of triton, which compiles, one for each type and head_dim."""
     for check in found:
-        if name != "flash" or not check.needs:
-            yield Job(check.name, *_checked(check, name, device))
-
-
-def _elsewhere(device: torch.device) -> tuple[Callable[[], Iterator[Row]], list[Callable[[], object]]]:
-    return partial(correctness.elsewhere, device), [lambda: list(correctness.elsewhere(torch.device("cpu")))]
+        pairs = product(check.dtypes, check.head_dims) if backend == "triton" else ()
+        for dtype, d in pairs:
+            one = replace(check, dtypes=(dtype,), head_dims=(d,))
+            run = partial(correctness.correctness, one, backend, device)
+            yield Job(f"{check.name}, {str(dtype).removeprefix('torch.')}, head_dim {d}", run)
+        if backend != "triton" and (backend != "flash" or not check.needs):
+            yield Job(check.name, partial(correctness.correctness, check, backend, device))
 
 
 def _speeds(machine: Machine, head_dim: int, lengths: Sequence[int], budget: float) -> Iterator[Job]:
-    for seq_len in lengths:
-        names = ["triton", ONE_KERNEL]
-        if seq_len == 65536:
-            names += ["native"] + ["flash"] * machine.has_flash
-        for is_causal in (False, True):
-            case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
-            yield _speed(case, names, machine.device, budget)
+    for seq_len, is_causal in product(lengths, (False, True)):
+        names = ["triton"] + (["native"] + ["flash"] * machine.has_flash if seq_len == 65536 else [])
+        case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
+        yield _speed(case, names, machine.device, budget)
 
 
 def _speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Job:
     label = f"{case.seq_len:,} tokens, head_dim {case.head_dim}" + ", causal" * case.is_causal
-    calls = [launching(case, name) for name in names if name in ("triton", ONE_KERNEL)]
-    return Job(label, partial(speed.speed, case, names, device, budget), calls, timed=True)
+    return Job(label, partial(speed.speed, case, names, device, budget))
 
 
-def _sparse_speeds(device: torch.device, budget: float) -> Iterator[Job]:
+def _sparse_speeds(seq_len: int, device: torch.device, budget: float) -> Iterator[Job]:
     for density in speed.SPEED_UPS:
-        for seq_len in (32768, 4096):
-            yield _block_sparse(sparse(density, seq_len), device, budget, flex=False)
+        yield _block_sparse(sparse(density, seq_len), device, budget, flex=False)
 
 
 def _block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Job:
     label = f"{case.seq_len:,} tokens, {case.density:.0%} of blocks" + ", flex" * flex
-    run = partial(speed.block_sparse, case, device, budget, flex=flex)
-    return Job(label, run, [launching(case, backward=False)], timed=True)
-
-
-def _tiles(kernel: Any, device: torch.device) -> Iterator[Job]:
-    for head_dim in (128, 64):
-        case = replace(PAPER, head_dim=head_dim)
-        calls = kernels.tile_launches(kernel, case)
-        yield Job(f"head_dim {head_dim}", partial(kernels.tile_shapes, kernel, case, device), calls)
-
-
-# ---- compiling ahead
-
-
-def _compiled_first(found: list[Group], machine: Machine, label: str, seconds: float) -> list[Group]:
-    """The groups behind one that compiles what they launch."""
-    job = Job("compile", partial(_compile, found, machine.target, label))
-    return [Group(f"compile ahead: {label}", seconds, [job]), *found]
-
-
-def launched(found: Sequence[Group], target: str, *, timed: bool = False) -> list[Specialization]:
-    """What the jobs of groups launch, or only those that are timed."""
-    calls = [call for group in found for job in group.jobs if job.timed or not timed for call in job.calls]
-    return specializations.needed(dict.fromkeys(calls), target)
-
-
-def _compile(found: Sequence[Group], target: str, label: str) -> Iterator[Row]:
-    everything = launched(found, target)
-    seconds = 0.0
-    for compiled in specializations.compile_all(everything, target, specializations.processes()):
-        seconds += compiled.seconds
-        if compiled.why:
-            yield Row(f"not compiled: {compiled.specialization}", {"compiled": label}, None, "", refused=compiled.why)
-    yield Row("kernels compiled ahead", {"compiled": label}, float(len(everything)), "kernels")
-    yield Row("processor time of compiling ahead", {"compiled": label}, seconds, "s")
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a part takes: its kernels, compiled without a GPU, and its groups' limits.
-
-    Attributes:
-        sampled: how many of the kernels were compiled; `seconds`, of the processors, counts all of them.
-    """
-
-    part: int
-    kernels: int
-    sampled: int
-    seconds: float
-    limits: float
-    faults: tuple[Compiled, ...]
-
-    @property
-    def in_all(self) -> float:
-        """Seconds, on the machine that a part's time is stated for, if every group takes all of its limit."""
-        return self.seconds / CORES + self.limits
-
-
-def rehearse(part: int, sample: int = 1, target: str = "sm_90") -> Rehearsal:
-    """Compile each `sample`th kernel of a part as the part will, into a cache of its own."""
-    found = PARTS[part](Machine(torch.device("cuda"), target, has_flash=True))
-    everything = launched(found, target)
-    some = everything[::sample]
-    with TemporaryDirectory() as cache, patch.dict(os.environ, TRITON_CACHE_DIR=cache):
-        compiled = list(specializations.compile_all(some, target, len(os.sched_getaffinity(0))))
-    seconds = sum(x.seconds for x in compiled) * len(everything) / len(some)
-    limits = sum(group.seconds for group in found if not group.label.startswith("compile ahead"))
-    faults = tuple(x for x in compiled if x.why)
-    return Rehearsal(part, len(everything), len(some), seconds, limits, faults)
+    return Job(label, partial(speed.block_sparse, case, device, budget, flex=flex))
 
 
 if __name__ == "__main__":

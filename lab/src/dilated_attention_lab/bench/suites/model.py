@@ -45,7 +45,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     tiles, layers = (1500, 1) if quick else (10_000, 12)
     return [
         Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, device, 5.0 if quick else 300.0)),
-        Step("memory of the slide encoder", lambda: _slide_memory(tiles, layers, device)),
+        Step("memory of the slide encoder and of tile attention", lambda: _slide_memory(tiles, layers, device)),
         Step("tile attention", lambda: _tiles(tiles, layers, device, 5.0 if quick else 100.0)),
         Step("ragged slides", lambda: _ragged(SLIDES[: 3 if quick else None], device, 5.0 if quick else 120.0)),
         Step("decoding", lambda: _decoding(device, 5.0 if quick else 60.0, quick)),
@@ -142,34 +142,28 @@ def _compared(
 def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row]:
     request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
     parameters = slide_parameters(tiles, layers)
-    found: list[int] = []
+    peaks = {way: measure.in_new_process(__name__, {**request, "name": way}) for way in (OURS, RIVAL, TILES)}
+    unknown = measure.UNTOLD if None in peaks.values() else None
     for way in (OURS, RIVAL):
-        peak = measure.in_new_process(__name__, {**request, "name": way})
-        found += [] if peak is None else [peak]
         name = f"slide encoder: peak memory above weights and input: {way}"
-        yield Row(name, parameters, peak, "bytes", refused=measure.UNTOLD if peak is None else None)
-    if len(found) == 2:
-        name = "slide encoder: peak memory over the released algorithm's"
-        yield Row(name, parameters, found[0] / found[1], "x", bar=0.5)
+        yield Row(name, parameters, peaks[way], "bytes", refused=unknown)
+    for name, way, other, bar in (
+        ("slide encoder: peak memory over the released algorithm's", OURS, RIVAL, 0.5),
+        ("tile attention: peak memory above weights and input, over one encoding", TILES, OURS, 1.3),
+    ):
+        yield Row(name, parameters, None if unknown else peaks[way] / peaks[other], "x", bar=bar, refused=unknown)
+
+
+def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
+    x, coords = slide(tiles, device)
+    calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
+    parameters = slide_parameters(tiles, layers)
+    yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
 
 
 def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     model = load_gigapath(slide_weights(layers)).to(device)
     return lambda: tile_attention(model, x, coords)
-
-
-def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    parameters = slide_parameters(tiles, layers)
-    x, coords = slide(tiles, device)
-    calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
-    yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
-    request = {"tiles": tiles, "layers": layers, "device": str(device), "threads": torch.get_num_threads()}
-    peaks = [measure.in_new_process(__name__, {**request, "name": name}) for name in (TILES, OURS)]
-    told = None not in peaks
-    name = "tile attention: peak memory above weights and input, over one encoding"
-    yield Row(
-        name, parameters, peaks[0] / peaks[1] if told else None, "x", bar=1.3, refused=None if told else measure.UNTOLD
-    )
 
 
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
@@ -261,16 +255,15 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
     yield Row.of(f"decoding: time a token over that at {POSITIONS[1]:,} tokens", case, ratio, bar=1.10)
 
 
-def learner(name: str) -> LongNetConfig:
-    """A small language model with the attention of that name."""
-    return LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, pattern=LEARNERS[name])
-
-
 def _training(device: torch.device, count: int) -> Iterator[Row]:
     """The same small language model with either attention: the same bytes, the same steps, in turns."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
-    models = {name: Training(learner(name), recipe, text, device=device) for name in LEARNERS}
+    options: dict[str, Any] = {"embed_dim": 64, "num_layers": 2, "num_heads": 2}
+    models = {
+        name: Training(LongNetConfig(pattern=pattern, **options), recipe, text, device=device)
+        for name, pattern in LEARNERS.items()
+    }
     for _ in range(count):
         for training in models.values():
             training.step()

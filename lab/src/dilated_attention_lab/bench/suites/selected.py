@@ -23,7 +23,7 @@ from dilated_attention.training.text import Text, read_text
 from dilated_attention_bench import measure
 from dilated_attention_bench.cases import Contender
 from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, seconds
+from dilated_attention_bench.suites import Step, over
 
 WIDTH, HEADS, KV_HEADS = 512, 8, 2
 HEAD_DIM = WIDTH // HEADS
@@ -36,6 +36,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "mixture of blocks": {"block_size": 256, "top_k": 4, "query_block": 16},
 }  # fmt: skip
 """The modules' own defaults, written out so that a row says what it measured."""
+MODULES: Mapping[str, Any] = dict(zip(SETTINGS, (NativeSparseAttention, BlockAttentionMixture), strict=True))
 BARS = {8192: 1.0, 32768: 0.25}
 """What forward and backward of native sparse attention may take over dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
@@ -59,12 +60,8 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
         x = torch.randn(1, seq_len, WIDTH, device=device, requires_grad=True)
         dense = SelfAttention(WIDTH, HEADS, KV_HEADS, None).to(device)
         modules: dict[str, nn.Module] = {
-            "native sparse attention": NativeSparseAttention(
-                WIDTH, HEADS, KV_HEADS, device=device, **SETTINGS["native sparse attention"]
-            ),
-            "mixture of blocks": BlockAttentionMixture(
-                WIDTH, HEADS, KV_HEADS, device=device, **SETTINGS["mixture of blocks"]
-            ),
+            name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings)
+            for name, settings in SETTINGS.items()
         }
         work = {name: _trained(partial(module, x), (x, *module.parameters())) for name, module in modules.items()}
         work["dense"] = _trained(partial(dense, x, is_causal=True), (x, *dense.parameters()))
@@ -73,13 +70,8 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
             parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
             for phase in PHASES:
                 judged = name == "native sparse attention" and phase == "forward+backward"
-                yield Row.of(
-                    f"{name}, {phase}: time over dense",
-                    parameters,
-                    rounds.ratio(name, "dense", phase),
-                    bar=BARS.get(seq_len) if judged else None,
-                    times=seconds(rounds, phase),
-                )
+                bar, title = BARS.get(seq_len) if judged else None, f"{name}, {phase}: time over dense"
+                yield over(rounds, name, "dense", phase, parameters, title, bar=bar)
 
     return Step(f"modules that select, {seq_len:,} tokens", run)
 
@@ -125,13 +117,8 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> S
         rounds = measure.interleave(work, seconds=budget, device=device, least=2)
         for rival, bar in TOKEN_BARS.items():
             for phase in PHASES:
-                yield Row.of(
-                    f"lists of tokens, {phase}: time over {rival}",
-                    parameters,
-                    rounds.ratio("lists", rival, phase),
-                    bar=bar if number == 2048 else None,
-                    times={name: rounds.spread(name, phase) for name in ("lists", rival)},
-                )
+                most, title = bar if number == 2048 else None, f"lists of tokens, {phase}: time over {rival}"
+                yield over(rounds, "lists", rival, phase, parameters, title, bar=most)
 
     return Step(f"lists of {number:,} of {seq_len:,} tokens", run)
 
@@ -181,9 +168,8 @@ def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Tra
     if name == "window":
         use_window(model, WINDOW)
     elif name in SETTINGS:
-        module = NativeSparseAttention if name == "native sparse attention" else BlockAttentionMixture
         for block in model.blocks:
-            block.attention = _InBlock(module(config.embed_dim, config.num_heads, **SETTINGS[name])).to(device)
+            block.attention = _InBlock(MODULES[name](config.embed_dim, config.num_heads, **SETTINGS[name])).to(device)
             for decay, shape in ((recipe.weight_decay, (2,)), (0.0, (0, 1))):
                 parameters = [x for x in block.attention.parameters() if x.dim() in shape]
                 training.optimizer.add_param_group({"params": parameters, "weight_decay": decay})

@@ -1,8 +1,9 @@
-"""`bench strategies`: ways to bring a branch's rows to the fused operator; all else, and the results, are the same."""
+"""Ways to bring a branch's rows to the fused operator, for `compare`; all else, and the results, are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -14,10 +15,11 @@ from dilated_attention.merge import merge_into
 from dilated_attention.plan import Plan, StridedGroup
 from dilated_attention_bench import measure
 from dilated_attention_bench.cases import Case, contender
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, rates, seconds
+from dilated_attention_bench.results import Record, Row
+from dilated_attention_bench.suites import LONGNET, seconds
 
 OURS = "dilated_attention"
+OVER = f"time of {OURS} over the best other strategy"
 RESOLUTION = 0.02
 """Smaller differences are not seen: `dilated_attention` runs on views itself, and the same work twice differs by it."""
 
@@ -127,40 +129,39 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
     return out[None]
 
 
-def steps(device: torch.device, quick: bool) -> list[Step]:
+def cases(quick: bool) -> dict[str, Case]:
+    """By the label that `compare` shows."""
     lengths = (2048, 8192) if quick else (2048, 8192, 32768)
-    return [
-        _step(replace(LONGNET, seq_len=seq_len, backend="native"), device, 5.0 if quick else 30.0)
-        for seq_len in lengths
-    ]
+    return {f"{n:,} tokens by every strategy": replace(LONGNET, seq_len=n, backend="native") for n in lengths}
 
 
-def _step(case: Case, device: torch.device, budget: float) -> Step:
-    def run() -> Iterator[Row]:
-        plan = case.plan
-        with torch.no_grad():
-            q, k, v = case.inputs(device)[0]
-            ours = case.prepare()
-            calls = {OURS: partial(ours, q, k, v)}
-            for name, strategy in STRATEGIES.items():
-                calls[name] = partial(attend, strategy, q, k, v, plan)
-            expected = calls[OURS]().double()
-            differences = [float((call().double() - expected).norm() / expected.norm()) for call in calls.values()]
-            name = "largest relative difference between two strategies' results"
-            yield Row(name, case.parameters, measure.largest(differences), "", bar=3e-6)
-            contenders = {name: contender(call) for name, call in calls.items()}
-            rounds = measure.interleave(contenders, seconds=budget, device=device, most=100)
-        for name in calls:
-            over = {} if name == OURS else {OURS: rounds.ratio(name, OURS)}
-            useful = rates(rounds, "forward", {name: case.flops})
-            yield Row.of(name, case.parameters, rounds.spread(name).scaled(1e3), "ms", over=over, rates=useful)
-        best = min(STRATEGIES, key=lambda name: rounds.spread(name).median)
-        yield Row.of(
-            f"time of {OURS} over the best other strategy",
-            case.parameters,
-            rounds.ratio(OURS, best),
-            bar=1.0 + RESOLUTION,
-            times=seconds(rounds),
-        )
+def rows_of(rows: Sequence[Record], case: Case) -> list[Record]:
+    """The rows of a case among those of a file."""
+    wanted = json.loads(json.dumps(case.parameters))
+    return [row for row in rows if row["parameters"] == wanted]
 
-    return Step(f"{case.seq_len:,} tokens", run, ((case, False),))
+
+def held(rows: Sequence[Record], case: Case) -> bool:
+    """Whether a file has all of a case's rows: the last comes last."""
+    return OVER in {row["name"] for row in rows_of(rows, case)}
+
+
+def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """Whole calls in the same rounds, one a strategy, and ours."""
+    plan = case.plan
+    with torch.no_grad():
+        q, k, v = case.inputs(device)[0]
+        calls = {OURS: partial(case.prepare(), q, k, v)}
+        for name, strategy in STRATEGIES.items():
+            calls[name] = partial(attend, strategy, q, k, v, plan)
+        expected = calls[OURS]().double()
+        differences = [float((call().double() - expected).norm() / expected.norm()) for call in calls.values()]
+        name = "largest relative difference between two strategies' results"
+        yield Row(name, case.parameters, measure.largest(differences), "", bar=3e-6)
+        contenders = {name: contender(call) for name, call in calls.items()}
+        rounds = measure.interleave(contenders, seconds=budget, device=device, most=100)
+    for name in calls:
+        over = {} if name == OURS else {OURS: rounds.ratio(name, OURS)}
+        yield Row.of(name, case.parameters, rounds.spread(name).scaled(1e3), "ms", over=over)
+    best = min(STRATEGIES, key=lambda name: rounds.spread(name).median)
+    yield Row.of(OVER, case.parameters, rounds.ratio(OURS, best), bar=1.0 + RESOLUTION, times=seconds(rounds))

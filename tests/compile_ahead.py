@@ -1,9 +1,9 @@
 """Compile every configuration that ships, for each architecture, on a machine without a GPU, and read the machine code.
 
-    python -m dilated_attention_bench.compile_ahead --target sm_90 gfx942 --output results/aot
+    python tests/compile_ahead.py --target sm_90 gfx942 --output results/aot
 
-writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions; and
-OUTPUT/README.md, a table of all such files there. Triton keeps what it compiled: to resume, run it again.
+writes one line per kernel to OUTPUT/<target>.jsonl: registers, spilled bytes, shared memory, matrix instructions.
+Triton keeps what it compiled: to resume, run it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,9 @@ SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232
 """Bytes of shared memory that one program may have."""
 
 MAX_SPILLED = {"bf16": 0, "fp16": 0, "fp32": 20, "tf32": 0}
-"""Bytes of stack a thread that may stay: in fp32 six kernels for three of the targets have some."""
+"""Bytes of stack a thread that may stay: in fp32 two kernels for gfx942 have some."""
 
-KERNELS = {
-    "forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv,
-    "dqdkdv": strided.backward_dkdv,
-}  # fmt: skip
+KERNELS = {"forward": strided.forward, "dq": strided.backward_dq, "dkdv": strided.backward_dkdv}
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 192, 256)
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 _POINTERS = {
@@ -120,11 +117,11 @@ SOME_CALLS = {"fp32": ("even", "causal", "causal blocks", "dropout"), "tf32": ("
 """The calls that single precision is compiled for: the plainest, and those that take most registers."""
 
 
-def variants(
-    targets: Sequence[str], head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = ("bf16", "fp32", "tf32")
-) -> Iterator[Variant]:
+def variants(targets: Sequence[str]) -> Iterator[Variant]:
     """Everything that ships, but for `SOME_CALLS`; float16 has the code of bfloat16, and tf32 is NVIDIA's."""
-    for target, dtype, kernel, head_dim, call in itertools.product(targets, dtypes, KERNELS, head_dims, CALLS):
+    for target, dtype, kernel, head_dim, call in itertools.product(
+        targets, ("bf16", "fp32", "tf32"), KERNELS, HEAD_DIMS, CALLS
+    ):
         if call in SOME_CALLS.get(dtype, CALLS) and (dtype, target) != ("tf32", "gfx942"):
             yield Variant(target, kernel, head_dim, dtype, call)
 
@@ -145,7 +142,7 @@ def build(variant: Variant) -> Report:
         **shape._asdict(),
         shared=compiled.metadata.shared,
         triton=triton.__version__,
-        **(_hip_code(compiled) if variant.target == "gfx942" else machine_code(compiled)),
+        **(_hip_code(compiled) if variant.target == "gfx942" else _machine_code(compiled)),
     )
 
 
@@ -160,7 +157,7 @@ def code_of(variant: Variant) -> Any:
         "WIDE": False,
         "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
         "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
-    } | ({"DQ": None} if variant.kernel == "dkdv" else {})  # fmt: skip
+    }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
     for name, value in CALLS[variant.call].items():
@@ -182,8 +179,8 @@ def code_of(variant: Variant) -> Any:
     return triton.compile(source, target=TARGETS[variant.target], options=shape.options(variant.target))
 
 
-def machine_code(compiled: Any) -> dict[str, Any]:
-    """The fields of `Report` that the code for an NVIDIA device tells."""
+def _machine_code(compiled: Any) -> dict[str, Any]:
+    """The fields of `Report` that the code for an NVIDIA device has."""
     ptx = compiled.asm["ptx"]
     wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
     usage = _disassemble(compiled, "--dump-resource-usage")
@@ -235,61 +232,17 @@ def read(path: Path) -> list[Report]:
     return [Report(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def table(reports: Sequence[Report]) -> str:
-    """Markdown: a line per kernel, dtype and tile shape, with the worst figures of its head_dims and calls."""
-    groups: dict[tuple[Any, ...], list[Report]] = {}
-    for r in reports:
-        groups.setdefault((r.target, r.kernel, r.dtype, r.own, r.loop, r.warps, r.stages), []).append(r)
-    lines = []
-    for target in dict.fromkeys(report.target for report in reports):
-        heads = "kernel", "dtype", "head_dim", "tile", "warps", "stages", "variants", "registers", "spilled", "shared"
-        lines += ["", f"## {target}", "", "| " + " | ".join((*heads, "matrix instructions")) + " |"]
-        lines.append("|---|---|---|---|" + "--:|" * 7)
-        for (where, kernel, dtype, own, loop, warps, stages), group in groups.items():
-            if where != target:
-                continue
-            dims = sorted({r.head_dim for r in group})
-            cells = (
-                kernel, dtype, f"{dims[0]} to {dims[-1]}" if len(dims) > 1 else dims[0], f"{own} x {loop}",
-                warps, stages, len(group), max(r.registers for r in group), max(r.spilled for r in group),
-                f"{max(r.shared for r in group):,}", min(r.wgmma + r.mma for r in group),
-            )  # fmt: skip
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    versions = ", ".join(sorted({report.triton for report in reports}))
-    limits = "; ".join(f"{target} {limit:,}" for target, limit in SHARED_LIMIT.items())
-    return f"""# Kernels compiled ahead of time
-
-{len(reports):,} kernels of Triton {versions}, compiled without a GPU and not run: nothing here is a time. Written by
-`python -m dilated_attention_bench.compile_ahead --output results/aot`, which keeps the file of every target in full.
-
-A line has the most registers and the most bytes spilled of a thread, the most bytes of shared memory of a program and
-the fewest matrix instructions (`wgmma` in bf16 on sm_90, else `mma.sync`, `tcgen05.mma` or `v_mfma`) of its variants:
-its head_dims, each with the calls {", ".join(CALLS)};
-in single precision {" or ".join(f"{', '.join(calls)} ({dtype})" for dtype, calls in SOME_CALLS.items())}.
-A tile is own x streamed rows. `fp32` multiplies in full precision, on NVIDIA without matrix instructions; `tf32` is
-float32 where PyTorch allows tf32 in matrix products; float16 has the code of bf16. `few rows` are at most 16, a step of
-a decoder, and use `mma.sync` on sm_90, too; the tiles of 32 and 64 rows that calls of so few get are not among these.
-
-A kernel ships if it has matrix instructions (not asked of fp32), of which none waits for the end of another before it
-begins, spills nothing (in fp32: at most {MAX_SPILLED["fp32"]} bytes) and fits the shared memory of a program, in bytes:
-{limits}.
-""" + "".join(f"{line}\n" for line in lines)
-
-
 def main() -> int:
     """Exit code 1 if a kernel should not ship."""
-    parser = argparse.ArgumentParser(prog="compile_ahead", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--dtype", nargs="+", choices=_BYTES, default=["bf16", "fp32", "tf32"])
-    parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl and README.md")
+    parser.add_argument("--output", type=Path, help="a folder for <target>.jsonl")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     reports = []
-    print("".join(field.name.ljust(14) for field in fields(Report)))
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for report in pool.map(build, variants(arguments.target, arguments.head_dim, arguments.dtype)):
-            print("".join(str(value).ljust(14) for value in astuple(report)) + "; ".join(report.faults), flush=True)
+        for report in pool.map(build, variants(arguments.target)):
+            print(*astuple(report), "; ".join(report.faults), flush=True)
             reports.append(report)
     if arguments.output:
         write(arguments.output, reports)
@@ -297,14 +250,11 @@ def main() -> int:
 
 
 def write(folder: Path, reports: Sequence[Report]) -> None:
-    """A file per target, and the table of every target's file in the folder."""
+    """A file per target."""
     folder.mkdir(parents=True, exist_ok=True)
     for target in {report.target for report in reports}:
         lines = [json.dumps(asdict(report), separators=(",", ":")) for report in reports if report.target == target]
         (folder / f"{target}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    files = [folder / f"{target}.jsonl" for target in TARGETS]
-    everything = [report for file in files if file.exists() for report in read(file)]
-    (folder / "README.md").write_text(table(everything), encoding="utf-8")
 
 
 if __name__ == "__main__":

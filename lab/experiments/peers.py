@@ -1,4 +1,9 @@
-"""Other implementations, loaded from a checkout that the user has: what `compare --peer NAME=PATH` measures.
+"""Other implementations, from checkouts that you have, beside the variants of `compare` that mean the same.
+
+    python lab/experiments/peers.py fork=PATH torchscale=PATH [--quick] [--only TEXT] [--out FOLDER]
+
+measures the settings of `dilated-attention compare`, each peer in the same rounds as dense attention and our variant,
+and writes rows to <out>/<device>/compare.jsonl, which `plot` makes tables of. It is not installed.
 
 A peer is run as it is. Where it needs xFormers or flash-attn, and that is not there or has no CPU version, PyTorch's
 fused attention stands in for that one call, and its row says so.
@@ -6,12 +11,13 @@ fused attention stands in for that one call, and its row says so.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention import torch_internals
+from dilated_attention_bench import compare, measure
 from dilated_attention_bench.cases import Case, Method
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+from dilated_attention_bench.compare import Call, Setting
+from dilated_attention_bench.exact import exact, rows_of
+from dilated_attention_bench.results import Recorder, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +61,17 @@ def load(argument: str) -> list[Peer]:
     """The peers behind one `NAME=PATH`."""
     name, equals, path = argument.partition("=")
     if name not in ADAPTERS or not equals:
-        raise ValueError(f"--peer {argument}: give NAME=PATH, NAME one of {', '.join(ADAPTERS)}")
+        raise ValueError(f"{argument}: give NAME=PATH, NAME one of {', '.join(ADAPTERS)}")
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"--peer {argument}: {path or 'an empty path'} is not a folder")
+        raise ValueError(f"{argument}: {path or 'an empty path'} is not a folder")
     try:
         with _first_on_path(folder.resolve()):
             found, reasons = ADAPTERS[name](folder.resolve())
     except Exception as error:  # of other people's code
-        raise ValueError(f"--peer {argument}: cannot be loaded from {path}: {reason(error)}") from error
+        raise ValueError(f"{argument}: cannot be loaded from {path}: {reason(error)}") from error
     if reasons:
-        print(f"--peer {argument}: not loaded: {'; '.join(reasons)}", file=sys.stderr)
+        print(f"{argument}: not loaded: {'; '.join(reasons)}", file=sys.stderr)
     return found
 
 
@@ -86,7 +94,7 @@ def _imported(name: str, folder: Path) -> Any:
     module = importlib.import_module(name)
     place = Path(module.__file__ or next(iter(module.__path__)))
     if not place.is_relative_to(folder / name.partition(".")[0]):
-        raise ImportError(f"{name} is imported from {place} already; give one --peer of that package at a time")
+        raise ImportError(f"{name} is imported from {place} already; give one peer of that package at a time")
     return module
 
 
@@ -222,3 +230,94 @@ def checks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Mapping[str, float]:
     changed[half] = False
     least, greatest = (float(kept.min()), float(kept.max())) if kept.numel() else (0.0, 0.0)
     return {"row sum, least": least, "row sum, greatest": greatest, "depends on other tokens": float(changed.any())}
+
+
+# ---- measuring
+
+
+def measured(setting: Setting, device: torch.device, found: Sequence[Peer]) -> Iterator[Row]:
+    """A row a peer, and our time over it: its error is against what our variant is to compute."""
+    variants = compare.variants(setting.base)
+    ours = {peer.name: next(name for name, case in variants.items() if _meant(peer, case)) for peer in found}
+    calls: dict[str, Call] = {name: variants[name].prepare(device) for name in dict.fromkeys(["dense", *ours.values()])}
+    backward, figures, described = dict.fromkeys(calls, setting.backward), {}, {}
+    for peer in found:
+        case = replace(variants[ours[peer.name]], offsets=peer.offsets)  # type: ignore[arg-type]
+        its = compare.parameters(setting, peer.name, case)
+        if not peer.same_pattern:
+            its = {key: value for key, value in its.items() if key not in ("blocks", "density")}
+        described[peer.name] = its | ({"stands in": peer.stands_in} if peer.stands_in else {})
+        inputs = compare.inputs_of(setting.base, device)
+        try:
+            call = peer.make(case)
+            figures[peer.name] = dict(checks(call, *inputs)) | _figures(peer, setting, case, call, inputs)
+        except Exception as error:  # of other people's code
+            refused = f"it does not run: {reason(error)}"
+            yield Row(compare.NAME, described[peer.name], None, "ms", refused=refused)
+            continue
+        calls[peer.name] = call
+        backward[peer.name] = setting.backward and _differentiable(call, inputs)
+    contenders = {
+        name: compare.contender_of(call, setting.base, device, backward[name]) for name, call in calls.items()
+    }
+    rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
+    for name in figures:
+        phases = setting.phases[: 1 + backward[name]]
+        yield Row.of(
+            compare.NAME, described[name], rounds.spread(name).scaled(1e3), "ms", figures=figures[name],
+            over={"dense": rounds.ratio(name, "dense")}, times={phase: rounds.spread(name, phase) for phase in phases},
+        )  # fmt: skip
+        for phase in phases:
+            its = compare.parameters(setting, ours[name], variants[ours[name]])
+            yield Row.of(f"{phase}: time over {name}", its, rounds.ratio(ours[name], name, phase), bar=1.0)
+
+
+def _meant(peer: Peer, case: Case) -> bool:
+    """Whether the peer is meant to compute this variant of ours."""
+    return case.method == peer.method and case.density in (None, 0.10)
+
+
+def _figures(
+    peer: Peer, setting: Setting, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, float]:
+    out, peak = compare.call_and_peak(call, inputs, inputs[0].device, warm=setting.plain)
+    found = {} if peak is None or not setting.plain else {"peak memory, bytes": float(peak)}
+    if peer.same_pattern:
+        rows = rows_of(setting.base, compare.ROWS)
+        q, k, v = (x.cpu() for x in inputs)
+        expected = exact(case, q, k, v, rows)
+        found["error"] = float((out[:, rows].double().cpu() - expected).norm() / expected.norm())
+    return found
+
+
+def _differentiable(call: Call, inputs: Sequence[Tensor]) -> bool:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    try:
+        for _ in range(2):  # the first may leave a part of its graph to the second
+            torch.autograd.grad(call(*leaves).sum(), leaves)
+    except Exception:  # of other people's code
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("peer", nargs="+", metavar="NAME=PATH", help=f"NAME one of {', '.join(ADAPTERS)}")
+    parser.add_argument("--quick", action="store_true", help="2,048 and 4,096 tokens")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the settings whose title holds it")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder of the rows")
+    options = parser.parse_args()
+    found, device = [peer for argument in options.peer for peer in load(argument)], torch.device("cpu")
+    recorder = Recorder(options.out, "compare", device)
+    for setting in compare.settings(options.quick):
+        if options.only in setting.label and not setting.compiled:
+            print(setting.label, flush=True)
+            for row in measured(setting, device, found):
+                recorder.add(row)
+                print(
+                    f"  {row.name}, {row.parameters['variant']}: {row.value} {row.unit}{row.refused or ''}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,10 @@
 # mypy: ignore-errors
 """A candidate that a GPU has to judge: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
 
-`bench gpu` checks and times it; no backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
+    python lab/experiments/hopper.py [--out FOLDER]
+
+compares it with the kernel that ships and times both, on a GPU of sm_90, and writes <out>/<device>/hopper.jsonl. No
+backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
 waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
 tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
 at issuing products, as FlashAttention-3 has it: a softmax runs under the same warpgroup's product with values and under
@@ -15,7 +18,11 @@ keys a tile; ST tiles in flight; STRIDES of the tiles and spans; s, p, m, z, acc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,16 +30,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention.backends import tiles
+from dilated_attention.backends import tiles, triton
+from dilated_attention.backends.problem import Problem
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import FUSED, Shape
 from dilated_attention.plan import Plan
+from dilated_attention.verification import relative_error
+from dilated_attention_bench import measure
+from dilated_attention_bench.cases import Case, contender
+from dilated_attention_bench.on_gpu import PAPER
+from dilated_attention_bench.results import Recorder, Row
+from dilated_attention_bench.suites import rates
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup; a tile has two."""
 
 TILE_FIELDS = gl.constexpr(8)
-SPAN_FIELDS = gl.constexpr(4)
+SPAN_FIELDS = gl.constexpr(5)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -198,9 +212,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch
     if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
         raise UnsupportedError("the candidate needs contiguous q, k and v on 16 bytes")
     keys, stages = TILES_IN_FLIGHT[head_dim]
-    found = tiles.tables(plan, "queries", False, Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
+    found = tiles.tables(plan, "queries", Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
     lines = found[0].lines
-    strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 4)]].flatten().tolist()} - {0})  # 0: spans of other tiles
+    strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 5)]].flatten().tolist()} - {0})  # 0: spans of other tiles
     if len(found) != 1 or found[0].chain or not found[0].even or not plan.covered or lines[:, 5].any():
         raise UnsupportedError("the candidate needs one launch of full tiles that covers all rows, without phantoms")
     if any(tokens % stride for stride in strides):
@@ -258,3 +272,31 @@ class Launch:
             self.scale * LOG2E.value, **self.constants(), num_warps=4, **FUSED,
         )  # fmt: skip
         return out, lse
+
+
+def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """How far from triton's numbers, then its time over triton's in the same rounds."""
+    q, k, v = case.inputs(device)[0]
+    plan, scale = case.plan, case.head_dim**-0.5
+    calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "gluon": prepare(q, k, v, plan, scale),
+        "triton": partial(triton.forward, Problem(plan, False, scale), q, k, v),
+    }
+    for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
+        title = f"{name}: relative difference of the candidate in Gluon from triton"
+        yield Row(title, case.parameters, relative_error(x.double(), y.double()), "", bar=1e-2)
+    contenders = {name: contender(call) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    ratio, useful = rounds.ratio("gluon", "triton"), rates(rounds, "forward", dict.fromkeys(calls, case.flops))
+    yield Row.of("forward: the candidate in Gluon over triton", case.parameters, ratio, rates=useful)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    device = torch.device("cuda")
+    recorder = Recorder(parser.parse_args().out, "hopper", device)
+    for head_dim in (128, 64):
+        for row in measured(replace(PAPER, head_dim=head_dim), device, 5.0):
+            recorder.add(row)
+            print(f"{row.name}, head_dim {head_dim}: {row.value} {row.unit}", flush=True)

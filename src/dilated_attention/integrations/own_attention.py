@@ -1,0 +1,246 @@
+"""The attention that a transformers model has by itself, computed at the cost of what it shows.
+
+transformers describes what a layer's queries may see by a mask function: `causal_mask_function`, or closures that
+combine it with a window, with chunks, or with packed samples. `read_mask` reads the description back, so that no mask
+over pairs of tokens is ever formed; `attend` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import attention
+from dilated_attention.patterns import Dilated, Window
+
+_REMEDY = 'load the model with attn_implementation="sdpa"'
+
+
+class _NoTensorError(UnsupportedError, AttributeError):
+    """Raised by what stands in a mask's place; an AttributeError too, so that `hasattr` answers no."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
+            "hands it to its attention alone"
+        )
+
+
+class NotATensor:
+    """Stand in a mask's place where transformers hands it from the mask function to the attention function.
+
+    A model that computes with its mask gets an error that says so.
+    """
+
+    def _refuse(self, other: object = None) -> Any:
+        raise _NoTensorError
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoTensorError
+
+
+@dataclass(frozen=True)
+class Shown(NotATensor):
+    """Which keys the queries of one forward see.
+
+    A query at position p sees the key at position j iff j <= p where `is_causal`, j > p - window (without causality:
+    |p - j| <= window), both lie in one chunk, both belong to one sample, and the key is not hidden.
+
+    Attributes:
+        window: as in `config.sliding_window`; None: no window.
+        chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
+        first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
+        samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
+        q_start, k_start: positions of the first query and of the first key.
+        queries, keys: how many there are; a static cache holds more keys than have been written.
+        hidden: `(batch, keys)`, True for padding; None: no key is hidden.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    first_tokens: Tensor | None = None
+    samples: Tensor | None = None
+    q_start: int = 0
+    k_start: int = 0
+    queries: int = 0
+    keys: int = 0
+    hidden: Tensor | None = None
+    ndim: ClassVar[int] = 4  # what transformers asks of a mask that is made before the forward
+
+    def contiguous(self) -> Shown:
+        return self
+
+
+def read_mask(mask_function: Callable[..., Any]) -> Shown:
+    """Return what a mask function of transformers shows.
+
+    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples.
+    """
+    if mask_function is causal_mask_function:
+        return Shown(is_causal=True)
+    if mask_function is bidirectional_mask_function:
+        return Shown(is_causal=False)
+    kind = mask_function.__qualname__.split(".")[0]
+    values = dict(
+        zip(
+            mask_function.__code__.co_freevars,
+            (cell.cell_contents for cell in mask_function.__closure__ or ()),
+            strict=True,
+        )
+    )
+    if kind == "and_masks":
+        parts = [read_mask(part) for part in values["mask_functions"]]
+        shown = Shown(is_causal=any(part.is_causal for part in parts))
+        for part in parts:
+            found = {name: x for name, x in vars(part).items() if name in _COMBINED and x is not None}
+            if any(getattr(shown, name) is not None for name in found):
+                break
+            shown = replace(shown, **found)
+        else:
+            return shown
+    # Both kinds of windows are read without their causality, which the function beside them in `and_masks` says.
+    if kind in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+        return Shown(is_causal=False, window=values["sliding_window"])
+    if kind == "chunked_overlay":
+        return Shown(is_causal=False, chunk=values["chunk_size"], first_tokens=values["left_padding"])
+    if kind == "packed_sequence_mask_function":
+        return Shown(is_causal=False, samples=values["packed_sequence_mask"])
+    what = {"or_masks": "blocks of tokens that see one another both ways", "blockwise_overlay": "blocks of tokens"}
+    raise UnsupportedError(
+        f"the model asks for a mask that is no window, chunk or packed sample ({what.get(kind, kind)}): {_REMEDY}"
+    )
+
+
+def read_arguments(
+    mask_function: Callable[..., Any], local_size: int | None, config: Any, arguments: Any
+) -> Shown | None:
+    """Return what a plain causal, bidirectional or windowed mask shows, by its arguments alone; None for any other.
+
+    A graph that torch.compile traces cannot look into a function, as `read_mask` does.
+
+    Args:
+        local_size: the size of the window or of the chunks.
+        arguments: the others of transformers' `sdpa_mask`, which tell a mask that was combined with a further one.
+    """
+    if mask_function is causal_mask_function:
+        return Shown(is_causal=True)
+    if mask_function is bidirectional_mask_function:
+        return Shown(is_causal=False)
+    bidirectional = "allow_is_bidirectional_skip" in arguments
+    plain = bidirectional or arguments.get("allow_is_causal_skip", False)
+    is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    if not is_window or not plain or arguments.get("use_vmap", False):
+        return None
+    return Shown(is_causal=not bidirectional, window=local_size)
+
+
+_COMBINED = ("window", "chunk", "first_tokens", "samples")
+
+
+def attend(
+    shown: Shown,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
+    if shown.samples is not None:
+        return _attend_packed(shown, q, k, v, options)
+    if shown.chunk is not None and shown.first_tokens is not None and bool(shown.first_tokens.any()):
+        return _attend_each(shown, q, k, v, options)
+    first, stop = 0, shown.keys
+    if shown.is_causal:
+        stop = shown.q_start + shown.queries - shown.k_start
+        first = max(0, _first_visible(shown) - shown.k_start)
+    k, v = k[:, first:stop], v[:, first:stop]
+    hidden = None if shown.hidden is None else shown.hidden[:, first:stop]
+    found = attention(
+        q, k, v, _pattern(shown, first), is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start,
+        k_start=shown.k_start + first, **options,
+    )  # fmt: skip
+    assert isinstance(found, Tensor)
+    return found
+
+
+def describe(shown: Shown) -> str:
+    """Return what a layer shows, in a few words."""
+    words = ["causal" if shown.is_causal or shown.queries == 1 else "bidirectional"]
+    words += [f"{name} {x}" for name, x in (("window", shown.window), ("chunk", shown.chunk)) if x is not None]
+    if shown.window is None and shown.chunk is None:
+        words.append("all keys")
+    words += [name for name, x in (("packed", shown.samples), ("padded", shown.hidden)) if x is not None]
+    return f"{', '.join(words)}: {shown.queries:,} queries from {shown.q_start:,} on, {shown.keys:,} keys"
+
+
+def _first_visible(shown: Shown) -> int:
+    """The position of the first key that a query of a causal call sees."""
+    if shown.window is not None:
+        return max(0, shown.q_start - shown.window + 1)
+    return 0 if shown.chunk is None else shown.q_start // shown.chunk * shown.chunk
+
+
+def _pattern(shown: Shown, first: int) -> Dilated | Window:
+    every = max(1, shown.q_start + shown.queries, shown.k_start + shown.keys)
+    if shown.chunk is not None:
+        return Dilated((shown.chunk,), (1,))
+    if shown.window is None or shown.window >= every:
+        return Dilated((every,), (1,))
+    return Window(shown.window - 1) if shown.is_causal else Window(shown.window, shown.window)
+
+
+def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend in each sample of the batch by itself, its positions counted from its first real token."""
+    out = torch.zeros_like(q[..., :1]).expand(*q.shape[:3], v.shape[-1]).contiguous()
+    assert shown.first_tokens is not None
+    for i, first in enumerate(shown.first_tokens.tolist()):
+        q_first, k_first = max(0, first - shown.q_start), max(0, first - shown.k_start)
+        if q_first >= shown.queries:
+            continue
+        sample = replace(
+            shown,
+            first_tokens=None,
+            q_start=shown.q_start + q_first - first,
+            k_start=shown.k_start + k_first - first,
+            queries=shown.queries - q_first,
+            keys=shown.keys - k_first,
+            hidden=None if shown.hidden is None else shown.hidden[i : i + 1, k_first:],
+        )
+        rows = slice(i, i + 1)
+        part = attend(sample, q[rows, q_first:], k[rows, k_first:], v[rows, k_first:], **options)
+        out = torch.cat([out[:i], torch.cat([out[rows, :q_first], part], 1), out[i + 1 :]])
+    return out
+
+
+def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend in packed samples: all rows of the batch as one sequence, cut where a sample or a chunk begins."""
+    samples = shown.samples
+    assert samples is not None
+    assert shown.hidden is None  # transformers looks for packed samples only where there is no padding mask
+    begins = torch.ones_like(samples, dtype=torch.bool)
+    begins[:, 1:] = samples[:, 1:] != samples[:, :-1]
+    if shown.chunk is not None:
+        begins[:, :: shown.chunk] = True
+    edges = begins.flatten().nonzero()[:, 0].to(torch.int32)
+    cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
+    pattern = _pattern(replace(shown, chunk=None), 0)
+    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
+    assert isinstance(out, Tensor)
+    return out.view(*samples.shape, *out.shape[2:])

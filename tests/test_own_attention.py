@@ -1,0 +1,192 @@
+"""transformers' models with windows, chunks, sinks and caps compute their own attention, as in eager mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.integrations.huggingface import NAME, dilate, report
+from dilated_attention.integrations.own_attention import read_mask
+from transformers_families import FAMILIES, REFUSED, build
+
+TOKENS = 43
+NO_STATIC_CACHE: tuple[str, ...] = ()  # refused by transformers for these families
+
+
+def _models(family: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """Return three models of the same weights: eager, ours, and sdpa (eager again where a family has no sdpa)."""
+    eager, ours = build(family, "eager"), build(family, NAME)
+    sdpa = build(family, "sdpa" if eager._supports_sdpa else "eager")
+    for model in (ours, sdpa):
+        model.load_state_dict(eager.state_dict())
+    return eager, ours, sdpa
+
+
+def _tokens() -> Tensor:
+    return torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def _output(model: PreTrainedModel, **inputs: Tensor | bool) -> Tensor:
+    output = model(**inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def _assert_close(eager: Tensor, actual: Tensor, sdpa: Tensor) -> None:
+    """Assert that a result is eager mode's to 1e-5 of the largest value, beyond what sdpa's rounding differs by."""
+    expected, actual, sdpa = (x.detach() for x in (eager, actual, sdpa))
+    rounding = float((expected - sdpa).abs().max())
+    scale = max(float(expected.abs().max()), 1.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * scale + 2 * rounding)
+
+
+def _masks() -> list[Tensor]:
+    """Return masks with padding on the left and on the right."""
+    left, right = torch.ones(2, 2, TOKENS, dtype=torch.long)
+    left[1, :11] = 0
+    right[1, -9:] = 0
+    return [left, right]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_eager(family):
+    models, tokens = _models(family), _tokens()
+    outputs = [_output(model, input_ids=tokens) for model in models]
+    _assert_close(*outputs)
+    weights = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(2))
+    for output in outputs:
+        (output * weights).sum().backward()
+    named = [dict(model.named_parameters()) for model in models]
+    for name in named[0]:
+        gradients = [parameters[name].grad for parameters in named]
+        assert len({x is None for x in gradients}) == 1, name
+        if gradients[0] is not None:
+            _assert_close(*gradients)
+    with torch.no_grad():
+        for mask in _masks():
+            outputs = [_output(model, input_ids=tokens, attention_mask=mask) for model in models]
+            _assert_close(*(x[mask.bool()] for x in outputs))
+
+
+def _takes_position_ids(family: str) -> bool:
+    return family not in ("minimax", "zaya")  # whose other layers do not know samples
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if _takes_position_ids(family)])
+def test_packed_samples(family):
+    positions = torch.cat([torch.arange(17), torch.arange(TOKENS - 17)])[None].expand(2, -1)
+    inputs = {"input_ids": _tokens(), "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        _assert_close(*(_output(model, **inputs) for model in _models(family)))
+
+
+@pytest.mark.parametrize("family", [family for family, (_, name, _) in FAMILIES.items() if name.endswith("LM")])
+def test_generates_the_same_tokens(family):
+    eager, ours, _ = _models(family)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for cache in (None, "static") if family not in NO_STATIC_CACHE else (None,):
+        for mask in (torch.ones(2, TOKENS, dtype=torch.long), _masks()[0]):
+            inputs = {**options, "attention_mask": mask, "cache_implementation": cache}
+            expected = eager.generate(_tokens(), **inputs)
+            assert torch.equal(expected, ours.generate(_tokens(), **inputs))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refuses_by_name(family):
+    words = REFUSED[family][3]
+    with pytest.raises(UnsupportedError, match=words):
+        _output(build(family, NAME), input_ids=_tokens())
+
+
+def test_masks_are_read_back():
+    assert read_mask(sliding_window_causal_mask_function(7)).window == 7
+    both = read_mask(sliding_window_bidirectional_mask_function(7))
+    assert (both.window, both.is_causal) == (7, False)
+    padding = torch.tensor([0, 3])
+    chunks = read_mask(chunked_causal_mask_function(5, padding))
+    assert (chunks.chunk, chunks.is_causal) == (5, True)
+    assert chunks.first_tokens is padding
+    samples = torch.tensor([[0, 0, 1]])
+    assert read_mask(and_masks(causal_mask_function, packed_sequence_mask_function(samples))).samples is samples
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        or_masks(causal_mask_function, packed_sequence_mask_function(torch.zeros(1, 3))),
+        and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(4)),
+        lambda batch, head, query, key: key <= query,
+    ],
+)
+def test_a_mask_that_is_nothing_of_these_is_refused(mask):
+    with pytest.raises(UnsupportedError, match="sdpa"):
+        read_mask(mask)
+
+
+def test_a_report_says_what_layers_do():
+    model = build("gemma2", NAME)
+    with pytest.raises(ValueError, match="has not called this library yet"):
+        report(model)
+    model(input_ids=_tokens())
+    lines = report(model).splitlines()
+    assert lines[0] == "model.layers.0.self_attn: causal, window 8: 43 queries from 0 on, 43 keys, softcap 50.0"
+    assert lines[1] == "model.layers.1.self_attn: causal, all keys: 43 queries from 0 on, 43 keys, softcap 50.0"
+    assert len(lines) == 4
+
+
+def test_full_layers_alone_are_dilated():
+    """Layers with windows stay what they are; one segment of all tokens is the model's own full attention."""
+    eager, ours, _ = _models("gemma3")
+    dilate(ours, [64], [1], layers="full")
+    tokens = _tokens()
+    with torch.no_grad():
+        expected = _output(eager, input_ids=tokens)
+        found = _output(ours, input_ids=tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert ["Dilated" in line for line in report(ours).splitlines()] == [False, True] * 2
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(ours.generate(tokens, **options), eager.generate(tokens, **options))
+    with torch.no_grad():
+        dilate(ours, [8], [1], layers="full")
+        assert not torch.allclose(_output(ours, input_ids=tokens), expected, atol=1e-3)
+    with pytest.raises(ValueError, match='layers must be "all" or "full"'):
+        dilate(ours, [8], [1], layers="windows")
+    with pytest.raises(UnsupportedError, match="sliding_attention"):
+        dilate(ours, [8], [1])
+
+
+def test_compiles_in_one_graph(fresh_python):
+    """With attention_mask, without which transformers takes a traced batch for packed samples."""
+    fresh_python(
+        f"""
+        import sys, warnings
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch
+        from transformers_families import build
+        import dilated_attention.integrations.huggingface
+
+        warnings.simplefilter("ignore")
+        tokens = torch.randint(3, 97, (2, 40))
+        mask = torch.ones_like(tokens)
+        mask[1, :7] = 0
+        for family in ("mistral", "gemma3", "modernbert"):
+            torch._dynamo.reset()
+            model = build(family, "dilated_attention")
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            found, expected = (call(input_ids=tokens, attention_mask=mask)[0] for call in (compiled, model))
+            torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+        """
+    )

@@ -1,0 +1,304 @@
+"""Windows, sums of patterns, and queries and keys that begin anywhere, against their dense definitions."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import Conformance, excesses, random_calls
+from dilated_attention import (
+    BackendError,
+    BlockLayout,
+    Dilated,
+    Sum,
+    UnsupportedError,
+    Window,
+    attention,
+    dilated_attention,
+    explain,
+)
+from dilated_attention.backends import cpu
+from dilated_attention.decoding import cached_attention
+from dilated_attention.plan import plan_of
+
+BACKENDS = ["native", "reference", *(() if cpu.missing() else ("cpu",))]
+
+
+def seen(queries, keys, before, after, rate=1, leading=0, is_causal=False, q_start=0, k_start=0):
+    """Which keys a window shows, from its definition: bool, `(queries, keys)`."""
+    p, j = torch.arange(queries)[:, None] + q_start, torch.arange(keys) + k_start
+    step, rest = (j - p) // rate, (j - p) % rate
+    shown = (rest == 0) & (-before <= step) & (step <= after)
+    shown |= (p < leading) | (j < leading)
+    return shown & (j <= p) if is_causal else shown
+
+
+class OfWindow(Conformance):
+    seq_len = 150
+    kv_heads = 2
+    pattern: Window
+    is_causal = False
+
+    def run(self, q, k, v):
+        return attention(q, k, v, self.pattern, is_causal=self.is_causal, return_lse=True)
+
+    def counts(self):
+        x = self.pattern
+        shown = seen(150, 150, x.before, x.after, x.rate, x.leading, self.is_causal)
+        return shown.int().expand(self.kv_heads, -1, -1)
+
+
+class TestWindowBefore(OfWindow):
+    pattern = Window(37)
+    is_causal = True
+
+
+class TestWindowOnBothSides(OfWindow):
+    pattern = Window(20, 11)
+
+
+class TestOwnTokenAlone(OfWindow):
+    pattern = Window(0)
+
+
+class TestWiderThanTheSequence(OfWindow):
+    pattern = Window(500)
+
+
+class TestRate(OfWindow):
+    pattern = Window(4, 2, rate=7)
+
+
+class TestLeading(OfWindow):
+    pattern = Window(9, leading=40)
+    is_causal = True
+
+
+class TestLeadingAndRate(OfWindow):
+    pattern = Window(3, leading=5, rate=2)
+
+
+@st.composite
+def calls(draw):
+    """A call of random patterns, positions and options, as (shape, pattern, options, seed)."""
+    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    keys = choose(1, 2, 17, 70, 130, 200)
+    window = Window(choose(0, 1, 7, 64, 300), choose(None, 0, 30), rate=choose(1, 1, 2, 3), leading=choose(0, 0, 1, 50))
+    dilated = Dilated((choose(4, 7, 64), choose(30, 128)), (1, choose(2, 3)))
+    pattern = choose(window, dilated, window + dilated, Window(2) + (dilated + window))
+    queries, options = keys, {"is_causal": choose(True, False), "scale": choose(None, -0.4, 0.0)}
+    if choose(True, False):
+        k_start, first = choose(0, 3, 40), draw(st.integers(0, keys - 1))
+        queries = draw(st.integers(1, keys - first))
+        options |= {"k_start": k_start, "q_start": max(0, k_start + first + choose(0, 0, -5, 90))}
+    hidden = choose(False, True)
+    kv_heads, ratio = choose(1, 2, 3), choose(1, 2)
+    return (choose(1, 2), queries, keys, kv_heads * ratio, kv_heads, choose(8, 24, 64)), pattern, options, hidden
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@random_calls(60)
+@given(call=calls())
+def test_random_calls(backend, call):
+    (batch, queries, keys, heads, kv_heads, dim), pattern, options, hidden = call
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, n, h, dim, generator=generator, dtype=torch.float64).to(dtype)
+        for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    mask = torch.rand(batch, keys, generator=generator) < 0.3 if hidden else None
+    q_start, k_start = options.get("q_start", 0), options.get("k_start", 0)
+    counts = torch.zeros(kv_heads, queries, keys, dtype=torch.int32)
+    for term in pattern.terms if isinstance(pattern, Sum) else (pattern,):
+        if isinstance(term, Window):
+            counts += seen(
+                queries, keys, term.before, term.after, term.rate, term.leading, options["is_causal"], q_start, k_start
+            ).int()
+            continue
+        p, j = torch.arange(queries) + q_start, torch.arange(keys) + k_start
+        for w, r, offsets in zip(term.segment_lengths, term.dilation_rates, term.offset_table(kv_heads), strict=True):
+            for head, offset in enumerate(offsets):
+                shown = (p[:, None] // w == j // w) & (p % w % r == offset)[:, None] & (j % w % r == offset)
+                counts[head] += (shown & (j <= p[:, None]) if options["is_causal"] else shown).int()
+    counts = counts.expand(batch, -1, -1, -1)
+    if mask is not None:
+        counts = counts * ~mask[:, None, None]
+    errors = excesses(
+        lambda q, k, v: attention(
+            q, k, v, pattern, key_padding_mask=mask, return_lse=True, backend=backend, **options
+        ),
+        (q, k, v), counts, scale=dim**-0.5 if options["scale"] is None else options["scale"],
+        gradient_of=("out", "lse"),
+    )  # fmt: skip
+    assert all(error <= 1 for error in errors.values()), errors
+
+
+def test_a_window_is_a_value():
+    window = Window(511, 0, rate=2, leading=4)
+    assert window == Window(511, 0, rate=2, leading=4)
+    assert len({window, pickle.loads(pickle.dumps(window)), Window(511)}) == 2
+    assert repr(Window(3)) == "Window(before=3, after=3, rate=1, leading=0)"
+    for wrong in ({"before": -1}, {"before": 2, "after": 1.5}, {"before": 2, "rate": 0}, {"before": 2, "leading": -1}):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            Window(**wrong)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern", [Window(5), Window(3, 1, rate=2), Window(2, leading=6), Window(4) + Dilated([8], [1])]
+)
+def test_coverage_flops_and_pictures(pattern, is_causal):
+    terms = pattern.terms if isinstance(pattern, Sum) else (pattern,)
+    counts = torch.zeros(40, 40, dtype=torch.int64)
+    for x in terms:
+        if isinstance(x, Window):
+            counts += seen(40, 40, x.before, x.after, x.rate, x.leading, is_causal)
+        else:
+            block = torch.block_diag(*[torch.ones(8, 8, dtype=torch.int64)] * 5)
+            counts += block.tril() if is_causal else block
+    assert torch.equal(pattern.coverage(40, 2, is_causal), counts.sum(-1).expand(2, -1))
+    assert pattern.flops(40, 2, 16, is_causal) == 4 * 16 * 2 * counts.sum()
+    (image,) = pattern.plot(40, is_causal=is_causal).get_images()
+    assert torch.equal(torch.as_tensor(image.get_array()).round().long(), counts)
+
+
+def test_sums_with_layouts():
+    q, k, v = (torch.randn(2, 64, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    layout = BlockLayout.random(64, 0.4, 0, 16)
+    counts = seen(64, 64, 5, 5).int() + layout.dense_mask()[0].int()
+    for pattern in (Window(5) + layout, layout + Window(5)):
+        errors = excesses(
+            lambda q, k, v, pattern=pattern: attention(q, k, v, pattern, return_lse=True), (q, k, v),
+            counts.expand(4, -1, -1), scale=8**-0.5, gradient_of=("out", "lse"),
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), errors
+    with pytest.raises(UnsupportedError, match=r"Window\(\.\.\.\) \* BlockLayout"):
+        Window(5) * layout
+    with pytest.raises(ValueError, match="a term of a sum must be"):
+        Window(5) + 3
+    with pytest.raises(UnsupportedError, match="dropout_p with a sum of block layouts"):
+        attention(q, k, v, Window(5) + layout, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", [Window(30), Dilated([16, 64], [1, 2]), Window(9, leading=3) + Dilated([64], [4])])
+def test_a_prompt_in_chunks_and_a_token_at_a_time(pattern, backend):
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    q, k, v = (torch.randn(1, 100, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+    whole = attention(q, k, v, pattern, is_causal=True, backend=backend)
+    edges = [0, 32, 33, 64, 99, 100]
+    for start, stop in pairwise(edges):
+        part = attention(
+            q[:, start:stop], k[:, :stop], v[:, :stop], pattern, is_causal=True, q_start=start, backend=backend
+        )
+        torch.testing.assert_close(part, whole[:, start:stop], rtol=0, atol=1e-6)
+        forgot = max(0, start - 64)  # a cache that holds what some later query sees
+        if isinstance(pattern, Window):
+            part = attention(
+                q[:, start:stop], k[:, forgot:stop], v[:, forgot:stop], pattern, is_causal=True, q_start=start,
+                k_start=forgot, backend=backend,
+            )  # fmt: skip
+            torch.testing.assert_close(part, whole[:, start:stop], rtol=0, atol=1e-6)
+    if isinstance(pattern, Dilated):
+        torch.testing.assert_close(cached_attention(q[:, 70:], k, v, pattern), whole[:, 70:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_softcap(backend):
+    q, k, v = (torch.randn(2, 40, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out, lse = attention(q, k, v, Window(7), is_causal=True, softcap=0.5, return_lse=True, backend=backend)
+    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = 0.5 * (torch.einsum("bnhd,bmhd->bhnm", q, wide_k) * 8**-0.5 / 0.5).tanh()
+    scores = scores.masked_fill(~seen(40, 40, 7, 7, is_causal=True), -torch.inf)
+    expected = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), wide_v)
+    pairs = (out, lse), (expected, scores.logsumexp(-1))
+    for x, y in zip(*pairs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    weights = [torch.randn_like(x) for x in pairs[0]]
+    found, wanted = (
+        torch.autograd.grad([(x * w).sum() for x, w in zip(pair, weights, strict=True)], (q, k, v)) for pair in pairs
+    )
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    for wrong in (0, -1.0, float("inf"), "much"):
+        with pytest.raises(ValueError, match="softcap must be"):
+            attention(q, k, v, Window(7), softcap=wrong)
+
+
+def test_what_is_refused():
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (4, 16, 16))
+    with pytest.raises(ValueError, match="For fewer queries than keys give q_start"):
+        attention(q, k, v, Window(3))
+    for options, words in (
+        ({"lengths": torch.tensor([4])}, "lengths with q_start or k_start is not supported; hide padding"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens with q_start"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            attention(q, k, v, Window(3), q_start=12, **options)
+    with pytest.raises(UnsupportedError, match="a block layout with q_start"):
+        attention(q, k, v, BlockLayout.local(16, 4, 4), q_start=12)
+    with pytest.raises(UnsupportedError, match="compat with q_start"):
+        dilated_attention(q, k, v, [8], [1], compat="torchscale", q_start=12)
+    with pytest.raises(ValueError, match="q_start must be a non-negative integer; got -1"):
+        attention(q, k, v, Window(3), q_start=-1)
+    if not cpu.missing():
+        with pytest.raises(BackendError, match="the kernels do not cap scores; native does"):
+            attention(k, k, v, Window(3), softcap=2.0, backend="cpu")
+
+
+def test_a_window_costs_what_it_shows():
+    q = torch.empty(1, 1 << 20, 2, 64, device="meta")
+    found = explain(q, q, q, Window(511), is_causal=True)
+    assert (
+        found.flops == Window(511).flops(1 << 20, 2, 64, is_causal=True) == 4 * 64 * 2 * (512 * (1 << 20) - 511 * 256)
+    )
+    assert len(found.groups) == 1
+    one = plan_of(Window(511).branches(2), (100_000, 100_001), (0, 100_001), is_causal=True)
+    assert [group.keys.count for group in one.groups] == [512]
+    assert not any(group.banded for group in one.groups)
+
+
+def test_ragged_batches_compilation_and_transforms():
+    q, k, v = (torch.randn(2, 50, 2, 8, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, Window(6), lengths=torch.tensor([50, 31]), is_causal=True)
+    alone = attention(q[1:, :31], k[1:, :31], v[1:, :31], Window(6), is_causal=True)
+    torch.testing.assert_close(out[1:, :31], alone, rtol=0, atol=1e-6)
+    packed = attention(
+        *(torch.cat([x[:1, :50], x[1:, :31]], 1) for x in (q, k, v)), Window(6), cu_seqlens=torch.tensor([0, 50, 81]),
+        is_causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(packed[:, 50:], alone, rtol=0, atol=1e-6)
+    mapped = torch.func.vmap(lambda q, k, v: attention(q, k, v, Window(6)))(
+        *(x[None].expand(3, -1, -1, -1, -1) for x in (q, k, v))
+    )
+    torch.testing.assert_close(mapped[1], attention(q, k, v, Window(6)), rtol=0, atol=1e-6)
+    gradient = torch.func.grad(lambda q: attention(q, k, v, Window(6)).square().sum())(q)
+    torch.testing.assert_close(gradient, torch.autograd.grad(attention(q, k, v, Window(6)).square().sum(), q)[0])
+
+
+def test_compiles_in_one_graph(fresh_python):
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import Dilated, Window, attention
+
+        q, k, v = (torch.randn(1, 60, 2, 8, requires_grad=True) for _ in range(3))
+        pattern = Window(5, leading=2) + Dilated((16,), (1,))
+
+        def step(q, k, v):
+            return attention(q[:, 40:], k, v, pattern, is_causal=True, q_start=40)
+
+        compiled = torch.compile(step, fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled(q, k, v).square().sum(), k)[0],
+            torch.autograd.grad(step(q, k, v).square().sum(), k)[0],
+        )
+        """
+    )

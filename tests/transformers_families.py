@@ -1,0 +1,110 @@
+"""Tiny random models of the families of transformers whose attention has windows or chunks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "vocab_size": 97, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    "max_position_embeddings": 512, "sliding_window": 8, "attention_chunk_size": 8, "local_attention": 16,
+    "use_sliding_window": True, "max_window_layers": 2, "global_attn_every_n_layers": 2, "num_kv_shared_layers": 0,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "query_pre_attn_scalar": 8, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+"""Given to every configuration that knows the name."""
+
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_M_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+_M_ROPES = {"rope_parameters": dict.fromkeys(_MIXED["layer_types"], _M_ROPE["rope_parameters"])}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "afmoe": ("AfmoeConfig", "AfmoeForCausalLM", {"num_dense_layers": 1}),
+    "beam": ("BeamConfig", "BeamForCausalLM", {}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {}),
+    "cohere2_moe": ("Cohere2MoeConfig", "Cohere2MoeForCausalLM", {}),
+    "cohere_compass": ("CohereCompassTextConfig", "CohereCompassForCausalLM", {**_MIXED, **_M_ROPES}),
+    "cwm": ("CwmConfig", "CwmForCausalLM", {}),
+    "diffusion_gemma": ("DiffusionGemmaTextConfig", "DiffusionGemmaEncoderTextModel", {"top_k_experts": 2}),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM", {"n_shared_experts": 1, "routed_scaling_factor": 1.0}),
+    "embedding_gemma2": ("EmbeddingGemma2TextConfig", "EmbeddingGemma2TextModel", {}),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {}),
+    "exaone_moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM", {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _MIXED),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", _MIXED),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", {}),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM", {}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {}),
+    "granite_swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", {}),
+    "granitemoe_swa": ("GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM", {}),
+    "kolibri1": ("Kolibri1Config", "Kolibri1ForCausalLM", _MIXED),
+    "laguna": ("LagunaConfig", "LagunaForCausalLM", _MIXED),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {}),
+    "mellum": ("MellumConfig", "MellumForCausalLM", _MIXED),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", {}),
+    "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", {}),
+    "ministral": ("MinistralConfig", "MinistralForCausalLM", {}),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {}),
+    "modernbert": ("ModernBertConfig", "ModernBertModel", {}),
+    "modernbert_decoder": ("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", {}),
+    "muse_glimmer": ("MuseGlimmerTextConfig", "MuseGlimmerTextModel", {}),
+    "muse_spark": ("MuseSparkTextConfig", "MuseSparkTextModel", {}),
+    "neomme": ("NeoMMEConfig", "NeoMMEModel", {"head_dim": 16}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {}),
+    "openai_privacy_filter": ("OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterModel", {}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen2_5_omni": ("Qwen2_5OmniTextConfig", "Qwen2_5OmniThinkerTextModel", _M_ROPE),
+    "qwen2_5_vl": ("Qwen2_5_VLTextConfig", "Qwen2_5_VLTextModel", _M_ROPE),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {}),
+    "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLTextModel", _M_ROPE),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {}),
+    "qwen3_omni_moe": ("Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel", {}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {}),
+    "step3p7": ("Step3p7TextConfig", "Step3p7TextModel", _MIXED),
+    "ultrabert": ("UltrabertConfig", "UltrabertModel", {}),
+    "vaultgemma": ("VaultGemmaConfig", "VaultGemmaForCausalLM", {}),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1}),
+}
+"""Configuration, model, and what the configuration needs besides."""
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}, "queries over"),  # attends compressed keys too
+    "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
+    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "does not call transformers' attention interface"),
+    "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}, "sdpa"),
+}
+"""The same, and words of the error."""
+
+
+def _known(config: type[PreTrainedConfig]) -> set[str]:
+    names: set[str] = set()
+    for base in config.__mro__:
+        names |= set(vars(base).get("__annotations__", {})) | set(inspect.signature(base.__init__).parameters)
+    return names
+
+
+def build(family: str, implementation: str) -> PreTrainedModel:
+    """Return a model in evaluation mode, with the same weights for every implementation."""
+    config_name, model_name, options = {**FAMILIES, **REFUSED}[family][:3]
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    config_class = getattr(module, config_name)
+    known = _known(config_class)
+    config = config_class(**{**{name: x for name, x in SMALL.items() if name in known}, **options})
+    config._attn_implementation = implementation
+    model_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), model_name)
+    torch.manual_seed(0)
+    return model_class(config).eval()
