@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dilated_attention import storage
-from dilated_attention.cli import main
 from dilated_attention.models import (
     GigaPathConfig,
     GigaPathSlideEncoder,
@@ -41,9 +40,10 @@ from dilated_attention.models import (
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import SUMS
-from dilated_attention.training.checkpoint import Alone, Piece, newest, steps, write
-from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.training.checkpoint import Alone, Piece, newest, steps, write
+from dilated_attention_lab.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.text import read_text
 
 SIZES = (1, 2, 3)
 

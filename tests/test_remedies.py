@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 import dilated_attention
+import dilated_attention_lab
 from dilated_attention import (
     BlockLayout,
     Dilated,
@@ -41,7 +42,6 @@ from dilated_attention import (
     attention,
     attention_weights,
     block_sparse_attention,
-    cli,
     explain,
     parallel,
     suggest_pattern,
@@ -50,10 +50,7 @@ from dilated_attention import (
     dilated_attention as dilated,
 )
 from dilated_attention.backends import cpu
-from dilated_attention.cli import main
-from dilated_attention.conversion import convert
 from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
-from dilated_attention.errors import require
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
@@ -76,9 +73,11 @@ from dilated_attention.nn import (
     SelectionCache,
 )
 from dilated_attention.routing import PageBounds
-from dilated_attention.training import session
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.commands import main, train
+from dilated_attention_lab.conversion import convert
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.text import read_text
 from processes import run
 from test_checkpoints import Golden, longvit_weights
 from tolerances import TOLERANCE, relative_error
@@ -86,6 +85,7 @@ from tolerances import TOLERANCE, relative_error
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore:Sparse BSR")]
 
 SOURCE = Path(dilated_attention.__file__).parent
+LAB = Path(dilated_attention_lab.__file__).parent
 
 
 class Later:
@@ -264,8 +264,9 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 def test_every_remedy_has_a_case():
     said = {
-        text: f"{file.relative_to(SOURCE)}: {text}"
-        for file in sorted(SOURCE.rglob("*.py"))
+        text: f"{file.name}: {text}"
+        for root in (SOURCE, LAB)
+        for file in sorted(root.rglob("*.py"))
         for text in texts(ast.parse(file.read_text(encoding="utf-8")))
     }
     known = {**CASES, **ON_TWO_RANKS, **FOLLOWED_ELSEWHERE, **NOT_FOLLOWED}
@@ -1798,16 +1799,14 @@ def _(told, tmp_path, capsys):
     succeeds(capsys, *words, "cpu")
 
 
-@remedy("{} is not installed: pip install matplotlib rich")
+@remedy("{} is not installed: pip install {}")
 def _(told, monkeypatch):
-    for name in ("rich", "matplotlib"):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, name, None)
-            with told(ImportError):
-                require("rich", "matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with told(ImportError):
+        Dilated((8,), (1,)).plot(16)
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    (extra,) = re.findall(r"^cli = \[(.*)\]", project, re.MULTILINE)
-    assert sorted(re.findall(r'"([a-z]+)', extra)) == ["matplotlib", "rich"]
+    (extra,) = re.findall(r"^plot = \[(.*)\]", project, re.MULTILINE)
+    assert re.findall(r'"([a-z]+)', extra) == ["matplotlib"]
 
 
 @remedy("exists: give --resume to continue it, --overwrite, or another --out")
@@ -1898,7 +1897,7 @@ def _(told, text, tmp_path, capsys):
 @remedy("nothing is saved in {} yet: start again")
 def _(told, text, tmp_path, capsys):
     session.remember(tmp_path / "out", session.OPTIONS)  # lost before its first checkpoint
-    told.printed(cli._onwards(tmp_path / "out"))
+    told.printed(train._onwards(tmp_path / "out"))
     succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
 
 

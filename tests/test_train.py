@@ -17,9 +17,9 @@ from rich.console import Console
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import session
-from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.text import read_text
 
 CONFIG = LongNetConfig(embed_dim=16, num_layers=2, num_heads=2, pattern=Dilated((16, 64), (1, 4)))
 RECIPE = Recipe(context=64, batch_size=2, steps=6, warmup_steps=2)

@@ -1,8 +1,4 @@
-"""Start the command `dilated-attention`.
-
-A package of its own, since importing `dilated_attention` loads PyTorch. That takes seconds, in which Ctrl-C must
-already end the command with one line.
-"""
+"""The commands of dilated-attention. This module loads neither PyTorch nor the library before Ctrl-C ends it well."""
 
 from __future__ import annotations
 
@@ -15,17 +11,22 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `dilated_attention.cli.main`; Ctrl-C ends the process at once until that is loaded."""
+    """Run a command. Ctrl-C while it loads, and after it has ended, ends the process at once with one line."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when PyTorch loads: its profiler reports to stderr
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
-    if ours:
-        signal.signal(signal.SIGINT, _stop)
-    from dilated_attention.cli import main as run
+    if not ours:
+        from dilated_attention_lab.commands import main as command
 
+        return command(arguments)
     try:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return run(arguments)
-    except KeyboardInterrupt:  # before or after what `run` catches
+        signal.signal(signal.SIGINT, _stop)
+        from dilated_attention_lab.commands import main as command
+
+        try:
+            return command(arguments, loaded=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        finally:
+            signal.signal(signal.SIGINT, _stop)
+    except KeyboardInterrupt:  # between what `command` catches and the handler
         _stop()
 
 

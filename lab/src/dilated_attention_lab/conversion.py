@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dilated_attention import released
 from dilated_attention.models import (
     GigaPathSlideEncoder,
     LongNet,
     LongNetAttention,
     LongNetLM,
     LongViT,
+    Pretrained,
     load_gigapath,
     load_longvit,
     load_torchscale,
+    read_weights,
 )
-from dilated_attention.models.checkpoints import read_weights
-from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import grid_sines
+from dilated_attention_lab import released
 
 Kind = Literal["gigapath", "longvit", "torchscale"]
 KINDS = ("gigapath", "longvit", "torchscale")

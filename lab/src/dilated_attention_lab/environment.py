@@ -7,14 +7,13 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from dilated_attention.backends import table
-from dilated_attention.backends.facts import Facts
-from dilated_attention.errors import BackendError
+from dilated_attention import BackendError
+from dilated_attention.plumbing import Facts, table
+from dilated_attention_lab.commands import own_version
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -29,14 +28,6 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
         "torch": torch.__version__,
         "dilated_attention": own_version(),
     }
-
-
-def own_version() -> str:
-    """This package's, as installed."""
-    try:
-        return version("dilated-attention")
-    except PackageNotFoundError:
-        return "source tree, not installed"
 
 
 def device_name(device: torch.device | str = "cpu") -> str:

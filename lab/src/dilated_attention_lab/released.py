@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends import fused
+from dilated_attention.plumbing import fused
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.table import BACKENDS
-from dilated_attention.errors import BackendError
-from dilated_attention.functional import attention, dilated_attention
-from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated
+from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
+from dilated_attention.plumbing import Facts, table
 
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The relative error, in norm, that rounding may cause in out, lse, dq, dk and dv."""
@@ -233,8 +229,8 @@ def dtype_on(device: torch.device) -> torch.dtype:
 def serving(device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The backends that serve a device, and why the others do not."""
     facts = Facts(device, dtype_on(device))
-    absent = {name: why for name, backend in BACKENDS.items() if (why := backend.why_not(facts))}
-    return [name for name in BACKENDS if name not in (*absent, "reference")], absent
+    absent = {name: why for name, backend in table.BACKENDS.items() if (why := backend.why_not(facts))}
+    return [name for name in table.BACKENDS if name not in (*absent, "reference")], absent
 
 
 def verdicts(check: Check, names: Sequence[str], device: torch.device) -> Iterator[Verdict]:

@@ -35,12 +35,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from dilated_attention import checks
-from dilated_attention.backends.table import check_name
-from dilated_attention.call import as_autocast
+from dilated_attention import Dilated, UnsupportedError, dilated_attention
 from dilated_attention.decoding import cached_attention
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import dilated_attention
 from dilated_attention.integrations.own_attention import (
     NotATensor,
     Shown,
@@ -49,7 +45,7 @@ from dilated_attention.integrations.own_attention import (
     read_arguments,
     read_mask,
 )
-from dilated_attention.patterns import Dilated
+from dilated_attention.plumbing import as_autocast, checks, table
 
 NAME = "dilated_attention"
 
@@ -180,7 +176,7 @@ def dilate(
             "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
         )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
-    check_name(backend)
+    table.check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.session import default_pattern
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.session import default_pattern
+from dilated_attention_lab.training.text import read_text
 
 Heads = list[tuple[Tensor, Tensor, Tensor]]
 """(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""

@@ -11,17 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.cache import plan_cache
-from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
-from dilated_attention.layout import BlockLayout
+from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, plan_cache
 from dilated_attention.nn import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from dilated_attention.patterns import Dilated
-from dilated_attention.plan import Plan, plan_dilated
-from dilated_attention_bench.rivals import RIVALS
+from dilated_attention.plumbing import Plan, plan_dilated
+from dilated_attention_lab.bench.rivals import RIVALS
 
 Contender = Callable[[], Iterator[str]]
 """Work to be timed: each name that it yields is a phase, which ends there."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dilated_attention_bench.profile import OWN_TIME
-from dilated_attention_bench.results import Record, read
-from dilated_attention_bench.simulate import World
-from dilated_attention_bench.tables import describe
+from dilated_attention_lab.bench.profile import OWN_TIME
+from dilated_attention_lab.bench.results import Record, read
+from dilated_attention_lab.bench.simulate import World
+from dilated_attention_lab.bench.tables import describe
 
 MARKERS = {  # variant of `compare`, without its density: marker
     "LongNet branches": "s",

@@ -19,13 +19,11 @@ from unittest.mock import patch
 
 import torch
 
-from dilated_attention.backends import triton
-from dilated_attention.backends.table import BACKENDS
-from dilated_attention.environment import environment
-from dilated_attention.storage import write_text
-from dilated_attention_bench.cases import DOUBLING, Case, Contender, Method, contender, planning
-from dilated_attention_bench.measure import fused_calls
-from dilated_attention_bench.profile import Profile, profile
+from dilated_attention.plumbing import storage, table, triton
+from dilated_attention_lab.bench.cases import DOUBLING, Case, Contender, Method, contender, planning
+from dilated_attention_lab.bench.measure import fused_calls
+from dilated_attention_lab.bench.profile import Profile, profile
+from dilated_attention_lab.environment import environment
 
 CPU = torch.device("cpu")
 DILATED = Case(
@@ -128,11 +126,11 @@ def _host(backward: bool) -> Callable[[float], float]:
     """A small call of the Triton backend, as on a GPU, but for what the driver and the GPU take."""
 
     def measure(limit: float) -> float:
-        serving = replace(BACKENDS["triton"], refusal=lambda facts: None)
+        serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
         words = contender(lambda: [str(i) for i in range(10_000)])
         work = replace(SMALL, backend="triton").contender(CPU, backward=backward)
         with (
-            patch.dict(BACKENDS, triton=serving),
+            patch.dict(table.BACKENDS, triton=serving),
             patch.object(triton, "run", lambda kernel, programs, **arguments: _Launched()),
             patch.object(triton, "architecture", lambda device: "sm_90"),
         ):
@@ -193,7 +191,7 @@ def write_baseline(path: Path, device: str, values: Mapping[str, float]) -> None
     """Beside those of other devices, which stay."""
     figures = {name: round(value, 3) for name, value in values.items()}
     known = entries(path) | {device: {"environment": environment(CPU), "figures": figures}}
-    write_text(path, json.dumps(known, indent=1) + "\n")
+    storage.write_text(path, json.dumps(known, indent=1) + "\n")
 
 
 def entries(path: Path) -> dict[str, dict[str, Any]]:

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from dilated_attention.environment import device_name, require_device, unavailable
-from dilated_attention.mesh import TRANSPORTS
-from dilated_attention.terminal import console, show
-from dilated_attention_bench import check, compare, pattern_options, simulate, tables
-from dilated_attention_bench.cases import DILATED, SPARSE, Case, Method
-from dilated_attention_bench.measure import MATMUL, Spread, lack_of_memory, refusal
-from dilated_attention_bench.profile import OWN_TIME, once, profile, rows, training_step
-from dilated_attention_bench.results import Recorder, Row, failed
-from dilated_attention_bench.suites import (
+from dilated_attention.plumbing import TRANSPORTS
+from dilated_attention_lab.bench import check, compare, pattern_options, simulate, tables
+from dilated_attention_lab.bench.cases import DILATED, SPARSE, Case, Method
+from dilated_attention_lab.bench.measure import MATMUL, Spread, lack_of_memory, refusal
+from dilated_attention_lab.bench.profile import OWN_TIME, once, profile, rows, training_step
+from dilated_attention_lab.bench.results import Recorder, Row, failed
+from dilated_attention_lab.bench.suites import (
     Step,
     block_sparse,
     context_parallel,
@@ -37,7 +35,10 @@ from dilated_attention_bench.suites import (
     strategies,
     windows,
 )
-from dilated_attention_bench.tables import describe, number, write
+from dilated_attention_lab.bench.tables import describe, number, write
+from dilated_attention_lab.commands.options import integers
+from dilated_attention_lab.environment import device_name, require_device, unavailable
+from dilated_attention_lab.terminal import console, show
 
 if TYPE_CHECKING:  # help does without rich and matplotlib
     from rich.table import Table
@@ -158,7 +159,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from dilated_attention_bench import charts
+    from dilated_attention_lab.bench import charts
 
     device = require_device(options.device)
     settings = {setting.label: setting for setting in compare.settings(options.quick)}
@@ -274,8 +275,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
     for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    parser.add_argument("--segments", type=_integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
-    parser.add_argument("--rates", type=_integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
+    parser.add_argument("--segments", type=integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
+    parser.add_argument("--rates", type=integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
     parser.add_argument(
         "--blocks", choices=["local", "global", "dilated", "random"], default="local", help="kind of block layout"
     )
@@ -330,7 +331,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from dilated_attention_bench import charts
+    from dilated_attention_lab.bench import charts
 
     for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
         if not 0 < getattr(options, name) < math.inf:
@@ -373,7 +374,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from dilated_attention_bench import charts
+    from dilated_attention_lab.bench import charts
 
     if options.what in pattern_options.NAMES:
         if options.documents is not None:
@@ -407,7 +408,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from dilated_attention_bench import charts
+    from dilated_attention_lab.bench import charts
 
     device, method, is_model = require_device(options.device), _METHODS[options.method], options.method == "model"
     unread = ["causal", "forward", "dtype"] * is_model
@@ -493,10 +494,3 @@ def _cells(row: Row) -> list[Text]:
 
 def _range(spread: Spread | None) -> str:
     return "" if spread is None else f"{number(spread.p10)} to {number(spread.p90)}"
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-_integers.__name__ = "list of integers"  # argparse names the type in its error

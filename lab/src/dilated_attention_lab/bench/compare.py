@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.verification import BARS
-from dilated_attention_bench import measure, rank_processes
-from dilated_attention_bench.cases import SPARSE, Case, Contender, Method
-from dilated_attention_bench.exact import exact, keys_reached, rows_of
-from dilated_attention_bench.measure import Spread
-from dilated_attention_bench.results import Record, Row
+from dilated_attention_lab.bench import measure, rank_processes
+from dilated_attention_lab.bench.cases import SPARSE, Case, Contender, Method
+from dilated_attention_lab.bench.exact import exact, keys_reached, rows_of
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.bench.results import Record, Row
+from dilated_attention_lab.verification import BARS
 
 REPORTED = Case(method="dilated", seq_len=4096, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
 LONG = replace(REPORTED, segment_lengths=(2048, 4096, 8192))

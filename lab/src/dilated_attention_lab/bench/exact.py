@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_bench.cases import MULTIHEAD, SPARSE, Case
+from dilated_attention_lab.bench.cases import MULTIHEAD, SPARSE, Case
 
 
 def keys_of(case: Case, row: int, head: int) -> Tensor:

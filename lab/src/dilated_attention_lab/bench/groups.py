@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from dilated_attention_bench.measure import Spread
-from dilated_attention_bench.results import Row, failed
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.bench.results import Row, failed
 
 
 @dataclass(frozen=True)

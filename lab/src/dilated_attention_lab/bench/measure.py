@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dilated_attention.backends import fused
-from dilated_attention.environment import peak_memory
-from dilated_attention_bench.cases import Case, Contender, contender
+from dilated_attention.plumbing import fused
+from dilated_attention_lab.bench.cases import Case, Contender, contender
+from dilated_attention_lab.environment import peak_memory
 
 MATMUL = "matrix product"
 UNTOLD = "this system does not tell a process's peak memory"

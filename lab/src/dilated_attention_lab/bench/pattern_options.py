@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Product
+from dilated_attention import BlockLayout, Dilated, Product
 
 BUILDERS: dict[str, Callable[..., BlockLayout]] = {
     "local": BlockLayout.local,

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from dilated_attention.backends import blocks, cpu, fused, native
-from dilated_attention.cache import PlanCache
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention_bench.cases import SPARSE, Case, Contender, planning
-from dilated_attention_bench.measure import Spread, elapsed, synchronize
-from dilated_attention_bench.results import Row
+from dilated_attention.plumbing import PlanCache, blocks, cpu, fused, native
+from dilated_attention_lab.bench.cases import SPARSE, Case, Contender, planning
+from dilated_attention_lab.bench.measure import Spread, elapsed, synchronize
+from dilated_attention_lab.bench.results import Row
 
 _MARK = "stage: "
 OWN_TIME = "own time of "

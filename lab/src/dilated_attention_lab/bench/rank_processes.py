@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from dilated_attention.functional import dilated_attention
+from dilated_attention import dilated_attention
 from dilated_attention.parallel import shard_sequence
-from dilated_attention.parallel.comm import Link, Traffic, link_of, use_link
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.measure import in_new_process
-from dilated_attention_bench.rehearsal_links import PatientLink, RehearsalLink
+from dilated_attention.plumbing import Link, Traffic, link_of, use_link
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.measure import in_new_process
+from dilated_attention_lab.bench.rehearsal_links import PatientLink, RehearsalLink
 
 Samples = dict[str, list[float]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention.parallel.comm import Framing, Link, Transfer
+from dilated_attention.plumbing import Framing, Link, Transfer
 
 
 class RehearsalLink(Link):

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.environment import device_name, environment
-from dilated_attention.storage import write_text
-from dilated_attention_bench.measure import Spread
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.environment import device_name, environment
 
 Record = dict[str, Any]
 """A row as the file has it."""
@@ -109,7 +109,7 @@ class Recorder:
         self._rows[_key(record)] = record
         if self.failure is None:
             try:
-                write_text(self.path, "".join(json.dumps(row) + "\n" for row in self._rows.values()))
+                storage.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self._rows.values()))
                 return
             except OSError as error:
                 self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dilated_attention.layout import BlockLayout
+from dilated_attention import BlockLayout
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 

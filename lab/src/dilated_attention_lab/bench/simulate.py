@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dilated_attention.functional import dilated_attention
-from dilated_attention.parallel.comm import Traffic, use_link
-from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
-from dilated_attention.patterns import Dilated
-from dilated_attention_bench.cases import doubling
-from dilated_attention_bench.measure import in_new_process, peak_above_now
-from dilated_attention_bench.rehearsal_links import RehearsalLink
-from dilated_attention_bench.results import Row
+from dilated_attention import Dilated, dilated_attention
+from dilated_attention.parallel import ExchangePlan, exchange_plan
+from dilated_attention.plumbing import Traffic, use_link
+from dilated_attention_lab.bench.cases import doubling
+from dilated_attention_lab.bench.measure import in_new_process, peak_above_now
+from dilated_attention_lab.bench.rehearsal_links import RehearsalLink
+from dilated_attention_lab.bench.results import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

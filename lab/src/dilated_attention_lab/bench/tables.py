@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.storage import write_text
-from dilated_attention_bench import compare
-from dilated_attention_bench.results import Record, read
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.bench import compare
+from dilated_attention_lab.bench.results import Record, read
 
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
 
@@ -54,7 +54,7 @@ def write(document: Path, results: Path) -> bool:
         raise ValueError(f"{document}: not a document in UTF-8 ({error.reason})") from None
     after = render(before, results)
     if after != before:
-        write_text(document, after)
+        storage.write_text(document, after)
     return after != before
 
 

@@ -25,19 +25,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dilated_attention.storage import (
-    SUMS,
-    digest,
-    open_tensors,
-    read_bytes,
-    read_digests,
-    require_names,
-    require_whole,
-    sync,
-    write_digests,
-    write_tensors,
-    write_text,
-)
+from dilated_attention.plumbing import storage
 
 FORMAT = "dilated-attention training 2"
 INDEX = "index.json"
@@ -115,7 +103,7 @@ class Checkpoint:
     def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
         """ValueError unless these are the names that begin with `prefix`, and the shapes, of the checkpoint."""
         there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
-        require_names(shapes, there, str(self.path))
+        storage.require_names(shapes, there, str(self.path))
         for name, shape in shapes.items():
             if self.tensors[name][0] != shape:
                 raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
@@ -132,7 +120,7 @@ class Checkpoint:
                 if first < piece.first_row + piece.rows and piece.first_row < first + rows:
                     wanted.setdefault(file, []).append((name, first, rows))
         for file, shards_of_file in wanted.items():
-            with open_tensors(self.path / file) as opened:
+            with storage.open_tensors(self.path / file) as opened:
                 for name, first, rows in shards_of_file:
                     _copy(opened, f"{self.path / file}: {name}", name, first, rows, pieces[name])
 
@@ -179,7 +167,7 @@ def write(
                 before = steps(folder)
                 _remove(folder, [other for other in before if other >= step])
                 os.replace(new, path)
-                sync(folder)
+                storage.sync(folder)
                 older = [other for other in before if other < step]
                 _remove(folder, older[: max(0, len(older) - keep)])
     finally:
@@ -196,8 +184,8 @@ def _write_shard(file: Path, pieces: Mapping[str, Piece], peers: Peers) -> bytes
     """What this rank alone holds, and on the first rank what all hold; its digest."""
     mine = {name: piece for name, piece in pieces.items() if (peers.rank == 0 if piece.is_whole else piece.rows)}
     first_rows = json.dumps({name: piece.first_row for name, piece in mine.items()})
-    write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
-    return bytes.fromhex(digest(file))
+    storage.write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
+    return bytes.fromhex(storage.digest(file))
 
 
 def _write_index(
@@ -205,15 +193,15 @@ def _write_index(
 ) -> None:
     shards = _shards(folder, digests)
     tensors = {name: {"shape": piece.shape, "shards": shards.get(name, [])} for name, piece in pieces.items()}
-    write_text(folder / INDEX, json.dumps({"format": FORMAT, **about, "tensors": tensors}) + "\n")
-    write_digests(folder, {INDEX: digest(folder / INDEX), **digests})
+    storage.write_text(folder / INDEX, json.dumps({"format": FORMAT, **about, "tensors": tensors}) + "\n")
+    storage.write_digests(folder, {INDEX: storage.digest(folder / INDEX), **digests})
 
 
 def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
     """Of each tensor the files that hold some of it, in the order of the ranks and so of the rows."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for name in files:
-        with open_tensors(folder / name) as opened:
+        with storage.open_tensors(folder / name) as opened:
             for tensor, first in json.loads(opened.metadata()["first_rows"]).items():
                 shape = tuple(opened.get_slice(tensor).get_shape())
                 found.setdefault(tensor, []).append((name, first, _rows(shape)))
@@ -278,14 +266,14 @@ def newest(folder: Path, peers: Peers) -> Checkpoint:
 
 def _damage(path: Path, peers: Peers) -> str | None:
     """The first damaged file of a checkpoint and why, or None. Each rank checks a part of the files."""
-    names, found, error = [SUMS], 0, ""
+    names, found, error = [storage.SUMS], 0, ""
     try:
-        digests = read_digests(path)
+        digests = storage.read_digests(path)
         names += sorted({INDEX, *digests})
         for number, name in enumerate(names):
             if number and number % peers.size == peers.rank:
                 found = number + 1
-                require_whole(path / name, digests)
+                storage.require_whole(path / name, digests)
         found = 0
     except ValueError as wrong:
         found, error = found or 1, str(wrong)
@@ -299,11 +287,11 @@ def _opened(path: Path) -> Checkpoint:
     """A checkpoint by its index. ValueError when that is of another format or form."""
     index = path / INDEX
     try:
-        about = json.loads(read_bytes(index))
+        about = json.loads(storage.read_bytes(index))
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             kind = about.get("format") if isinstance(about, dict) else type(about).__name__
             raise ValueError(f"format is {kind!r}, not {FORMAT!r}: not a checkpoint of this version's `train`")
-        files = read_digests(path).keys() - {INDEX}
+        files = storage.read_digests(path).keys() - {INDEX}
         tensors = {name: _stored(name, entry, files) for name, entry in about.pop("tensors").items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from dilated_attention.environment import environment
+from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.patterns import Dilated
-from dilated_attention.pictures import save_recall_and_context
-from dilated_attention.storage import write_text
-from dilated_attention.training import recall
-from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
-from dilated_attention.training.text import Split, read_text
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.environment import environment
+from dilated_attention_lab.pictures import save_recall_and_context
+from dilated_attention_lab.training import recall
+from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention_lab.training.text import Split, read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     found = Demo(tokens=tokens, **_recall(console, tokens, seed, device), **_text(console, text, seconds, seed, device))
     row = {**{name: getattr(found, name) for name in Demo.__slots__}, "environment": environment(device)}
     row |= {"seconds": time.perf_counter() - begin, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    write_text(out / "figures.jsonl", json.dumps(row) + "\n")
+    storage.write_text(out / "figures.jsonl", json.dumps(row) + "\n")
     lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}
     save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
     console.print(_table(found))

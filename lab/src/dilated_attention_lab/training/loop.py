@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dilated_attention.environment import memory
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.training import checkpoint
-from dilated_attention.training.checkpoint import Checkpoint, Piece
-from dilated_attention.training.text import Split, Text
+from dilated_attention_lab.environment import memory
+from dilated_attention_lab.training import checkpoint
+from dilated_attention_lab.training.checkpoint import Checkpoint, Piece
+from dilated_attention_lab.training.text import Split, Text
 
 if TYPE_CHECKING:
-    from dilated_attention.training.ranks import Ranks
+    from dilated_attention_lab.training.ranks import Ranks
 
 BETAS = (0.9, 0.95)
 DTYPES = ("float32", "bfloat16")

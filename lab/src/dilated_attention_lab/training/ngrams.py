@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.nn import SelfAttention
-from dilated_attention.training.text import Split
+from dilated_attention_lab.training.text import Split
 
 Numbers = npt.NDArray[np.int64]
 SHORT = 512

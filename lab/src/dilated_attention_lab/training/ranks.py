@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from dilated_attention.models import LongNetLM
 from dilated_attention.parallel import set_context_parallel
-from dilated_attention.parallel.presence import Watch
-from dilated_attention.torch_internals import flattened
-from dilated_attention.training.checkpoint import Piece
+from dilated_attention.plumbing import flattened
+from dilated_attention_lab.training.checkpoint import Piece
+from dilated_attention_lab.training.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dilated_attention.functional import block_sparse_attention
-from dilated_attention.layout import BlockLayout
+from dilated_attention import BlockLayout, Dilated, block_sparse_attention
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.nn import SelfAttention
-from dilated_attention.patterns import Dilated
 
 VALUES, FILLERS = 16, 48
 """Token ids: 0 to 15 are facts, 16 is the question, and 48 more say nothing."""

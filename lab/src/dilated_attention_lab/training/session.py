@@ -17,21 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilated_attention.backends import table
-from dilated_attention.backends.facts import Facts
-from dilated_attention.environment import environment, peak_memory, require_device
+from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.patterns import Dilated, describe_unserved
-from dilated_attention.pictures import save_loss_curves, save_pattern
-from dilated_attention.storage import write_text
-from dilated_attention.training import checkpoint
-from dilated_attention.training.loop import OPTIONS, Recipe, Training, read_checkpoint
-from dilated_attention.training.text import Text, read_text, readable
+from dilated_attention.plumbing import Facts, describe_unserved, storage, table
+from dilated_attention_lab.environment import environment, peak_memory, require_device
+from dilated_attention_lab.pictures import save_loss_curves, save_pattern
+from dilated_attention_lab.training import checkpoint
+from dilated_attention_lab.training.loop import OPTIONS, Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.text import Text, read_text, readable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dilated_attention.training.ranks import Ranks
+    from dilated_attention_lab.training.ranks import Ranks
 
 PROMPT_BYTES = 128
 REPORT = ("figures.jsonl", "steps.jsonl", "sample.txt", "loss.png", "pattern.png")  # and the folder model
@@ -181,7 +179,7 @@ def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]
 
 def remember(out: Path, options: Mapping[str, Any]) -> None:
     """Keep the options for `chosen_options` of a later process."""
-    write_text(out / "options.json", json.dumps(options, indent=2) + "\n")
+    storage.write_text(out / "options.json", json.dumps(options, indent=2) + "\n")
 
 
 def _usable(device: str, backend: str) -> torch.device:
@@ -276,9 +274,9 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     }
     figures = out / "figures.jsonl"
     before = figures.read_text(encoding="utf-8") if figures.exists() else ""
-    write_text(figures, before + json.dumps(row) + "\n")
+    storage.write_text(figures, before + json.dumps(row) + "\n")
     steps = zip(training.losses, training.seconds, strict=True)
-    write_text(
+    storage.write_text(
         out / "steps.jsonl",
         "".join(
             json.dumps({"step": step, "bits_per_byte": loss / math.log(2), "seconds": seconds}) + "\n"
@@ -295,7 +293,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     if sample_bytes:
         with console.status("writing a sample"):
             sample = write_sample(training, model, sample_bytes)
-        write_text(out / "sample.txt", sample)
+        storage.write_text(out / "sample.txt", sample)
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from dilated_attention.storage import read_bytes
+from dilated_attention.plumbing import storage
 
 HELD_OUT_EVERY = 20
 
@@ -104,7 +104,7 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
         if folder and path.resolve() == own:
             raise ValueError(f"{path}: is the folder of the run, whose files would be read as text; give another --out")
         for file in _files(path, own, python_only=not paths) if folder else [path]:
-            data = read_bytes(file)
+            data = storage.read_bytes(file)
             if folder and b"\0" in data[:8192]:
                 skipped += 1
             elif data:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from dilated_attention.models import LongNetLM
-from dilated_attention.training import session
-from dilated_attention.training.text import readable
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.text import readable
 
 
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dilated_attention_bench.cases import Case
+from dilated_attention_lab.bench.cases import Case
 
 PAPER = Case(
     method="dilated", backend="triton", seq_len=65536, heads=16, head_dim=128, dtype="bfloat16",

@@ -11,13 +11,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import native, triton
-from dilated_attention.backends.problem import Problem
-from dilated_attention.plan import Plan, Rows, StridedGroup
-from dilated_attention.verification import BARS, Check, poisoned_memory, relative_error
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.on_gpu import PAPER
-from dilated_attention_bench.results import Row
+from dilated_attention.plumbing import Plan, Problem, Rows, StridedGroup, native, triton
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.on_gpu import PAPER
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.verification import BARS, Check, poisoned_memory, relative_error
 
 
 def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:

@@ -9,12 +9,11 @@ from functools import partial
 
 import torch
 
-from dilated_attention.backends import triton
-from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case, Contender, under
-from dilated_attention_bench.on_gpu.speed import serving
-from dilated_attention_bench.results import Row
+from dilated_attention.plumbing import ARCHITECTURES, Kernel, Shape, triton
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, Contender, under
+from dilated_attention_lab.bench.on_gpu.speed import serving
+from dilated_attention_lab.bench.results import Row
 
 CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
     "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 64, 4, 2),

@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention.backends import triton
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case, Contender, under
-from dilated_attention_bench.groups import failures, reason_of
-from dilated_attention_bench.measure import Rounds, Spread
-from dilated_attention_bench.on_gpu import SMALL
-from dilated_attention_bench.on_gpu.correctness import graph_of
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import rates
+from dilated_attention.plumbing import triton
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, Contender, under
+from dilated_attention_lab.bench.groups import failures, reason_of
+from dilated_attention_lab.bench.measure import Rounds, Spread
+from dilated_attention_lab.bench.on_gpu import SMALL
+from dilated_attention_lab.bench.on_gpu.correctness import graph_of
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import rates
 
 RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
          ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38}  # fmt: skip

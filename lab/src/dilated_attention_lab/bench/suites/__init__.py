@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.measure import MATMUL, UNTOLD, Rounds, Spread
-from dilated_attention_bench.results import Row
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.measure import MATMUL, UNTOLD, Rounds, Spread
+from dilated_attention_lab.bench.results import Row
 
 LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
 """The configuration that the figures of the foundation are stated for."""

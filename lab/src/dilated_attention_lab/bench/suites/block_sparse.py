@@ -12,19 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention import routing
-from dilated_attention.backends import blocks
-from dilated_attention.cache import plan_cache
-from dilated_attention.call import Call
-from dilated_attention.execution import layouts_of
-from dilated_attention.functional import attention, block_sparse_attention
-from dilated_attention.layout import DENSE_LIMIT, BlockLayout
-from dilated_attention.patterns import Dilated
-from dilated_attention_bench import activations, measure
-from dilated_attention_bench.cases import Blocks, Case, Method
-from dilated_attention_bench.measure import Spread
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, over, peak, rates
+from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache, routing
+from dilated_attention.layout import DENSE_LIMIT
+from dilated_attention.plumbing import Call, blocks, layouts_of
+from dilated_attention_lab.bench import activations, measure
+from dilated_attention_lab.bench.cases import Blocks, Case, Method
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, over, peak, rates
 
 KINDS: tuple[Blocks, ...] = ("local", "global", "dilated", "random")
 SPARSE = Case(method="block-sparse", seq_len=4096, blocks="local", density=0.1)

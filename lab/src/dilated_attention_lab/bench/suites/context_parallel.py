@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from dilated_attention_bench import rank_processes
-from dilated_attention_bench.cases import Case, doubling
-from dilated_attention_bench.measure import UNTOLD, Spread
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.simulate import World, rehearse
-from dilated_attention_bench.suites import Step
+from dilated_attention_lab.bench import rank_processes
+from dilated_attention_lab.bench.cases import Case, doubling
+from dilated_attention_lab.bench.measure import UNTOLD, Spread
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.simulate import World, rehearse
+from dilated_attention_lab.bench.suites import Step
 
 MEGABITS = 400
 """Of the limited link: the exchange then takes about half of the compute beside it. With more there would be nothing to

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import cpu
-from dilated_attention.backends.facts import Facts
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Blocks, Case, under
-from dilated_attention_bench.measure import Rounds
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, over, peak, rates
+from dilated_attention.plumbing import Facts, cpu
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Blocks, Case, under
+from dilated_attention_lab.bench.measure import Rounds
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import LONGNET, Step, over, peak, rates
 
 OURS = "cpu"
 DILATED = replace(LONGNET, backend=OURS)

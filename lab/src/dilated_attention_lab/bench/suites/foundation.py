@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import DOUBLING, planning
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import LONGNET, Step, over, peak, rates, seconds
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import DOUBLING, planning
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import LONGNET, Step, over, peak, rates, seconds
 
 MILLION = 1 << 20
 

@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import flash, triton
-from dilated_attention.kernels.configurations import Kernel
-from dilated_attention.verification import Check, checks
-from dilated_attention_bench import groups
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.groups import Group, Job
-from dilated_attention_bench.on_gpu import PAPER, SMALL, correctness, kernels, sparse, speed
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, peak
+from dilated_attention.plumbing import Kernel, flash, triton
+from dilated_attention_lab.bench import groups
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.groups import Group, Job
+from dilated_attention_lab.bench.on_gpu import PAPER, SMALL, correctness, kernels, sparse, speed
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, peak
+from dilated_attention_lab.verification import Check, checks
 
 SECONDS = 540.0
 """Of a part."""
@@ -65,7 +64,7 @@ def steps(device: torch.device, part: int | None = None) -> list[Step]:
 
 def _command(part: int, group: Group, device: torch.device, job: Job) -> list[str]:
     request = {"part": part, "group": group.label, "job": job.label, "device": str(device)}
-    return [sys.executable, "-m", "dilated_attention_bench.suites.gpu", json.dumps(request)]
+    return [sys.executable, "-m", "dilated_attention_lab.bench.suites.gpu", json.dumps(request)]
 
 
 def _serve(request: dict[str, Any]) -> None:

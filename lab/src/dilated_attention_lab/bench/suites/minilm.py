@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_bench import activations
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step
+from dilated_attention_lab.bench import activations
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step
 
 MODULES = (difflib, logging, pathlib, random, shutil, statistics, textwrap, unittest)
 """Their documentation is the texts: English, of many pages, wherever Python is."""

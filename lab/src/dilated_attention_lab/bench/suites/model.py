@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dilated_attention import released
+from dilated_attention import Dilated
 from dilated_attention.models import (
+    GigaPathConfig,
     GigaPathSlideEncoder,
     KeyValueCache,
     LongNetConfig,
@@ -20,17 +21,17 @@ from dilated_attention.models import (
     load_gigapath,
     tile_attention,
 )
-from dilated_attention.models.gigapath import PATTERN
 from dilated_attention.nn import grid_sines
-from dilated_attention.patterns import Dilated
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.text import read_text
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import contender
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, seconds
+from dilated_attention_lab import released
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import contender
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, seconds
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.text import read_text
 
 HEADS, WIDTH, IN_CHANS, GRID = 16, 768, 1536, 1000
+PATTERN = cast(Dilated, GigaPathConfig().encoder.pattern)
 OURS, RIVAL, TILES = "ours, compat", "released algorithm", "tile attention"
 SLIDES = (500, 1000, 2000, 3000, 4000, 6000, 8000, 10_000)
 POSITIONS = (1000, 5000, 10_000, 20_000, 50_000, 100_000)

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig
-from dilated_attention.patterns import Dilated
-from dilated_attention.training import recall
-from dilated_attention.training.ngrams import NgramLM, NgramTable, learn
-from dilated_attention.training.text import Split, read_text
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step
+from dilated_attention_lab.training import recall
+from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention_lab.training.text import Split, read_text
 
 ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"

@@ -11,19 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention.functional import block_sparse_attention
-from dilated_attention.layout import BlockLayout
+from dilated_attention import BlockLayout, Dilated, block_sparse_attention
 from dilated_attention.models import LongNetConfig
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
-from dilated_attention.nn.positions import Tables
-from dilated_attention.patterns import Dilated
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.recall import use_window
-from dilated_attention.training.text import Text, read_text
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Contender
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, over
+from dilated_attention.plumbing import Tables
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Contender
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, over
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.recall import use_window
+from dilated_attention_lab.training.text import Text, read_text
 
 WIDTH, HEADS, KV_HEADS = 512, 8, 2
 HEAD_DIM = WIDTH // HEADS

@@ -10,13 +10,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import fused
-from dilated_attention.merge import merge_into
-from dilated_attention.plan import Plan, StridedGroup
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case, contender
-from dilated_attention_bench.results import Record, Row
-from dilated_attention_bench.suites import LONGNET, seconds
+from dilated_attention.plumbing import Plan, StridedGroup, fused, merge_into
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, contender
+from dilated_attention_lab.bench.results import Record, Row
+from dilated_attention_lab.bench.suites import LONGNET, seconds
 
 OURS = "dilated_attention"
 OVER = f"time of {OURS} over the best other strategy"

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import Dilated, Window, attention
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Contender, contender
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step, over
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Contender, contender
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, over
 
 HEADS = 4
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,8 +1,4 @@
-"""Which ranks are there, by what each writes to the rendezvous store: who came, who differs, who has gone silent.
-
-A collective that fails does not say whose fault it was: the connection that breaks may be that of a healthy rank which
-gave up a moment earlier, and a frozen rank breaks none at all. The store is apart from the group, so it still answers.
-"""
+"""A watch over the ranks of a training run: who came, who differs, who has gone silent."""
 
 from __future__ import annotations
 
@@ -13,76 +9,18 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final
 
 import torch.distributed as dist
 
-from dilated_attention.errors import ContextParallelError
+from dilated_attention.plumbing import ContextParallelError, presence
 
 BEAT_SECONDS: Final = 0.5
-GRACE_SECONDS: Final = 3.0  # six beats: who writes none in that time, when something has failed, is lost
-_ENDED, _NAMED = "ended", 16
-Answer = TypeVar("Answer")
-
-
-def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]:
-    """The places in `keys` of those that nobody has written within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not store.check(list(keys)):
-        if time.monotonic() >= deadline:
-            return _unwritten(store, keys, 0)
-        time.sleep(max(0.02, len(keys) / 1000))  # a thousand ranks ask for a thousand keys each
-    return []
-
-
-def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
-    """By halves: few of many cost few questions."""
-    if store.check(list(keys)):
-        return []
-    if len(keys) == 1:
-        return [start]
-    middle = len(keys) // 2
-    return _unwritten(store, keys[:middle], start) + _unwritten(store, keys[middle:], start + middle)
-
-
-def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
-    """What `call` returns; None where it does not come to its end. The store may be gone or frozen with its host, so it
-    runs in a thread that may be left behind."""
-    answers: list[Answer] = []
-
-    def quietly() -> None:
-        with suppress(RuntimeError):  # the store is gone; what it was asked stays unanswered
-            answers.append(call())
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
-
-
-def named(ranks: Sequence[int]) -> str:
-    """ "rank 1, 2, 3", of many the first ones."""
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:_NAMED]))}{more}"
-
-
-def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """Which ranks' facts differ from those that most ranks have (of two as frequent, from the lowest rank's), and in
-    what."""
-    texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
-    usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
-    ranks: dict[str, list[int]] = {}
-    for rank, mine in enumerate(facts):
-        if mine != usual:
-            names = [name for name in {**usual, **mine} if mine.get(name) != usual.get(name)]
-            what = [f"{name}={mine.get(name)}, elsewhere {name}={usual.get(name)}" for name in names]
-            ranks.setdefault("; ".join(what), []).append(rank)
-    lines = [f"{named(some)} has {what}" for what, some in ranks.items()]
-    return f"{' | '.join(lines)} (elsewhere: rank {facts.index(usual)})"
+GRACE_SECONDS: Final = 3.0  # six beats: a rank that writes no beat for this long, after a failure, is lost
+_ENDED: Final = "ended"
 
 
 class Watch:
@@ -150,7 +88,7 @@ class Watch:
         # The store gives no number twice, so rank 0 of this attempt alone can have written under this one's.
         deadline, mine = time.monotonic() + self.timeout, self._door.add("arrivals", 1)
         if self.rank:
-            self._wait(deadline, lambda: missing(self._door, [f"attempt/{mine}"], 1.0))
+            self._wait(deadline, lambda: presence.missing(self._door, [f"attempt/{mine}"], 1.0))
             attempt = self._door.get(f"attempt/{mine}").decode()
         else:
             attempt = uuid.uuid4().hex
@@ -162,11 +100,11 @@ class Watch:
         def absent() -> list[int]:
             nonlocal admitted
             if self.rank:
-                return missing(self._store, self._keys, 1.0)
+                return presence.missing(self._store, self._keys, 1.0)
             for number in range(admitted, arrivals := self._door.add("arrivals", 0)):
                 self._door.set(f"attempt/{number + 1}", attempt)
             admitted = arrivals
-            return missing(self._store, self._keys, 0.1)
+            return presence.missing(self._store, self._keys, 0.1)
 
         self._wait(deadline, absent)
 
@@ -177,14 +115,13 @@ class Watch:
             if hurry or time.monotonic() >= deadline:
                 self._lost = len(ranks)
                 why = "and SIGTERM came" if hurry else f"within {self.timeout} s"
-                raise ContextParallelError(f"{self}: {named(ranks)} never came, {why}")
+                raise ContextParallelError(f"{self}: {presence.named(ranks)} never came, {why}")
 
     def start(self, on_lost: Callable[[str], object]) -> None:
         """Begin to beat and to watch; `on_lost` ends the process, with the line that it is given."""
-        global _on_duty
         self._thread = threading.Thread(target=self._run, args=(on_lost,), daemon=True)
         self._thread.start()
-        _on_duty = self
+        presence.set_witness(self.verdict)
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Compare facts over all ranks. ValueError on every one names those that differ, in what, or that refuse."""
@@ -192,16 +129,16 @@ class Watch:
         found = self._exchange(text)
         refused = [(rank, each["refused"]) for rank, each in enumerate(found) if "refused" in each]
         if refused:
-            raise ValueError(f"{named([rank for rank, _ in refused])} refused to begin: {refused[0][1]}")
+            raise ValueError(f"{presence.named([rank for rank, _ in refused])} refused to begin: {refused[0][1]}")
         if any(each != found[0] for each in found):
-            raise ValueError(f"the ranks were started differently: {differences(found)}")
+            raise ValueError(f"the ranks were started differently: {presence.differences(found)}")
 
     def _exchange(self, text: str) -> list[dict[str, str]]:
         """Every rank's text of this round. Those that are equal are read once, by their digest; nothing is pickled."""
         here, self._rounds = f"facts/{self._rounds}", self._rounds + 1
         self._publish(here, text)
         keys = [f"{here}/digest/{rank}" for rank in range(self.size)]
-        while missing(self._store, keys, 1.0):
+        while presence.missing(self._store, keys, 1.0):
             pass  # the thread ends the process if a rank is lost meanwhile
         digests = self._store.multi_get(keys)
         known = {digest: json.loads(self._store.get(f"{here}/{digest.decode()}")) for digest in set(digests)}
@@ -233,14 +170,13 @@ class Watch:
         with self._judging:
             if not self._verdict:
                 silence = f"lost {self._host}: it hosts the rendezvous store, which does not answer", self._lost
-                self._verdict, self._lost = within(GRACE_SECONDS + 2.0, self._judge) or silence
+                self._verdict, self._lost = presence.within(GRACE_SECONDS + 2.0, self._judge) or silence
             return self._verdict
 
     def leave(self, problem: str | None = None) -> None:
         """Stop watching. With a problem, tell it to the others, and wait a few seconds until they leave, too: torchrun
         ends all processes as soon as one has failed, and each should have said why."""
-        global _on_duty
-        _on_duty = None
+        presence.set_witness(None)
         self._left.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * BEAT_SECONDS)
@@ -256,7 +192,7 @@ class Watch:
             if self._hosts:  # the store ends with this process: not before the others have asked their last question
                 self._count("gone", self.size - self._lost)
 
-        within(GRACE_SECONDS + 2.0, tell)
+        presence.within(GRACE_SECONDS + 2.0, tell)
 
     def _count(self, what: str, ranks: int) -> None:
         while self._store.add(what, 0) < ranks:
@@ -302,9 +238,9 @@ class Watch:
         silent = [rank for rank in range(self.size) if before[rank] == now[rank] and rank not in ended]
         failed = [f"rank {rank} {beat.decode()}" for rank, beat in ended.items() if beat != _ENDED.encode()]
         if silent:
-            failed.insert(0, f"lost {named(silent)}: no sign of life for {GRACE_SECONDS:.0f} s or more")
+            failed.insert(0, f"lost {presence.named(silent)}: no sign of life for {GRACE_SECONDS:.0f} s or more")
         if failed:
-            self._store.compare_set("verdict", "", json.dumps(["; ".join(failed[:_NAMED]), len(silent)]))
+            self._store.compare_set("verdict", "", json.dumps(["; ".join(failed[: presence.NAMED]), len(silent)]))
         if not self._store.check(["verdict"]):
             return "", 0
         verdict, lost = json.loads(self._store.get("verdict"))
@@ -331,11 +267,3 @@ class Watch:
             for end in self._wakeup:
                 os.close(end)
             self._wakeup = None
-
-
-_on_duty: Watch | None = None
-
-
-def on_duty() -> Watch | None:
-    """This process's watch over all ranks, where it keeps one."""
-    return _on_duty

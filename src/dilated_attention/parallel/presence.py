@@ -1,0 +1,92 @@
+"""Which ranks are there, by what each writes to the rendezvous store: who came, who differs, who is silent.
+
+A collective that fails does not say whose fault it was: the connection that breaks may belong to a healthy rank which
+gave up a moment earlier, and a frozen rank breaks no connection at all. The store is apart from the group, so it still
+answers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
+
+import torch.distributed as dist
+
+NAMED: Final = 16
+"""The most ranks that a message names."""
+Answer = TypeVar("Answer")
+
+
+def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]:
+    """The places in `keys` of those that nobody has written within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not store.check(list(keys)):
+        if time.monotonic() >= deadline:
+            return _unwritten(store, keys, 0)
+        time.sleep(max(0.02, len(keys) / 1000))  # a thousand ranks ask for a thousand keys each
+    return []
+
+
+def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
+    """By halves: few of many cost few questions."""
+    if store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return [start]
+    middle = len(keys) // 2
+    return _unwritten(store, keys[:middle], start) + _unwritten(store, keys[middle:], start + middle)
+
+
+def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
+    """What `call` returns; None where it does not come to its end. The store may be gone or frozen with its host, so it
+    runs in a thread that may be left behind."""
+    answers: list[Answer] = []
+
+    def quietly() -> None:
+        with suppress(RuntimeError):  # the store is gone; what it was asked stays unanswered
+            answers.append(call())
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 1, 2, 3", of many the first ones."""
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
+
+
+def differences(facts: Sequence[Mapping[str, str]]) -> str:
+    """Which ranks' facts differ from those that most ranks have (of two as frequent, from the lowest rank's), and in
+    what."""
+    texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
+    usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
+    ranks: dict[str, list[int]] = {}
+    for rank, mine in enumerate(facts):
+        if mine != usual:
+            names = [name for name in {**usual, **mine} if mine.get(name) != usual.get(name)]
+            what = [f"{name}={mine.get(name)}, elsewhere {name}={usual.get(name)}" for name in names]
+            ranks.setdefault("; ".join(what), []).append(rank)
+    lines = [f"{named(some)} has {what}" for what, some in ranks.items()]
+    return f"{' | '.join(lines)} (elsewhere: rank {facts.index(usual)})"
+
+
+_witness: Callable[[], str] | None = None
+
+
+def set_witness(verdict: Callable[[], str] | None) -> None:
+    """Ask `verdict` who is lost when an exchange fails: for a program that watches its ranks itself. None ends that."""
+    global _witness
+    _witness = verdict
+
+
+def witness() -> Callable[[], str] | None:
+    """The function that `set_witness` set."""
+    return _witness
