@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,17 @@ def test_both_distributions_have_one_version():
     assert line in lab
     assert f'"dilated-attention=={dilated_attention.__version__}"' in lab
     assert "dilated-attention-lab" not in library  # no extra needs a distribution that may not be published
+
+
+def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
+    """Its Python files are all in one package; their size in the wheel is that of a zip file."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r"^packages = (.*?) #", project, re.MULTILINE) == ['["src/dilated_attention"]']
+    assert "[project.scripts]" not in project
+    files = [path for path in (ROOT / "src" / "dilated_attention").rglob("*.py") if "kernels" not in path.parts]
+    assert not {"cli.py", "training", "bench", "verification.py", "conversion.py"} & {path.name for path in files}
+    assert not [path for path in files if b"import unittest" in path.read_bytes()]
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 300_000
 
 
 def versions(text: str, pattern: str) -> dict[str, Version]:
