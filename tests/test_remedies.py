@@ -240,6 +240,8 @@ NOT_FOLLOWED = {
     "ask its owner": "needs another user",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
     "run one rank of": "describes a command",
+    "train a byte-level language model": "describes a command",
+    "convert a torchscale, GigaPath or LongViT checkpoint, and": "describes a command",
     "call dilate on the whole model": "an assertion of how dilate works",
 }
 
