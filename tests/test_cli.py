@@ -19,7 +19,7 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
-from dilated_attention_lab import commands, environment
+from dilated_attention_lab import commands, environment, terminal
 from dilated_attention_lab.commands import info, main
 from dilated_attention_lab.pictures import save_pattern
 from dilated_attention_lab.terminal import console
@@ -518,9 +518,9 @@ def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypa
 
 def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
     """Training takes a little longer than the time that it was given."""
-    monkeypatch.setattr(demo, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.0)
     for total in (2.0, 0.0):
-        with demo._bar(console(), "text", total) as advance:
+        with terminal.progress(console(), "text", total) as advance:
             advance(0.0, "begun")
             time.sleep(0.02)
             advance(200.0, "done")

@@ -1905,14 +1905,6 @@ def _(told, text, tmp_path, capsys):
     succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
 
 
-@remedy("which is not read; train anew, or continue with that version")
-def _(told, text, tmp_path, capsys):
-    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "out" / "checkpoint" / "latest.json").write_text("{}")
-    told_by_command(told, capsys, "train", "--out", tmp_path / "out", "--resume")
-    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
-
-
 def _lower_rate(told: Told, text: Path, tmp_path: Path, capsys: Any, *options: object) -> None:
     words = [*TRAIN, "--warmup", 0, *options]
     assert main(["train", *map(str, [text, "--out", tmp_path / "high", *words, "--lr", "1e30"])]) == 1

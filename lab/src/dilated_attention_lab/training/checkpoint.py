@@ -255,12 +255,6 @@ def newest(folder: Path, peers: Peers) -> Checkpoint:
         left = [other for other in left if other < step]
     if damaged:
         raise ValueError(f"{'; '.join(damaged)}; there is no whole checkpoint before")
-    for old in (folder / "latest.json", folder.with_suffix(".safetensors")):
-        if old.exists():
-            raise ValueError(
-                f"{old}: a checkpoint in the format of a version before 0.1.0, which is not read; train anew, or "
-                "continue with that version"
-            )
     raise ValueError(f"{folder}: no checkpoint of `train` in this folder")
 
 

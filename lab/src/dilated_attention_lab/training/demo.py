@@ -6,8 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.plumbing import storage
 from dilated_attention_lab.environment import environment
 from dilated_attention_lab.pictures import save_recall_and_context
+from dilated_attention_lab.terminal import progress
 from dilated_attention_lab.training import recall
 from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
 from dilated_attention_lab.training.text import Split, read_text
@@ -38,9 +38,6 @@ SCORED = CONTEXT // 8
 """Bytes at the end of each held-out window that are scored, whatever context they are given."""
 QUESTIONS, FAR_QUESTIONS = 4, 80
 HELD_OUT = 32  # windows
-PLAIN_SECONDS = 10.0  # between lines where there is no terminal to draw a bar on
-
-Advance = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +107,7 @@ def _recall(console: Console, tokens: int, seed: int, device: torch.device) -> d
     distances = [*(4**i for i in range(tokens.bit_length() // 2) if 4**i < tokens - 1), tokens - 1]
     by_distance: dict[str, dict[int, float]] = {name: {} for name in models}
     far: dict[str, float] = {}
-    with _bar(console, f"questions at {tokens:,} tokens", len(models) * (len(distances) + 1)) as advance:
+    with progress(console, f"questions at {tokens:,} tokens", len(models) * (len(distances) + 1)) as advance:
         for name, model in models.items():
             generator = torch.Generator().manual_seed(seed)
             for distance in distances:
@@ -140,7 +137,7 @@ def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed:
         generator, limit = torch.Generator().manual_seed(seed), dict(steps) or recall.MOST_STEPS
         until = math.inf if steps else 0.98
         total, spent = sum(limit.values()), 0
-        with _bar(console, f"recall, {name}", total) as advance:
+        with progress(console, f"recall, {name}", total) as advance:
             for lesson in recall.learn(model, tokens, generator, limit, until=until):
                 steps[lesson.tokens] = lesson.step
                 spent += 1
@@ -154,7 +151,7 @@ def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: tor
     dense = LongNetLM(recall.config(None)).to(device)
     pair = [x.to(device) for x in recall.draw(1, tokens, torch.Generator().manual_seed(0))]
     found = {}
-    with _bar(console, f"a step over {tokens:,} tokens", 5) as advance:
+    with progress(console, f"a step over {tokens:,} tokens", 5) as advance:
         for name, model, repeats in (("dilated", dilated, 3), ("dense", dense, 2)):
             times = []
             for _ in range(repeats):
@@ -173,7 +170,7 @@ def _text(console: Console, split: Split, seconds: float, seed: int, device: tor
     model = NgramLM(TEXT).to(device)
     read, spent = train(console, model, split, seconds, seed)
     held_out = split.sample_held_out(HELD_OUT)
-    with _bar(console, "held-out text", len(CONTEXTS) + 2) as advance:
+    with progress(console, "held-out text", len(CONTEXTS) + 2) as advance:
         table = NgramTable(read, ORDER)
         table_bits = statistics.fmean(table.bits_per_byte(window, CONTEXT - SCORED + 1) for window in held_out)
         advance(1, f"table of order {ORDER}")
@@ -197,7 +194,7 @@ def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: 
     def spent() -> float:
         return time.perf_counter() - begin
 
-    with _bar(console, "text", seconds) as advance:
+    with progress(console, "text", seconds) as advance:
         shown = 0.0
         for windows, loss in learn(model, split, generator, lambda _: spent() / seconds if seconds else 1.0):
             read += list(windows.to(torch.uint8))
@@ -219,39 +216,6 @@ def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], conte
         logits = model(pieces[:, :-1].long())[:, before:]
         bits.append(F.cross_entropy(logits.flatten(0, 1), pieces[:, before + 1 :].flatten().long()).item())
     return statistics.fmean(bits) / math.log(2)
-
-
-@contextmanager
-def _bar(console: Console, label: str, total: float) -> Iterator[Advance]:
-    """A progress bar with elapsed and expected time; without a terminal, a line every so often and at the end."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    begin = printed = time.perf_counter()
-    done, last = 0.0, ""
-
-    def tell(words: str) -> None:
-        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s{words}", highlight=False)
-        console.file.flush()
-
-    with Progress(
-        *columns, TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(label, total=total, shown="")
-
-        def advance(by: float, shown: str) -> None:
-            nonlocal done, last, printed
-            done, last = done + by, shown
-            bar.update(task, advance=by, shown=shown)
-            now = time.perf_counter()
-            if not console.is_terminal and now - printed > PLAIN_SECONDS:
-                printed = now
-                left = max(0.0, (now - begin) * (total / done - 1)) if done else 0.0
-                tell(f", at most {left:.0f} s left")
-
-        yield advance
-    if not console.is_terminal:
-        tell("")
 
 
 def _table(found: Demo) -> Table:

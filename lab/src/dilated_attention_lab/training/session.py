@@ -22,6 +22,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.plumbing import Facts, describe_unserved, storage, table
 from dilated_attention_lab.environment import environment, peak_memory, require_device
 from dilated_attention_lab.pictures import save_loss_curves, save_pattern
+from dilated_attention_lab.terminal import progress
 from dilated_attention_lab.training import checkpoint
 from dilated_attention_lab.training.loop import OPTIONS, Recipe, Training, read_checkpoint
 from dilated_attention_lab.training.text import Text, read_text, readable
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 PROMPT_BYTES = 128
 REPORT = ("figures.jsonl", "steps.jsonl", "sample.txt", "loss.png", "pattern.png")  # and the folder model
 BY_HEART = 4.0  # epochs; repeating text up to about as often is nearly as good as new text (arXiv:2305.16264)
-TIMED_STEPS = 5
-PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
 
 
 def default_pattern(context: int, num_kv_heads: int = 16) -> Dilated:
@@ -208,7 +207,7 @@ def run(
     """
     console.print(forecast(training), highlight=False, soft_wrap=True)
     with noted_signals() if received is None else nullcontext(received) as received:
-        for step in _with_progress(training, console):
+        for step in _steps(training, console):
             number = received[0] if received else 0
             if training.ranks is not None:  # a signal may reach some ranks earlier than others
                 number = training.ranks.greatest(number)
@@ -323,50 +322,16 @@ def _quantiles(training: Training) -> dict[str, float]:
     return {"p10": rates[round(0.1 * last)], "median": statistics.median(rates), "p90": rates[round(0.9 * last)]}
 
 
-def _with_progress(training: Training, console: Console) -> Iterator[int]:
-    """Runs the remaining steps; yields the number of each after it is done."""
+def _steps(training: Training, console: Console) -> Iterator[int]:
+    """Run the remaining steps, and yield the number of each when it is done."""
     recipe, tokens = training.recipe, training.recipe.batch_size * training.recipe.context
-
-    def shown() -> str:
-        loss = statistics.fmean(training.losses[-10:]) / math.log(2)
-        return f"{loss:.3f} bits/byte · {tokens / training.seconds[-1]:,.0f} tokens/s"
-
-    if not console.is_terminal:
-        printed, timed = time.monotonic(), training.finished_steps + TIMED_STEPS
+    with progress(console, "training", recipe.steps - training.finished_steps) as advance:
         while training.finished_steps < recipe.steps:
             training.step()
-            step = training.finished_steps
-            if time.monotonic() - printed > PLAIN_SECONDS or step in (timed, recipe.steps):
-                printed = time.monotonic()
-                left = _duration((recipe.steps - step) * statistics.median(training.seconds[-TIMED_STEPS:]))
-                console.print(f"step {step}/{recipe.steps} · {shown()} · {left} left", highlight=False)
-                console.file.flush()  # to a pipe it would come pages later
-            yield step
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=recipe.steps, completed=training.finished_steps, shown="first step")
-        while training.finished_steps < recipe.steps:
-            training.step()
-            progress.update(task, completed=training.finished_steps, shown=shown())
+            loss = statistics.fmean(training.losses[-10:]) / math.log(2)
+            rate = f"{tokens / training.seconds[-1]:,.0f} tokens/s"
+            advance(1, f"step {training.finished_steps}/{recipe.steps} · {loss:.3f} bits/byte · {rate}")
             yield training.finished_steps
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 @contextmanager

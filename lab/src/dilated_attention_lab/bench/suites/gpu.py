@@ -29,8 +29,6 @@ from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, peak
 from dilated_attention_lab.verification import Check, checks
 
-SECONDS = 540.0
-"""Of a part."""
 CORES = 14
 """Jobs at once, of the 16 cores that a part's time is stated for."""
 MILLION = 1 << 20
