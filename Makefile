@@ -61,11 +61,11 @@ install: $(VENV)/installed-dev ## make .venv without running anything
 clean: ## remove .venv, .venv-oldest, .venv-newest and the caches
 	rm -rf .venv .venv-oldest .venv-newest site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/installed: pyproject.toml lab/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[cli]'
+	$(INSTALL) --editable . --editable ./lab
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]' --editable ./lab
 	touch $@

@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.training.text import read_text
 
 CONTEXT = 1024
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from dilated_attention.integrations.huggingface import dilate, extend_positions
-from dilated_attention.training.text import read_text, standard_library
+from dilated_attention_lab.training.text import read_text, standard_library
 
 SHORT, LONG = 128, 512
 PACKAGES = ("asyncio", "ctypes", "email", "encodings", "http", "multiprocessing", "unittest", "xml")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import processes
-from dilated_attention.training import session
-from dilated_attention.training.loop import read_checkpoint
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import read_checkpoint
 from test_train_ranks import MODEL, RECIPE, ranks_of, write_text
 
 KILLS = 50

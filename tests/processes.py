@@ -23,9 +23,9 @@ _CONTEXT.set_forkserver_preload(
     [
         "pytest",
         "torch._dynamo",
-        "dilated_attention.cli",
-        "dilated_attention.training.session",
-        "dilated_attention.training.ranks",
+        "dilated_attention_lab.commands.train",
+        "dilated_attention_lab.training.session",
+        "dilated_attention_lab.training.ranks",
     ]
 )
 
@@ -102,7 +102,7 @@ def run(size: int, function: Callable, *arguments: Any, within: float = 120.0) -
 
 
 def _command(environment: dict[str, object], words: list[str], errors: str, before: Callable[[], None] | None) -> None:
-    from dilated_attention.cli import main
+    from dilated_attention_lab.commands import main
 
     os.environ |= {name: str(value) for name, value in environment.items()}
     torch.set_num_threads(1)

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.backends import cpu, fused, native
-from dilated_attention.cli import main
-from dilated_attention.environment import device_name
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.training.text import read_text
 from dilated_attention.weights import attention_weights
-from dilated_attention_bench import charts, check, command, measure, profile, results, rivals
-from dilated_attention_bench.cases import Case, contender
-from dilated_attention_bench.measure import Spread
-from dilated_attention_bench.results import Recorder, Row
-from dilated_attention_bench.suites import Step, block_sparse, quality, strategies
-from dilated_attention_bench.suites import cpu as cpu_suite
+from dilated_attention_lab.bench import charts, check, command, measure, profile, results, rivals
+from dilated_attention_lab.bench.cases import Case, contender
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.bench.results import Recorder, Row
+from dilated_attention_lab.bench.suites import Step, block_sparse, quality, strategies
+from dilated_attention_lab.bench.suites import cpu as cpu_suite
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.environment import device_name
+from dilated_attention_lab.training.text import read_text
 
 CPU = torch.device("cpu")
 SMALL = Case(method="dilated", seq_len=200, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=2, head_dim=16)

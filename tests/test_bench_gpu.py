@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from dilated_attention.cli import main
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
-from dilated_attention.verification import BARS, checks, relative_error
-from dilated_attention_bench import command as command_line
-from dilated_attention_bench import groups, measure, on_gpu, results
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.groups import Group, Job
-from dilated_attention_bench.measure import Rounds, Spread
-from dilated_attention_bench.on_gpu import correctness, kernels, speed
-from dilated_attention_bench.results import Recorder, Row
-from dilated_attention_bench.suites import Step, gpu
+from dilated_attention_lab.bench import command as command_line
+from dilated_attention_lab.bench import groups, measure, on_gpu, results
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.groups import Group, Job
+from dilated_attention_lab.bench.measure import Rounds, Spread
+from dilated_attention_lab.bench.on_gpu import correctness, kernels, speed
+from dilated_attention_lab.bench.results import Recorder, Row
+from dilated_attention_lab.bench.suites import Step, gpu
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.verification import BARS, checks, relative_error
 from test_kernels import in_a_child_process
 
 CPU = torch.device("cpu")

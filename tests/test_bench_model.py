@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dilated_attention.models import KeyValueCache, LongNetLM
-from dilated_attention_bench import measure
-from dilated_attention_bench.suites import model
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.suites import model
 
 CPU = torch.device("cpu")
 
@@ -44,5 +44,7 @@ def test_a_larger_cache_exceeds_its_bound(monkeypatch):
 def test_peak_memory_of_a_call():
     held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)
     assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22
-    with pytest.raises(RuntimeError, match=r"dilated_attention_bench\.suites\.model .* ended with 1: (?s:.*)KeyError"):
-        measure.in_new_process("dilated_attention_bench.suites.model", {})
+    with pytest.raises(
+        RuntimeError, match=r"dilated_attention_lab.bench\.suites\.model .* ended with 1: (?s:.*)KeyError"
+    ):
+        measure.in_new_process("dilated_attention_lab.bench.suites.model", {})

@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dilated_attention import storage
-from dilated_attention.cli import main
 from dilated_attention.models import (
     GigaPathConfig,
     GigaPathSlideEncoder,
@@ -41,9 +40,10 @@ from dilated_attention.models import (
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.patterns import Dilated
 from dilated_attention.storage import SUMS
-from dilated_attention.training.checkpoint import Alone, Piece, newest, steps, write
-from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.training.checkpoint import Alone, Piece, newest, steps, write
+from dilated_attention_lab.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.text import read_text
 
 SIZES = (1, 2, 3)
 
@@ -452,17 +452,6 @@ def test_tensors_of_a_wrong_form_are_one_line(copied, capsys):
         assert re.search(message, refusal(capsys, "train", "--resume", "--out", copied))
 
 
-def test_a_checkpoint_of_an_earlier_format_is_refused(copied, capsys):
-    shutil.rmtree(copied / "checkpoint")
-    for name in ("checkpoint/latest.json", "checkpoint.safetensors"):
-        (copied / name).parent.mkdir(exist_ok=True)
-        (copied / name).write_text('{"folder": "../.."}')
-        assert f"{name}: a checkpoint in the format of a version before" in refusal(
-            capsys, "train", "--resume", "--out", copied
-        )
-        (copied / name).unlink()
-
-
 def test_what_cannot_be_written_is_one_line(run, tmp_path, capsys, monkeypatch):
     tiny = ["--dim", 16, "--layers", 1, "--heads", 2, "--context", 64, "--steps", 2, "--save-every", 1]
     assert "cannot be written" in refusal(capsys, "train", run / "text.txt", "--out", run / "text.txt", *tiny)
@@ -539,7 +528,7 @@ def test_planted_code_never_runs(form, copied, tmp_path, capsys):
     resume, generate = ["train", "--resume", "--out", copied, "--sample", 0], ["generate", model, "--bytes", 4]
     cases: list[tuple[Path, list, int]] = []
     if form in ("raw", "zip"):
-        for name in ("latest.json", "step-1/.metadata", "step-1/__0_0.distcp", "../checkpoint.safetensors"):
+        for name in ("step-1/.metadata", "step-1/__0_0.distcp", "../checkpoint.safetensors"):
             plant(copied / "checkpoint" / name)
         plant(model / "pytorch_model.bin")
         cases += [(file, resume, 2) for file in sorted(step.glob("[!._]*"))]

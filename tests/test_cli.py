@@ -14,15 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dilated_attention import cli, environment, pictures
+from dilated_attention import pictures
 from dilated_attention.backends.reference import count_matrix
-from dilated_attention.cli import main
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
-from dilated_attention.terminal import console
-from dilated_attention.training import demo, recall, session
-from dilated_attention.training.text import read_text
+from dilated_attention_lab import commands, environment, terminal
+from dilated_attention_lab.commands import info, main
+from dilated_attention_lab.pictures import save_pattern
+from dilated_attention_lab.terminal import console
+from dilated_attention_lab.training import demo, recall, session
+from dilated_attention_lab.training.text import read_text
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -64,11 +66,11 @@ def test_help(command, capsys):
     ids=str,
 )
 def test_commands_that_measure_need_no_triton(command, said, fresh_python):
-    """Neither the extra `cli` nor PyTorch for the CPU brings it."""
+    """PyTorch for the CPU does not bring it."""
     source = f"""
         import contextlib, sys
         sys.modules["triton"] = None
-        from dilated_attention.cli import main
+        from dilated_attention_lab.commands import main
         sys.stderr = sys.stdout
         with contextlib.suppress(SystemExit):
             main({list(command)})
@@ -352,7 +354,7 @@ def test_the_demo_says_what_its_figures_justify_and_nothing_else():
 def test_peak_memory_is_of_this_process_alone(fresh_python):
     """getrusage would report the peak of the parent from before the exec."""
     held = bytearray(os.urandom(1)) * (400 * 2**20)
-    peak = int(fresh_python("from dilated_attention.environment import peak_memory; print(peak_memory())"))
+    peak = int(fresh_python("from dilated_attention_lab.environment import peak_memory; print(peak_memory())"))
     assert peak > 20 * 2**20
     assert environment.peak_memory() > len(held)
     assert peak < environment.peak_memory()
@@ -382,7 +384,7 @@ def test_picture_of_a_pattern(tmp_path):
     assert (pairs[1, :3].tolist(), pairs[127].sum(), pairs.sum()) == ([0, 1, 0], 16, 4 * 16 * 17 / 2)
     with pytest.raises(ValueError, match=r"head must lie in \[0, 2\); got 2"):
         product.plot(128, head=2, num_heads=2)
-    pictures.save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
+    save_pattern(tmp_path / "pattern.png", "dilated", Dilated((512, 8192), (1, 16)), 8192, 8)
     assert (tmp_path / "pattern.png").stat().st_size > 0
     causal = Dilated((400, 1000), (1, 2)).plot(1024, head=1, num_heads=2, is_causal=True).images[0].get_array()
     assert abs(causal - np.tril(exact).reshape(512, 2, 512, 2).mean((1, 3))).max() < 1e-12
@@ -478,7 +480,7 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
             "a/steps=3/b: a checkpoint with steps=4, not 2",
             "a/steps=3/b: a checkpoint with --steps 4, not 2",
         ),
-        ("train", "segment_lengths=(64, 8): the seed of a context", "--segments 64,8: the seed of a context"),
+        ("train", "segment_lengths=(64, 8): the seed of a context", "--segments (64, 8): the seed of a context"),
         ("suggest", "num_heads must be positive; got num_kv_heads=2", "--heads must be positive; got num_kv_heads=2"),
         ("suggest", "tokens: runs/num_heads/a, x_tokens=1", "--tokens: runs/num_heads/a, x_tokens=1"),
         ("info", "num_heads=2: must be 3", "num_heads=2: must be 3"),
@@ -486,7 +488,7 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
 )
 def test_errors_name_options(command, message, said):
     """Of the command; paths stay as they are, and arguments that it has no option for."""
-    assert cli._in_options(command, message) == said
+    assert commands.in_options(command, message) == said
 
 
 def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
@@ -516,9 +518,9 @@ def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypa
 
 def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
     """Training takes a little longer than the time that it was given."""
-    monkeypatch.setattr(demo, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.0)
     for total in (2.0, 0.0):
-        with demo._bar(console(), "text", total) as advance:
+        with terminal.progress(console(), "text", total) as advance:
             advance(0.0, "begun")
             time.sleep(0.02)
             advance(200.0, "done")
@@ -545,7 +547,7 @@ def test_divergence_in_the_last_step_is_no_success(capsys, tmp_path, text):
 
 def test_version(capsys):
     assert exit_code(["--version"]) == 0
-    assert capsys.readouterr().out.split() == ["dilated-attention", *environment.own_version().split()]
+    assert capsys.readouterr().out.split() == ["dilated-attention", *commands.own_version().split()]
 
 
 def test_a_fault_of_ours_shows_where(capsys, monkeypatch):
@@ -554,12 +556,12 @@ def test_a_fault_of_ours_shows_where(capsys, monkeypatch):
     def fail(error):
         raise error
 
-    monkeypatch.setattr(cli, "report", lambda: fail(TypeError("a fault")))
+    monkeypatch.setattr(info, "report", lambda: fail(TypeError("a fault")))
     with pytest.raises(TypeError, match="a fault"):
         main(["info"])
-    monkeypatch.setattr(cli, "report", lambda: fail(FileNotFoundError(2, "No such file or directory", "a/b")))
+    monkeypatch.setattr(info, "report", lambda: fail(FileNotFoundError(2, "No such file or directory", "a/b")))
     assert failure(capsys, "info") == "dilated-attention info: error: a/b: No such file or directory"
-    monkeypatch.setattr(cli, "report", lambda: fail(ValueError("x=1:\n  must be 2")))
+    monkeypatch.setattr(info, "report", lambda: fail(ValueError("x=1:\n  must be 2")))
     assert failure(capsys, "info") == "dilated-attention info: error: x=1: must be 2"
 
 
@@ -567,13 +569,13 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "report", interrupt)
+    monkeypatch.setattr(info, "report", interrupt)
     assert exit_code(["info"]) == 130
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch", "dilated_attention.cli", "matplotlib.figure"])
+@pytest.mark.parametrize("module", ["torch", "dilated_attention_lab.bench.command", "matplotlib.figure"])
 def test_interrupted_while_it_starts(module, tmp_path):
     """By Ctrl-C at the moment when a module is about to be loaded."""
     source = f"""
@@ -584,7 +586,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder)
-from dilated_attention_command import main
+from dilated_attention_lab import main
 sys.exit(main(["plot", "local", "--window", "64", "--out", {str(tmp_path / "a.png")!r}]))
 """
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
@@ -599,7 +601,7 @@ def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monke
     monkeypatch.setattr(session, "run", full)
     said = f"output: cannot be written (No space left on device); --resume continues {out}"
     assert failure(capsys, "train", text, "--out", out, *TINY) == f"dilated-attention train: error: {said}"
-    monkeypatch.setattr(cli, "report", full)
+    monkeypatch.setattr(info, "report", full)
     assert failure(capsys, "info") == "dilated-attention info: error: No space left on device"
 
 
@@ -608,7 +610,7 @@ def test_a_reader_who_has_heard_enough():
     """As `head` does: what is left to say is dropped without a word, and the exit code is that of SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
-    source = "import sys; from dilated_attention.cli import main; sys.exit(main(['info']))"
+    source = "import sys; from dilated_attention_lab.commands import main; sys.exit(main(['info']))"
     ended = subprocess.run([sys.executable, "-c", source], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dilated_attention.backends.reference import count_matrix
-from dilated_attention.cli import main
-from dilated_attention_bench import compare, rank_processes
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.exact import exact, keys_of, keys_reached
-from dilated_attention_bench.results import Row, read
-from dilated_attention_bench.suites import strategies
+from dilated_attention_lab.bench import compare, rank_processes
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.exact import exact, keys_of, keys_reached
+from dilated_attention_lab.bench.results import Row, read
+from dilated_attention_lab.bench.suites import strategies
+from dilated_attention_lab.commands import main
 
 TINY = Case(method="dilated", seq_len=256, segment_lengths=(64, 128), dilation_rates=(1, 2), heads=3, head_dim=8)
 CPU = torch.device("cpu")
@@ -216,7 +216,7 @@ def test_every_variant_compiles(fresh_python):
 
         import torch
 
-        from dilated_attention_bench import compare
+        from dilated_attention_lab.bench import compare
 
         base = replace(compare.REPORTED, seq_len=256, segment_lengths=(128, 256), dilation_rates=(1, 2), heads=2)
         inputs = base.inputs(torch.device("cpu"))[0]

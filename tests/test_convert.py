@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dilated_attention.cli import main
-from dilated_attention.conversion import convert
 from dilated_attention.models import (
     GigaPathSlideEncoder,
     LongNet,
@@ -25,7 +23,9 @@ from dilated_attention.models import (
 )
 from dilated_attention.models.checkpoints import read_checkpoint, read_weights
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import writing
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.conversion import convert
+from dilated_attention_lab.training import writing
 from test_checkpoints import GIGAPATH, Golden, encoder_decoder_weights, longvit_weights
 
 

@@ -28,14 +28,14 @@ from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
-from dilated_attention.cli import main
 from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.profile import profile
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.profile import profile
+from dilated_attention_lab.commands import main
 from tolerances import ROUNDING, TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)

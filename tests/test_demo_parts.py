@@ -10,8 +10,8 @@ import torch
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.training import demo, recall
-from dilated_attention.training.ngrams import NgramLM, NgramTable
+from dilated_attention_lab.training import demo, recall
+from dilated_attention_lab.training.ngrams import NgramLM, NgramTable
 
 
 def test_a_question_has_one_fact_at_the_distance_asked_for():

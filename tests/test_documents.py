@@ -18,9 +18,9 @@ import matplotlib
 import pytest
 import torch
 
-from dilated_attention.cli import main
-from dilated_attention.training import session
-from dilated_attention_bench import command as bench
+from dilated_attention_lab.bench import command as bench
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.training import session
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -155,5 +155,5 @@ def test_the_files_that_the_architecture_names_exist():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
     assert len(named) > 15
-    places = [ROOT, ROOT / "src" / "dilated_attention"]
+    places = [ROOT, ROOT / "src" / "dilated_attention", ROOT / "lab" / "src" / "dilated_attention_lab"]
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

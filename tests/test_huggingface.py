@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register
-from dilated_attention_bench.suites import minilm as suite
+from dilated_attention_lab.bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
 SEQ = 21

@@ -1,21 +1,27 @@
-"""Dependencies point one way: a module imports from its own layer and from lower ones only."""
+"""Dependencies point one way: a module imports from its own layer and from lower ones only.
+
+Two packages, one wall: `models`, `integrations` and the lab use public names of the library and those of `plumbing`.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import dilated_attention
+import dilated_attention_lab
 
 ROOT = Path(dilated_attention.__file__).parent
+LAB_ROOT = Path(dilated_attention_lab.__file__).parent
 NAME = "dilated_attention"
-BENCHMARK = "dilated_attention_bench"
-NAMED_TUPLE = ("_asdict", "_replace")
+LAB = "dilated_attention_lab"
+DOCUMENTED = ("_asdict", "_exit", "_replace")  # names of the standard library that are public all the same
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "terminal", "torch_internals"},
+    {"cache", "errors", "interruption", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
     {"checks", "pictures"},
     {"layout", "plan"},
     {"patterns"},
@@ -24,15 +30,19 @@ LAYERS = (
     {"execution", "parallel"},
     {"operators"},
     {"functional"},
-    {"decoding", "environment", "explain", "verification", "weights"},
+    {"decoding", "explain", "weights"},
     {"nn"},
+    {"plumbing"},
+    {"__init__"},
     {"models"},
-    {"conversion", "integrations", "released", "training"},
-    {"cli"},
-    {"__init__", "__main__"},
+    {"integrations"},
+    {"__main__"},
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 ALONE = {"kernels", "merge"}  # import nothing of ours
+OUTSIDE = ("models", "integrations")  # the packages of the library outside the wall
+PUBLIC = ("layout", "nn", "parallel", "routing", *OUTSIDE)  # packages whose `__all__` is public, as the root's is
+OPEN = ("plumbing", "decoding", "integrations.huggingface")  # modules without one: every name but a private one
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
@@ -129,7 +139,7 @@ def test_every_spelling_of_an_upward_import_is_found():
         ("kernels/strided.py", "from ..merge import merge"),
         ("backends/native.py", "if TYPE_CHECKING:\n    from ..execution import forward"),
         ("parallel/comm.py", "from ..nn import DilatedAttention"),
-        ("models/longnet/blocks.py", "from ...cli import main"),
+        ("models/longnet/blocks.py", "from ...integrations import convert_attention"),
         ("shapes.py", ""),
     ]
     for path, source in upward:
@@ -142,7 +152,7 @@ def test_downward_and_sideways_imports_pass():
         ("kernels/strided.py", "from .online import update\nfrom . import online\nfrom ..kernels import blocks"),
         ("backends/native.py", "from ..plan import Plan\nfrom dilated_attention.merge import merge_into"),
         ("functional.py", "from . import operators, parallel"),
-        ("cli.py", "from . import conversion\nfrom .models.longnet import LongNetLM"),
+        ("models/longnet.py", "from dilated_attention import Dilated\nfrom .configuration import LongNetConfig"),
         ("__init__.py", "from .functional import attention\nfrom .nn import DilatedAttention"),
     ]
     for path, source in downward:
@@ -162,25 +172,86 @@ def names_of(tree: ast.AST, package: str) -> list[str]:
     return [name for name in found if name.partition(".")[0] == package]
 
 
-def test_the_library_does_without_its_benchmark():
-    """Except where the command line loads a command on demand."""
+def test_the_library_does_without_the_lab():
+    """Except for `python -m dilated_attention`, which hands over to the command where that is installed."""
     found = {
         str(file.relative_to(ROOT)): names
         for file in ROOT.rglob("*.py")
-        if (names := names_of(ast.parse(file.read_text(encoding="utf-8")), BENCHMARK))
+        if (names := names_of(ast.parse(file.read_text(encoding="utf-8")), LAB))
     }
-    assert found == {"cli.py": [f"{BENCHMARK}.command"]}
+    assert found == {"__main__.py": [LAB, LAB]}
 
 
-def test_every_way_to_name_the_benchmark_is_found():
+def test_every_way_to_name_the_lab_is_found():
     for source in (
-        f"import {BENCHMARK}",
-        f"from {BENCHMARK} import cases",
-        f"from {BENCHMARK}.suites import gpu as dilated_attention",
-        f"def f():\n    import {BENCHMARK}.suites.gpu",
-        f"import_module('{BENCHMARK}.command')",
+        f"import {LAB}",
+        f"from {LAB} import bench",
+        f"from {LAB}.bench.suites import gpu as dilated_attention",
+        f"def f():\n    import {LAB}.bench.suites.gpu",
+        f"import_module('{LAB}.bench.command')",
     ):
-        assert len(names_of(ast.parse(source), BENCHMARK)) == 1, source
+        assert len(names_of(ast.parse(source), LAB)) == 1, source
+
+
+def public(package: str) -> set[str]:
+    """The names in `__all__` of a package of the library; "" for the root."""
+    return set(importlib.import_module(f"{NAME}.{package}".rstrip(".")).__all__)
+
+
+def behind_the_wall(tree: ast.AST, own: str | None = None) -> list[str]:
+    """Return the names that a module outside the wall imports and that are neither public nor plumbing.
+
+    own: the package of the library that the module belongs to; it may use all of that package.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] == NAME]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == NAME:
+            package = (node.module or "").removeprefix(NAME).lstrip(".")
+            if own is not None and (package == own or package.startswith(f"{own}.")):
+                continue
+            names = [alias.name for alias in node.names]
+            if package in OPEN:
+                found += [f"{package}.{name}" for name in names if name.startswith("_")]
+            elif package in ("", *PUBLIC):
+                allowed = public(package) | (set(PUBLIC) if not package else set())
+                found += [f"{package}.{name}" for name in names if name not in allowed]
+            else:
+                found.append(node.module or "")
+    return found
+
+
+def test_the_wall():
+    files = [(file, None) for file in LAB_ROOT.rglob("*.py")]
+    files += [(file, package) for package in OUTSIDE for file in (ROOT / package).rglob("*.py")]
+    found = {
+        str(file): names
+        for file, own in files
+        if (names := behind_the_wall(ast.parse(file.read_text(encoding="utf-8")), own))
+    }
+    assert found == {}
+    assert len((ROOT / "plumbing.py").read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_a_hole_in_the_wall_is_found():
+    for source in (
+        "from dilated_attention.plan import Plan",
+        "from dilated_attention.patterns import Dilated",
+        "from dilated_attention import checks",
+        "from dilated_attention.nn import attention",
+        "from dilated_attention.parallel.comm import Link",
+        "from dilated_attention.plumbing import _Rank",
+        "import dilated_attention.plan",
+        "from . import plan",
+    ):
+        assert len(behind_the_wall(ast.parse(source))) == 1, source
+    for source in ("from dilated_attention import Dilated, routing", "from dilated_attention.plumbing import Plan"):
+        assert behind_the_wall(ast.parse(source)) == []
+    inner = ast.parse("from dilated_attention.models.stack import LongNetStack")
+    assert (len(behind_the_wall(inner)), behind_the_wall(inner, "models")) == (1, [])
 
 
 def private_names(tree: ast.AST) -> list[str]:
@@ -191,11 +262,11 @@ def private_names(tree: ast.AST) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
             found.append(node.attr)
-    return [name for name in found if name.startswith("_") and not name.endswith("__") and name not in NAMED_TUPLE]
+    return [name for name in found if name.startswith("_") and not name.endswith("__") and name not in DOCUMENTED]
 
 
-def test_the_benchmark_uses_public_names():
-    files = (ROOT.parent / BENCHMARK).rglob("*.py")
+def test_the_lab_uses_no_private_names():
+    files = LAB_ROOT.rglob("*.py")
     found = {file.name: names for file in files if (names := private_names(ast.parse(file.read_text("utf-8"))))}
     assert found == {}
 

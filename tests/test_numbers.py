@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention.cli import main
-from dilated_attention_bench import tables
+from dilated_attention_lab.bench import tables
+from dilated_attention_lab.commands import main
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"

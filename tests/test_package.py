@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import zlib
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+
+import dilated_attention
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -49,40 +52,47 @@ def test_an_empty_name_is_found(name):
 
 @pytest.mark.slow
 def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_python):
-    """In an interpreter where rich and matplotlib cannot be imported."""
+    """In an interpreter where rich, matplotlib and the lab cannot be imported."""
     fresh_python(
         """
-        import contextlib, io, sys
+        import sys
 
-        sys.modules["rich"] = sys.modules["matplotlib"] = None
+        sys.modules["rich"] = sys.modules["matplotlib"] = sys.modules["dilated_attention_lab"] = None
         import torch
         from dilated_attention import BlockLayout, Dilated, dilated_attention
-        from dilated_attention.cli import MEASURING, main
 
         q = torch.randn(1, 16, 2, 8)
         assert dilated_attention(q, q, q, [8, 16], [1, 2]).shape == q.shape
-        remedy = "is not installed: pip install matplotlib rich"
         for draw in (lambda: BlockLayout.local(64, 16, 16).plot(), lambda: Dilated((8,), (1,)).plot(16)):
             try:
                 draw()
             except ImportError as error:
-                assert str(error) == f"matplotlib {remedy}"
+                assert str(error) == "matplotlib is not installed: pip install matplotlib"
             else:
                 raise AssertionError("drawn")
-        for words in (["plot", "local"], ["bench", "foundation"], ["demo"], ["train"], ["generate"]):
-            with contextlib.redirect_stderr(io.StringIO()) as told:
-                assert main(words) == 2
-            assert told.getvalue() == f"dilated-attention: error: rich {remedy}\\n", told.getvalue()
-        assert main(["info"]) == 0
-        for name in ("demo", "train", "generate", "convert", "suggest", "info", *MEASURING):
-            with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
-                main([name, "--help"])
-            assert told.getvalue().startswith(f"usage: dilated-attention {name} "), name
         """
     )
 
 
-@pytest.mark.slow
+def test_the_library_says_where_its_commands_are(fresh_python):
+    fresh_python(
+        """
+        import contextlib, io, runpy, sys
+        from importlib import util
+
+        find = util.find_spec
+        util.find_spec = lambda name: None if name == "dilated_attention_lab" else find(name)
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            try:
+                runpy.run_module("dilated_attention", run_name="__main__")
+            except SystemExit as ended:
+                assert ended.code == 2
+        said = "dilated-attention: error: the commands are not installed; from a clone: pip install ./lab\\n"
+        assert told.getvalue() == said, told.getvalue()
+        """
+    )
+
+
 def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
     """In particular not the compiler, which takes longer to load than the rest of PyTorch."""
     loaded = fresh_python(
@@ -101,20 +111,40 @@ def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
 
 
 @pytest.mark.slow
-def test_help_lists_the_commands_of_the_benchmark_without_loading_it(fresh_python):
+def test_help_lists_the_commands_and_loads_none(fresh_python):
     printed = fresh_python(
         """
         import sys
-        from dilated_attention.cli import main
+        from dilated_attention_lab.commands import COMMANDS, main
 
         try:
             main(["--help"])
         except SystemExit as ended:
             assert ended.code == 0
-        assert not [name for name in sys.modules if name.partition(".")[0] in ("dilated_attention_bench", "matplotlib")]
+        assert not {"torch", "matplotlib", "rich", "dilated_attention"} & sys.modules.keys()
         """
     )
-    assert all(f"\n    {name} " in printed for name in ("bench", "profile", "plot", "simulate"))
+    assert all(f"\n    {name} " in printed for name in ("demo", "train", "info", "bench", "simulate"))
+
+
+def test_both_distributions_have_one_version():
+    library, lab = ((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8") for folder in (".", "lab"))
+    line = f'\nversion = "{dilated_attention.__version__}"\n'
+    assert line in library
+    assert line in lab
+    assert f'"dilated-attention=={dilated_attention.__version__}"' in lab
+    assert "dilated-attention-lab" not in library  # no extra needs a distribution that may not be published
+
+
+def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
+    """Its Python files are all in one package; their size in the wheel is that of a zip file."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r"^packages = (.*?) #", project, re.MULTILINE) == ['["src/dilated_attention"]']
+    assert "[project.scripts]" not in project
+    files = [path for path in (ROOT / "src" / "dilated_attention").rglob("*.py") if "kernels" not in path.parts]
+    assert not {"cli.py", "training", "bench", "verification.py", "conversion.py"} & {path.name for path in files}
+    assert not [path for path in files if b"import unittest" in path.read_bytes()]
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 300_000
 
 
 def versions(text: str, pattern: str) -> dict[str, Version]:
@@ -123,7 +153,9 @@ def versions(text: str, pattern: str) -> dict[str, Version]:
 
 def test_constraints_hold_the_ends_of_the_ranges():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    ranges = versions(text[text.index("\ndependencies") : text.index("\ndocs = ")], r'"([\w-]+)>=([\d.]+)')
+    text = text[text.index("\ndependencies") : text.index("\ndocs = ")]
+    text += (ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8").partition("\ndependencies")[2]
+    ranges = versions(text, r'"([\w-]+)>=([\d.]+)')
     oldest, newest = (
         versions((ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8"), r"^([\w-]+)==([\d.]+)")
         for name in ("oldest", "newest")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention_bench import compare
-from dilated_attention_bench.cases import Case
+from dilated_attention_lab.bench import compare
+from dilated_attention_lab.bench.cases import Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "experiments"))
 import peers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import released
+from dilated_attention_lab import released
 from test_checkpoints import ENCODERS, GIGAPATH, MODULES, Golden, close, recorded
 
 

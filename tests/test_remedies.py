@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 import dilated_attention
+import dilated_attention_lab
 from dilated_attention import (
     BlockLayout,
     Dilated,
@@ -41,7 +42,6 @@ from dilated_attention import (
     attention,
     attention_weights,
     block_sparse_attention,
-    cli,
     explain,
     parallel,
     suggest_pattern,
@@ -50,10 +50,7 @@ from dilated_attention import (
     dilated_attention as dilated,
 )
 from dilated_attention.backends import cpu
-from dilated_attention.cli import main
-from dilated_attention.conversion import convert
 from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
-from dilated_attention.errors import require
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
@@ -76,9 +73,11 @@ from dilated_attention.nn import (
     SelectionCache,
 )
 from dilated_attention.routing import PageBounds
-from dilated_attention.training import session
-from dilated_attention.training.loop import Recipe, Training
-from dilated_attention.training.text import read_text
+from dilated_attention_lab.commands import main, train
+from dilated_attention_lab.conversion import convert
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.text import read_text
 from processes import run
 from test_checkpoints import Golden, longvit_weights
 from tolerances import TOLERANCE, relative_error
@@ -86,6 +85,7 @@ from tolerances import TOLERANCE, relative_error
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore:Sparse BSR")]
 
 SOURCE = Path(dilated_attention.__file__).parent
+LAB = Path(dilated_attention_lab.__file__).parent
 
 
 class Later:
@@ -222,6 +222,7 @@ FOLLOWED_ELSEWHERE = {
     'config.layer_types = ["full_attention"] * config.num_hidden_layers{}. Compare its logits':
         "test_huggingface.py::test_families_that_dilate_refuses",
     "of the model's attention": "test_huggingface.py::test_refusals",
+    "pip install ./lab": "test_package.py::test_the_library_says_where_its_commands_are",
     "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
     "run under torchrun": "test_train_ranks.py::test_command_under_torchrun",
     "Destroy it, start the lost ranks again (torchrun does) and resume":
@@ -239,6 +240,8 @@ NOT_FOLLOWED = {
     "ask its owner": "needs another user",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
     "run one rank of": "describes a command",
+    "train a byte-level language model": "describes a command",
+    "convert a torchscale, GigaPath or LongViT checkpoint, and": "describes a command",
     "call dilate on the whole model": "an assertion of how dilate works",
 }
 
@@ -264,8 +267,10 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 def test_every_remedy_has_a_case():
     said = {
-        text: f"{file.relative_to(SOURCE)}: {text}"
-        for file in sorted(SOURCE.rglob("*.py"))
+        text: f"{file.name}: {text}"
+        for root in (SOURCE, LAB)
+        for file in sorted(root.rglob("*.py"))
+        if "bench" not in file.relative_to(root).parts
         for text in texts(ast.parse(file.read_text(encoding="utf-8")))
     }
     known = {**CASES, **ON_TWO_RANKS, **FOLLOWED_ELSEWHERE, **NOT_FOLLOWED}
@@ -1817,16 +1822,14 @@ def _(told, tmp_path, capsys):
     succeeds(capsys, *words, "cpu")
 
 
-@remedy("{} is not installed: pip install matplotlib rich")
+@remedy("{} is not installed: pip install {}")
 def _(told, monkeypatch):
-    for name in ("rich", "matplotlib"):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, name, None)
-            with told(ImportError):
-                require("rich", "matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with told(ImportError):
+        Dilated((8,), (1,)).plot(16)
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    (extra,) = re.findall(r"^cli = \[(.*)\]", project, re.MULTILINE)
-    assert sorted(re.findall(r'"([a-z]+)', extra)) == ["matplotlib", "rich"]
+    (extra,) = re.findall(r"^plot = \[(.*)\]", project, re.MULTILINE)
+    assert re.findall(r'"([a-z]+)', extra) == ["matplotlib"]
 
 
 @remedy("exists: give --resume to continue it, --overwrite, or another --out")
@@ -1917,15 +1920,7 @@ def _(told, text, tmp_path, capsys):
 @remedy("nothing is saved in {} yet: start again")
 def _(told, text, tmp_path, capsys):
     session.remember(tmp_path / "out", session.OPTIONS)  # lost before its first checkpoint
-    told.printed(cli._onwards(tmp_path / "out"))
-    succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
-
-
-@remedy("which is not read; train anew, or continue with that version")
-def _(told, text, tmp_path, capsys):
-    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "out" / "checkpoint" / "latest.json").write_text("{}")
-    told_by_command(told, capsys, "train", "--out", tmp_path / "out", "--resume")
+    told.printed(train._onwards(tmp_path / "out"))
     succeeds(capsys, "train", text, "--out", tmp_path / "out", *TRAIN)
 
 

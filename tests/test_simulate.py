@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention.cli import main
-from dilated_attention_bench import charts, command, rank_processes
-from dilated_attention_bench.cases import Case
-from dilated_attention_bench.results import Record, read
-from dilated_attention_bench.simulate import Network, Rehearsal, World, rehearse, rows, world_sizes
-from dilated_attention_bench.suites import context_parallel
+from dilated_attention_lab.bench import charts, command, rank_processes
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.results import Record, read
+from dilated_attention_lab.bench.simulate import Network, Rehearsal, World, rehearse, rows, world_sizes
+from dilated_attention_lab.bench.suites import context_parallel
+from dilated_attention_lab.commands import main
 
 SMALL = World(seq_len=1 << 13, ranks=64, heads=4, head_dim=8, first_segment=64)
 BILLION = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")

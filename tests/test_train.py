@@ -17,9 +17,10 @@ from rich.console import Console
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import session
-from dilated_attention.training.loop import Recipe, Training, read_checkpoint
-from dilated_attention.training.text import read_text
+from dilated_attention_lab import terminal
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.text import read_text
 
 CONFIG = LongNetConfig(embed_dim=16, num_layers=2, num_heads=2, pattern=Dilated((16, 64), (1, 4)))
 RECIPE = Recipe(context=64, batch_size=2, steps=6, warmup_steps=2)
@@ -370,8 +371,10 @@ def test_what_is_told_before_the_first_step(text):
     assert f"{2460 * 128 / learnt:.0f} epochs of this text: it will be learned by heart" in session.forecast(training)
 
 
-def test_the_time_that_is_left_is_told_after_a_few_steps(text, tmp_path):
+def test_the_time_that_is_left_is_told(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.0)
     training = started(text, tmp_path / "run", steps=8)
     _, printed = finish(training, tmp_path / "run")
     assert "step 5/8" in printed
+    assert "bits/byte" in printed
     assert " left" in printed

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import processes
 from dilated_attention.parallel import presence
-from dilated_attention.training.ranks import Ranks
+from dilated_attention_lab.training.ranks import Ranks
 
 SMALL = {"context": 65, "steps": 50, "layers": 1, "dim": 16, "heads": 2, "batch": 3, "sample": 4, "held-out": 1}
 TIMEOUT = 4

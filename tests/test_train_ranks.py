@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import processes
-from dilated_attention.cli import main
 from dilated_attention.models import LongNetLM
-from dilated_attention.parallel.presence import Watch
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import session
-from dilated_attention.training.loop import read_checkpoint
-from dilated_attention.training.ranks import Ranks
+from dilated_attention_lab.commands import main
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import read_checkpoint
+from dilated_attention_lab.training.ranks import Ranks
+from dilated_attention_lab.training.watch import Watch
 
 MODEL = {"embed_dim": 16, "num_layers": 2, "num_heads": 2, "pattern": Dilated((16, 65), (1, 4))}
 RECIPE = {"context": 65, "batch_size": 2, "steps": 6, "warmup_steps": 2}

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from dilated_attention import verification
 from dilated_attention.backends.table import BACKENDS
-from dilated_attention.cli import main
 from dilated_attention.errors import BackendError
+from dilated_attention_lab import verification
+from dilated_attention_lab.commands import main
 
 CPU = torch.device("cpu")
 ONE = replace(verification.dozen(50)[0], batch=1)

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dilated_attention.cli import command_line, main
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
-from dilated_attention.training import demo, session, writing
-from dilated_attention_bench import check, command, compare, simulate
-from dilated_attention_bench.results import Row
-from dilated_attention_bench.suites import Step
+from dilated_attention_lab.bench import check, command, compare, simulate
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step
+from dilated_attention_lab.commands import command_line, main
+from dilated_attention_lab.training import demo, session, writing
 from test_checkpoints import Golden
 
 HUGE, LARGER = "1000000000000000000", str(1 << 64)  # LARGER: than what a tensor or a seed can be

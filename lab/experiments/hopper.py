@@ -35,12 +35,12 @@ from dilated_attention.backends.problem import Problem
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import FUSED, Shape
 from dilated_attention.plan import Plan
-from dilated_attention.verification import relative_error
-from dilated_attention_bench import measure
-from dilated_attention_bench.cases import Case, contender
-from dilated_attention_bench.on_gpu import PAPER
-from dilated_attention_bench.results import Recorder, Row
-from dilated_attention_bench.suites import rates
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, contender
+from dilated_attention_lab.bench.on_gpu import PAPER
+from dilated_attention_lab.bench.results import Recorder, Row
+from dilated_attention_lab.bench.suites import rates
+from dilated_attention_lab.verification import relative_error
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup; a tile has two."""

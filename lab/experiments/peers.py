@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention import torch_internals
-from dilated_attention_bench import compare, measure
-from dilated_attention_bench.cases import Case, Method
-from dilated_attention_bench.compare import Call, Setting
-from dilated_attention_bench.exact import exact, rows_of
-from dilated_attention_bench.results import Recorder, Row
+from dilated_attention_lab.bench import compare, measure
+from dilated_attention_lab.bench.cases import Case, Method
+from dilated_attention_lab.bench.compare import Call, Setting
+from dilated_attention_lab.bench.exact import exact, rows_of
+from dilated_attention_lab.bench.results import Recorder, Row
 
 
 @dataclass(frozen=True, slots=True)

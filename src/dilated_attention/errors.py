@@ -18,13 +18,12 @@ class ContextParallelError(RuntimeError):
 
 
 class MissingPackageError(ImportError):
-    """A package of the extra `cli`, which commands and pictures need, is missing; the message says what to install."""
+    """An optional package is missing; the message says what to install."""
 
 
-def require(*packages: str) -> None:
-    """MissingPackageError unless the packages can be imported."""
-    for name in packages:
-        try:
-            import_module(name)
-        except ModuleNotFoundError:
-            raise MissingPackageError(f"{name} is not installed: pip install matplotlib rich", name=name) from None
+def require(name: str) -> None:
+    """Raise MissingPackageError unless the package can be imported."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        raise MissingPackageError(f"{name} is not installed: pip install {name}", name=name) from None

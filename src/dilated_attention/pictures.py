@@ -1,15 +1,12 @@
-"""Pictures: patterns, block layouts and loss curves, readable in black and white.
+"""Pictures: patterns, block layouts and values on tiles, readable in black and white.
 
 Matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,16 +16,13 @@ from dilated_attention.errors import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LINES = ("-", "--", ":", "-.")
 FAINTEST = 0.22  # how dark the least that is seen is drawn; black is 1
 PERCENTILE = 99  # of the tiles' values: the end of their scale
 PIXELS = 512  # a side of a picture, at most, where a square may stand for several pairs
 
 
 class Branches(Protocol):
-    """A frozen dataclass of dilated branches: `Dilated`, which this module lies below."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    """Dilated branches: `Dilated`, which this module lies below."""
 
     @property
     def head_groups(self) -> bool: ...
@@ -43,93 +37,6 @@ class Branches(Protocol):
     def dilation_rates(self) -> tuple[int, ...]: ...
 
     def offset_table(self, num_heads: int) -> tuple[tuple[int, ...], ...]: ...
-
-
-def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
-    """losses: nats per byte a step, by run, drawn grey, and their running mean over a 25th of the
-    run, black; held_out: bits per byte at the end, a point.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for (name, values), line in zip(losses.items(), LINES, strict=False):
-        bits = np.asarray(values) / math.log(2)
-        steps = np.arange(1, len(bits) + 1)
-        first = np.maximum(0, steps - max(1, len(bits) // 25))
-        sums = np.concatenate(([0.0], bits.cumsum()))
-        means = (sums[steps] - sums[first]) / (steps - first)
-        label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
-        axes.plot(steps, bits, line, color="0.8", linewidth=0.6)
-        axes.plot(steps, means, line, color="black", linewidth=1.2, label=label)
-        if name in held_out:
-            axes.plot([len(bits)], [held_out[name]], "o" if line == "-" else "s", color="black", fillstyle="none")
-    axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)
-    axes.grid(color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def save_recall_and_context(
-    path: Path,
-    accuracy: Mapping[str, Mapping[int, float]],
-    questions: int,
-    bits: Mapping[int, float],
-    table_bits: float,
-) -> None:
-    """accuracy: by line and distance in tokens, of so many questions each. bits: per byte, by bytes of context;
-    table_bits: of a table, a line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    recall, context = figure.subplots(1, 2)
-    for (name, points), line in zip(accuracy.items(), LINES, strict=False):
-        recall.plot(list(points), list(points.values()), line, color="black", label=name)
-    recall.set(xlabel="distance of the fact from the question, tokens", ylim=(-0.03, 1.03))
-    recall.set_ylabel(f"right answers, of {questions} questions each")
-    context.plot(list(bits), list(bits.values()), "-o", color="black", fillstyle="none", label="byte model")
-    context.axhline(table_bits, color="black", linestyle=":", label="table of trigrams' next bytes")
-    context.set(xlabel="bytes of context that it may use", ylabel="bits per held-out byte")
-    for axes in (recall, context):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axes.grid(color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def save_pattern(path: Path, name: str, pattern: Branches, seq_len: int, num_heads: int, tokens: int = 64) -> None:
-    """Causal visibility, one square a (query, key), of up to 4 heads.
-
-    A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
-    """
-    from matplotlib.figure import Figure
-
-    tokens = min(tokens, seq_len)
-    lengths = tuple(
-        max(rate, round(length * tokens / seq_len))
-        for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
-    )
-    drawn = replace(pattern, segment_lengths=lengths)
-    heads = min(num_heads, 4)
-    figure = Figure(figsize=(2.6 * heads + 0.8, 3.6), layout="constrained")
-    for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
-        plot_counts(drawn, tokens, head, num_heads, axes, is_causal=True)
-        axes.set_xticks(range(0, tokens, max(1, tokens // 4)))
-        axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
-        if head:
-            axes.set_ylabel("")
-    title = f"{name}: segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
-    if lengths != pattern.segment_lengths:
-        title += f", for {list(pattern.segment_lengths)} at {seq_len:,} tokens"
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150)
 
 
 def plot_counts(

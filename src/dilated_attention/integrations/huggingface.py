@@ -35,12 +35,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from dilated_attention import checks
-from dilated_attention.backends.table import check_name
-from dilated_attention.call import as_autocast
+from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import attention
 from dilated_attention.integrations.own_attention import (
     NotATensor,
     Shown,
@@ -49,7 +45,7 @@ from dilated_attention.integrations.own_attention import (
     read_arguments,
     read_mask,
 )
-from dilated_attention.patterns import Dilated
+from dilated_attention.plumbing import as_autocast, checks, table
 
 NAME = "dilated_attention"
 
@@ -180,7 +176,7 @@ def dilate(
             "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
         )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
-    check_name(backend)
+    table.check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)
@@ -233,11 +229,11 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     most = max(tokens, default=getattr(config, "max_position_embeddings", 0))
     if length <= most:
         raise ValueError(f"length must be above the {most} tokens that the model takes already; got {length}")
-    for (owner, table), first, count in zip(found, firsts, tokens, strict=True):
-        rows = torch.arange(first + length, device=table.weight.device)
+    for (owner, embedding), first, count in zip(found, firsts, tokens, strict=True):
+        rows = torch.arange(first + length, device=embedding.weight.device)
         rows[first:] = first + (rows[first:] - first) % count
-        table.weight = nn.Parameter(table.weight.detach()[rows], table.weight.requires_grad)
-        table.num_embeddings = len(rows)
+        embedding.weight = nn.Parameter(embedding.weight.detach()[rows], embedding.weight.requires_grad)
+        embedding.num_embeddings = len(rows)
         for name, buffer in list(owner.named_buffers(recurse=False)):
             if name in ("position_ids", "token_type_ids"):
                 longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
@@ -246,8 +242,8 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
         if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
             first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
             rotation["factor"] = config.max_position_embeddings / first
-    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
-    padded = [first for (_, table), first in zip(found, firsts, strict=True) if table.padding_idx is not None]
+    # The number of rows, where there is a embedding with a row for padding, is what a configuration holds.
+    padded = [first for (_, embedding), first in zip(found, firsts, strict=True) if embedding.padding_idx is not None]
     config.max_position_embeddings = length + max(padded, default=0)
     return model
 

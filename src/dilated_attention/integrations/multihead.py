@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from dilated_attention.errors import UnsupportedError
+from dilated_attention import Dilated, UnsupportedError
 from dilated_attention.nn import MultiheadDilatedAttention
-from dilated_attention.patterns import Dilated
 
 
 def convert_attention(

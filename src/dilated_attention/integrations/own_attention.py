@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import attention
-from dilated_attention.patterns import Dilated, Window
+from dilated_attention import Dilated, UnsupportedError, Window, attention
 
 _REMEDY = 'load the model with attn_implementation="sdpa"'
 

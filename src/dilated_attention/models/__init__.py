@@ -1,12 +1,19 @@
 """Models: LongNet as encoder, language model and encoder-decoder; GigaPath and LongViT; checkpoints; generation."""
 
 from dilated_attention.models.attended_tiles import TileAttention, tile_attention
-from dilated_attention.models.checkpoints import load_gigapath, load_longvit, load_torchscale, read_checkpoint
+from dilated_attention.models.checkpoints import (
+    load_gigapath,
+    load_longvit,
+    load_torchscale,
+    read_checkpoint,
+    read_weights,
+)
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import LongViT, LongViTConfig
+from dilated_attention.models.pretrained import Pretrained
 
 __all__ = [
     "EncoderDecoderConfig",
@@ -20,11 +27,13 @@ __all__ = [
     "LongNetLM",
     "LongViT",
     "LongViTConfig",
+    "Pretrained",
     "TileAttention",
     "load_gigapath",
     "load_longvit",
     "load_torchscale",
     "read_checkpoint",
+    "read_weights",
     "sample",
     "tile_attention",
 ]

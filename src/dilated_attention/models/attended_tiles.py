@@ -12,12 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.functional import attention
+from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.models.gigapath import GigaPathSlideEncoder
 from dilated_attention.nn import TransformerBlock
-from dilated_attention.patterns import Dilated
-from dilated_attention.pictures import plot_places
+from dilated_attention.plumbing import plot_places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

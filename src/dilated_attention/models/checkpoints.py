@@ -21,13 +21,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from dilated_attention import Dilated
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.gigapath import PATTERN, GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import RATES, SEGMENTS, LongViT, LongViTConfig
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.patterns import Dilated
-from dilated_attention.storage import read_tensors, require_file
+from dilated_attention.plumbing import storage
 
 Source = Mapping[str, Any] | str | Path
 Architecture = Literal["attention", "encoder", "decoder", "encoder-decoder"]
@@ -103,7 +103,7 @@ def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> Any:
-    require_file(path)
+    storage.require_file(path)
     try:
         with path.open("rb") as file:
             start = file.read(9)
@@ -111,7 +111,7 @@ def _read_file(path: Path) -> Any:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     # A safetensors file begins with a length of 8 bytes, whose first may be that of a pickle, and then its header.
     if start[8:] == b"{" or (start[:1] != b"\x80" and start[:4] != b"PK\x03\x04"):
-        return read_tensors(path)[0]
+        return storage.read_tensors(path)[0]
     try:
         with path.open("rb") as file, warnings.catch_warnings():
             # Of a protocol that torch.save does not write by itself: it is read or refused.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+from dilated_attention import Dilated
 from dilated_attention.nn import Rotary
-from dilated_attention.patterns import Dilated
 
 Some = TypeVar("Some", bound="Configuration")
 

@@ -19,15 +19,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dilated_attention import checks
-from dilated_attention.backends import fused
-from dilated_attention.merge import merge_into
-from dilated_attention.mesh import Mesh, context_group
+from dilated_attention import Dilated
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
-from dilated_attention.parallel.sharding import from_rank
-from dilated_attention.patterns import Dilated
-from dilated_attention.plan import progressions
+from dilated_attention.plumbing import Mesh, checks, context_group, from_rank, fused, merge_into, progressions
 
 # Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
 # then grow by at most 3.5^4, and a move comes once in as many tokens.

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import Dilated
 from dilated_attention.models.configuration import (
     Configuration,
     LongNetConfig,
@@ -25,7 +26,6 @@ from dilated_attention.models.packing import checked_lengths, padded, require_li
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import require_one_device
 from dilated_attention.nn import grid_sines
-from dilated_attention.patterns import Dilated
 
 _MOST_AT_A_PLACE = 8
 """Tiles per place on average, beyond which coordinates are likely in another unit: overlapping by half gives four."""

@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dilated_attention import checks
-from dilated_attention.call import dtype_of_products
-from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample, stream
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack, places_of, tables_of
 from dilated_attention.nn import CrossAttention, SelfAttention, Source
-from dilated_attention.parallel.sharding import cp_mean, from_rank, sequence_range, shard_sequence
+from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
+from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, mesh_size
 
 
 class LongNetAttention(Pretrained):

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dilated_attention import Dilated
 from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import require_like
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import require_one_device
-from dilated_attention.patterns import Dilated
 
 RATES = (1, 2, 4, 8, 16)
 SEGMENTS = {

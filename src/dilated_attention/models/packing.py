@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dilated_attention import checks
-from dilated_attention.call import in_autocast
+from dilated_attention.plumbing import checks, in_autocast
 
 MANY = 256  # samples of one token each: more likely tokens of one sample
 

@@ -11,18 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dilated_attention.models.configuration import Configuration
-from dilated_attention.storage import (
-    SUMS,
-    digest,
-    read_bytes,
-    read_digests,
-    read_tensors,
-    require_same,
-    require_whole,
-    write_digests,
-    write_tensors,
-    write_text,
-)
+from dilated_attention.plumbing import storage
 
 Some = TypeVar("Some", bound="Pretrained")
 
@@ -43,7 +32,7 @@ class Pretrained(nn.Module):
         """
         state = self.state_dict()
         try:
-            require_same(self.empty(self.config).state_dict(), state, type(self).__name__)
+            storage.require_same(self.empty(self.config).state_dict(), state, type(self).__name__)
         except ValueError as error:
             raise ValueError(
                 f"{error}, unlike a model of its configuration. Undo what was added (merge LoRA, remove "
@@ -57,9 +46,9 @@ class Pretrained(nn.Module):
             )
         _require_one_dtype(state, type(self).__name__)
         weights, config = (Path(folder) / name for name in FILES)
-        write_tensors(weights, state, {"architecture": type(self).__name__})
-        write_text(config, self.config.to_json())
-        write_digests(Path(folder), {path.name: digest(path) for path in (weights, config)})
+        storage.write_tensors(weights, state, {"architecture": type(self).__name__})
+        storage.write_text(config, self.config.to_json())
+        storage.write_digests(Path(folder), {path.name: storage.digest(path) for path in (weights, config)})
 
     @classmethod
     def from_pretrained(cls: type[Some], folder: str | Path, *, backend: str = "auto") -> Some:
@@ -69,26 +58,26 @@ class Pretrained(nn.Module):
         Without SHA256SUMS in the folder, digests are not checked.
         """
         weights_path, config_path = (Path(folder) / name for name in FILES)
-        if (Path(folder) / SUMS).exists():
+        if (Path(folder) / storage.SUMS).exists():
             try:
-                digests = read_digests(Path(folder))
+                digests = storage.read_digests(Path(folder))
                 for path in (config_path, weights_path):
-                    require_whole(path, digests)
+                    storage.require_whole(path, digests)
             except ValueError as error:
-                raise ValueError(f"{error}; if that was meant, delete {SUMS}") from error
-        text = read_bytes(config_path)
+                raise ValueError(f"{error}; if that was meant, delete {storage.SUMS}") from error
+        text = storage.read_bytes(config_path)
         try:
             config = cls.configuration.from_json(text.decode())
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from error
-        weights, metadata = read_tensors(weights_path)
+        weights, metadata = storage.read_tensors(weights_path)
         if metadata.get("architecture") != cls.__name__:
             raise ValueError(f"{weights_path}: architecture is {metadata.get('architecture')!r}, not {cls.__name__!r}")
         try:
             model = cls.empty(config, backend=backend)
         except (ValueError, RuntimeError) as error:  # sizes whose product is no size
             raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from error
-        require_same(model.state_dict(), weights, str(weights_path))
+        storage.require_same(model.state_dict(), weights, str(weights_path))
         _require_one_dtype(weights, str(weights_path))
         model.load_state_dict(weights, assign=True)
         return model.eval()

@@ -12,9 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention.call import dtype_of_products
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import Mesh, held_mesh, mesh_size
+from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.models.packing import (
@@ -28,9 +26,8 @@ from dilated_attention.models.packing import (
 )
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import Source, TransformerBlock
-from dilated_attention.nn.positions import Tables
-from dilated_attention.nn.transformer import ShardDropout
-from dilated_attention.parallel.sharding import agreed_seed, sequence_range
+from dilated_attention.parallel import sequence_range
+from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:

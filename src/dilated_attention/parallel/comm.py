@@ -404,10 +404,9 @@ class Link:
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """What is known of a failure: where the process keeps a watch over all ranks, what that knows; else what the
-        rendezvous store does."""
-        if watch := presence.on_duty():
-            return f"; {verdict}" if (verdict := watch.verdict()) else ""
+        """Return what is known of a failure: from the witness, if the program has set one, else from the store."""
+        if verdict := presence.witness():
+            return f"; {lost}" if (lost := verdict()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 

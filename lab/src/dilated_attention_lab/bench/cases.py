@@ -1,0 +1,295 @@
+"""Cases: one call of one method at one shape, as a frozen value, and the work that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, plan_cache
+from dilated_attention.nn import (
+    BlockSparseRingMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
+from dilated_attention.plumbing import Plan, plan_dilated
+from dilated_attention_lab.bench.rivals import RIVALS
+
+Contender = Callable[[], Iterator[str]]
+"""Work to be timed: each name that it yields is a phase, which ends there."""
+
+Blocks = Literal["local", "global", "dilated", "random"]
+Method = Literal[
+    "dilated", "head groups", "ring", "multihead", "multihead block-sparse",
+    "dense", "dense calls", "block-sparse", "block-sparse dilated", "flex", "gather", "mask", "torch.sparse",
+]  # fmt: skip
+
+MULTIHEAD = ("multihead", "multihead block-sparse")
+DILATED = ("dilated", "head groups", "ring", *MULTIHEAD, "dense calls", "block-sparse dilated")
+SPARSE = ("block-sparse", "block-sparse dilated", "multihead block-sparse", *RIVALS)
+
+
+def contender(call: Callable[[], object]) -> Contender:
+    """One phase, `forward`."""
+
+    def work() -> Iterator[str]:
+        call()
+        yield "forward"
+
+    return work
+
+
+def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
+    """Work while a setting holds."""
+
+    def limited() -> Iterator[str]:
+        with setting():
+            yield from work()
+
+    return limited
+
+
+def doubling(first: int, branches: int) -> Dilated:
+    """Segments and rates that double from `first` and 1."""
+    return Dilated(tuple(first << i for i in range(branches)), tuple(1 << i for i in range(branches)))
+
+
+DOUBLING = doubling(2048, 20)
+"""Over 2^30 tokens: what the time to make a plan is stated for."""
+
+
+def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two calls to time: making a plan, and finding it in the cache."""
+    table = pattern.offset_table(heads)
+
+    def find() -> object:
+        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, seq_len)
+
+    def make() -> object:
+        plan_cache.clear()
+        return find()
+
+    return make, find
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call.
+
+    Attributes:
+        method: `dilated`: `dilated_attention`; `dense`: `scaled_dot_product_attention` over the whole sequence; `dense
+            calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
+            contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
+            right place already and nothing is merged; `block-sparse`: `block_sparse_attention`; `block-sparse dilated`:
+            the product of both patterns; `head groups`: `dilated_attention` with a branch a run of heads; `ring`: the
+            module `RingDilatedAttention` without a mesh; `multihead`, `multihead block-sparse`: the modules with their
+            projections, heads x head_dim wide; others: the block-sparse layout run otherwise, as rivals.py tells.
+        segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
+        blocks, density, block_size: of the layout: a builder of `BlockLayout` and the density asked of it; dilated
+            layouts take every second block.
+        dtype: as in torch, `float32`.
+        backend: as in `dilated_attention`.
+    """
+
+    method: Method
+    seq_len: int
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    offsets: Literal["head", "head_block"] = "head"
+    blocks: Blocks | None = None
+    density: float | None = None
+    block_size: int = 128
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    is_causal: bool = False
+    dtype: str = "float32"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        for name in ("seq_len", "batch", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ValueError(f"density must lie in (0, 1]; got {self.density}")
+        if self.method in DILATED:
+            Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+        if self.method in SPARSE and (self.blocks is None or self.density is None):
+            raise ValueError(f"method={self.method!r} needs blocks and density; got {self.blocks} and {self.density}")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What a row of results records: what the method reads."""
+        unread = set() if self.method in DILATED else {"segment_lengths", "dilation_rates", "offsets"}
+        unread |= set() if self.method in SPARSE else {"blocks", "density", "block_size"}
+        unread |= {"backend"} if self.backend == "auto" else set()
+        return {name: value for name, value in asdict(self).items() if name not in unread}
+
+    @property
+    def pattern(self) -> Dilated:
+        """The dilated factor: one segment of all tokens where there is none."""
+        if self.method in DILATED:
+            groups = self.method == "head groups"
+            return Dilated(self.segment_lengths, self.dilation_rates, self.offsets, head_groups=groups)
+        return Dilated((self.seq_len,), (1,))
+
+    @property
+    def plan(self) -> Plan:
+        pattern = self.pattern
+        table = pattern.offset_table(self.heads)
+        return plan_dilated(
+            pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len, is_causal=self.is_causal
+        )
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        assert self.density is not None
+        options: dict[str, Any] = {"block_size": self.block_size, "is_causal": self.is_causal}
+        if self.blocks == "random":
+            return BlockLayout.random(seq_len, self.density, 0, **options)
+        if self.blocks == "dilated":
+            return BlockLayout.dilated(seq_len, (2,), density=self.density, **options)
+        builder = BlockLayout.local if self.blocks == "local" else BlockLayout.global_
+        return builder(seq_len, density=self.density, **options)
+
+    @property
+    def out_bytes(self) -> int:
+        """Size of the output, and of each of q, k and v."""
+        return self.batch * self.seq_len * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        width = self.heads * self.head_dim
+        projections = 8 * self.batch * self.seq_len * width**2 if self.method in MULTIHEAD else 0
+        return projections + self.attention_flops
+
+    @property
+    def attention_flops(self) -> int:
+        """Those of the two matrix products of attention: 4 head_dim a score entry."""
+        if self.method not in SPARSE:
+            return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
+        groups = self.plan.groups
+        return self.batch * sum(x.heads * x.queries.segments * self._layout_flops(x.queries.count) for x in groups)
+
+    def _layout_flops(self, seq_len: int) -> int:
+        """Of one head, in whole blocks; of a block that the diagonal cuts, half."""
+        layout = self.layout(seq_len)
+        entries = (layout.nnz - int(layout.masked.sum()) / 2) * layout.q_block * layout.k_block
+        return int(4 * self.head_dim * entries)
+
+    def predicted_bytes(self, *, backward: bool) -> int:
+        """What the call will hold at its peak, inputs included: an upper estimate.
+
+        In outputs: q, k, v, out, and one more at most of temporaries. With a backward besides dout, dq, dk, dv and at
+        most two of temporaries, or the gradients in single precision.
+        """
+        outputs = 11 if backward else 5
+        if backward and self.dtype in ("float16", "bfloat16"):
+            outputs += 3
+        if self.method == "dense calls":
+            rows = sum(1 / rate for rate in self.dilation_rates)
+            outputs = int(outputs * rows) + 1
+        pairs = int((self.density or 1) * self.seq_len**2)
+        tables = {"mask": 5 * self.seq_len**2, "torch.sparse": self.seq_len**2 + 56 * pairs}.get(self.method, 0)
+        if self.method == "gather":
+            outputs += int(2 * (self.density or 1) * self.seq_len / self.block_size) + 1
+        return outputs * self.out_bytes + tables
+
+    def _normal(self, device: torch.device, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
+
+    def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(q, k, v) of each fused call to make: one, except for `dense calls`."""
+        if self.method != "dense calls":
+            shapes = [(self.batch, self.seq_len, self.heads, self.head_dim)]
+        else:
+            shapes = [
+                (self.batch * segments, self.heads, -(-length // rate), self.head_dim)
+                for segment, rate in zip(self.segment_lengths, self.dilation_rates, strict=True)
+                for segments, length in (
+                    (self.seq_len // min(segment, self.seq_len), min(segment, self.seq_len)),
+                    (1, self.seq_len % min(segment, self.seq_len)),
+                )
+                if segments * length
+            ]
+        return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
+
+    def _layouts(self) -> Callable[[int], BlockLayout]:
+        """The layouts inside branches, made: a call that is compiled looks them up."""
+        made = {count: self.layout(count) for count in {group.queries.count for group in self.plan.groups}}
+        return lambda count: made[count]
+
+    def prepare(self, device: torch.device | str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The call, with its layouts and modules made: from q, k and v to out."""
+        options: dict[str, Any] = {"is_causal": self.is_causal, "backend": self.backend}
+        if self.method == "block-sparse":
+            layout = self.layout(self.seq_len)
+            return lambda q, k, v: block_sparse_attention(q, k, v, layout, **options)  # type: ignore[return-value]
+        if self.method == "block-sparse dilated":
+            product = self.pattern * self._layouts()
+            return lambda q, k, v: attention(q, k, v, product, **options)  # type: ignore[return-value]
+        if self.method == "ring":
+            ring = RingDilatedAttention(self.segment_lengths, self.dilation_rates, offsets=self.offsets)
+            return lambda q, k, v: ring(q, k, v, is_causal=self.is_causal)
+        if self.method in MULTIHEAD:
+            module = self.module().to(device)
+
+            def projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                out, _ = module(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=self.is_causal)
+                return out.unflatten(2, (self.heads, self.head_dim))
+
+            return projected
+        if self.method in RIVALS:
+            return RIVALS[self.method](self.layout(self.seq_len))
+        return self._call
+
+    def module(self) -> MultiheadDilatedAttention | BlockSparseRingMultiheadDilatedAttention:
+        """The multihead module, its weights drawn with a seed of their own and not trained."""
+        width, options = self.heads * self.head_dim, {"dtype": getattr(torch, self.dtype)}
+        branches: dict[str, Any] = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+        kind: Any = MultiheadDilatedAttention
+        if self.method == "multihead block-sparse":
+            kind, branches = BlockSparseRingMultiheadDilatedAttention, {**branches, "layout": self._layouts()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = kind(width, self.heads, **branches, offsets=self.offsets, **options)
+        return made.requires_grad_(False)
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.method in ("dilated", "head groups"):
+            options: dict[str, Any] = {"offsets": self.offsets, "is_causal": self.is_causal, "backend": self.backend}
+            options["head_groups"] = self.method == "head groups"
+            return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)  # type: ignore[return-value]
+        if self.method == "dense":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+    def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:
+        """The work: phases `forward` and, with `backward`, `forward+backward`; `repeat` times over."""
+        inputs = self.inputs(device)
+        if backward:
+            inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]
+            gradients = [torch.randn_like(q) for q, _, _ in inputs]
+        call = self.prepare(device)
+        if self.method == "flex":
+            call(*inputs[0])  # compiles
+
+        def work() -> Iterator[str]:
+            with torch.set_grad_enabled(backward):
+                for _ in range(repeat):
+                    outs = [call(*triple) for triple in inputs]
+                yield "forward"
+                if backward:
+                    for triple, out, gradient in zip(inputs, outs, gradients, strict=True):
+                        torch.autograd.grad(out, triple, gradient)
+                    yield "forward+backward"
+
+        return work

@@ -1,0 +1,496 @@
+"""The command line of `bench`: its arguments, progress and tables."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from dilated_attention.plumbing import TRANSPORTS
+from dilated_attention_lab.bench import check, compare, pattern_options, simulate, tables
+from dilated_attention_lab.bench.cases import DILATED, SPARSE, Case, Method
+from dilated_attention_lab.bench.measure import MATMUL, Spread, lack_of_memory, refusal
+from dilated_attention_lab.bench.profile import OWN_TIME, once, profile, rows, training_step
+from dilated_attention_lab.bench.results import Recorder, Row, failed
+from dilated_attention_lab.bench.suites import (
+    Step,
+    block_sparse,
+    context_parallel,
+    cpu,
+    foundation,
+    gpu,
+    minilm,
+    model,
+    quality,
+    selected,
+    strategies,
+    windows,
+)
+from dilated_attention_lab.bench.tables import describe, number, write
+from dilated_attention_lab.commands.options import integers
+from dilated_attention_lab.environment import device_name, require_device, unavailable
+from dilated_attention_lab.terminal import console, show
+
+if TYPE_CHECKING:  # help does without rich and matplotlib
+    from rich.table import Table
+    from rich.text import Text
+
+Item = TypeVar("Item")
+_METHODS: dict[str, Method] = {
+    "dilated": "dilated",
+    "block-sparse": "block-sparse",
+    "block-sparse-dilated": "block-sparse dilated",
+    "dense": "dense",
+    "model": "dilated",
+}
+SUITES = {
+    "foundation": foundation,
+    "blocks": block_sparse,
+    "windows": windows,
+    "selected": selected,
+    "huggingface": minilm,
+    "model": model,
+    "cpu": cpu,
+    "quality": quality,
+    "gpu": gpu,
+    "parallel": context_parallel,
+}
+
+
+def add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """What a command takes, and the function that runs it."""
+    {
+        "bench": _add_bench,
+        "compare": _add_compare,
+        "profile": _add_profile,
+        "plot": _add_plot,
+        "simulate": _add_simulate,
+    }[command](parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl."
+    about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
+    parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
+    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
+    parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the steps whose label, as the progress bar shows it, holds it"
+    )
+    parser.add_argument("--device", help="a PyTorch device (default: cpu; of the gpu suite cuda)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
+    )
+    parser.add_argument("--part", type=int, choices=gpu.PARTS, help="of gpu: one of its parts, nine minutes at most")
+    parser.add_argument("--baseline", type=Path, help="of check: the file (default: results/baseline.json)")
+    parser.add_argument("--update", action="store_true", help="of check: write the file")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    names = dict.fromkeys(options.suite)
+    if "check" in names:
+        unread = ("quick", "only", "device", "out", "part")
+        others = [name for name in names if name != "check"]
+        others += [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]
+        if others:
+            raise ValueError(f"check takes --baseline and --update alone; got {' '.join(others)}: leave it out")
+        return _check(options.baseline or Path("results/baseline.json"), options.update)
+    if options.update or options.baseline:
+        raise ValueError(f"--baseline and --update are of check alone; got {' '.join(names)}")
+    if options.part and [*names] != ["gpu"]:
+        raise ValueError(f"--part is of the gpu suite alone; got {' '.join(names)}")
+    if options.quick and [*names] == ["gpu"]:
+        raise ValueError("--quick is not of the gpu suite, whose parts have one size: leave it out, or take --only")
+    if "gpu" in names and options.device is None and (why := unavailable("cuda")):
+        raise ValueError(f"the gpu suite needs a GPU: {why}")
+    device = require_device(options.device or ("cuda" if "gpu" in names else "cpu"))
+    if "all" in names:
+        names = dict.fromkeys(name for name in SUITES if name != "quality" and (name != "gpu" or device.type == "cuda"))
+    steps = {name: SUITES[name].steps(device, options.quick) for name in names if name != "gpu"}
+    if "gpu" in names:
+        steps["gpu"] = gpu.steps(device, options.part)
+    steps = {name: [step for step in found if options.only in step.label] for name, found in steps.items()}
+    if not any(steps.values()):
+        raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
+    folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
+    code = 0
+    for name, chosen in steps.items():
+        recorder = Recorder(folder, name, device)
+        rows: list[Row] = []
+        try:
+            measure_suite(chosen, device, recorder, rows)
+        except KeyboardInterrupt:
+            show(table(f"{name}, interrupted", rows))
+            return 130
+        show(table(name, rows))
+        if recorder.failure is None:
+            _tell(recorder.path, word="rows in")
+        else:
+            code = 1
+    return code
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Every variant of the reports in the same rounds: dense, LongNet branches, head groups, rings, block-sparse, "
+        "both multihead modules; time, memory, error against float64, keys reached. One table a setting, rows under "
+        "<out>/<device>/compare.jsonl, two pictures. What the file holds is not measured again."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2,048 and 4,096 tokens: 2 minutes on 2 cores, not an hour"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="the settings whose title holds it")
+    parser.add_argument("--again", action="store_true", help="measure also what the file holds already")
+    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from dilated_attention_lab.bench import charts
+
+    device = require_device(options.device)
+    settings = {setting.label: setting for setting in compare.settings(options.quick)}
+    by_strategy = strategies.cases(options.quick)
+    chosen = [label for label in (*settings, *by_strategy) if options.only in label]
+    if not chosen:
+        raise ValueError(f"--only {options.only!r}: no setting fits; titles are as {next(iter(settings))!r}")
+    folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
+    recorder = Recorder(folder, "compare", device)
+    for label in _along(chosen, str):
+        if case := by_strategy.get(label):
+            if options.again or not strategies.held(recorder.rows, case):
+                for row in strategies.measured(case, device, 5.0 if options.quick else 30.0):
+                    recorder.add(row)
+            shown = tables.columns(strategies.rows_of(recorder.rows, case))
+        else:
+            setting = settings[label]
+            if options.again or not compare.held(recorder.rows, setting):
+                for row in chain(compare.measured(setting, device), compare.ring_of_two(setting, device)):
+                    recorder.add(row)
+            shown = compare.table(compare.rows_at(recorder.rows, setting))
+        show(_recorded(label, *shown))
+    if recorder.failure is not None:
+        return 1
+    _tell(recorder.path)
+    _tell(*charts.draw_file(recorder.path, recorder.path.parent), word="drawn:")
+    return 0
+
+
+def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    shown = _table(title, *headings)
+    for line in lines:
+        shown.add_row(*line)
+    return shown
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made where there is none. ValueError where it cannot be written: before minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from error
+
+
+def _sizes(options: argparse.Namespace, *names: str) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
+
+
+def _check(path: Path, update: bool) -> int:
+    from rich.text import Text
+
+    device = device_name()
+    if update:
+        check.entries(path)  # a damaged file is refused before minutes of measuring
+    baseline = {} if update else check.read_baseline(path, device)
+    shown = _table("check", "figure", "value", "baseline", "at most", "")
+    verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
+    for verdict in verdicts:
+        value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
+        known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
+        judged = "" if update else "held" if verdict.held else Text("WORSE", "bold")
+        shown.add_row(verdict.guard.name, value, *known, judged)
+    show(shown)
+    if update:
+        check.write_baseline(path, device, {verdict.guard.name: verdict.value for verdict in verdicts})
+        _tell(path)
+        return 0
+    worse = [verdict.guard.name for verdict in verdicts if not verdict.held]
+    if worse:
+        print(f"dilated-attention bench check: worse than {path}: {'; '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Item, None, None]:
+    """Yield the items one after another, under a progress bar; without a terminal, print a line before each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    terminal = console(stderr=True)
+    with Progress(*bar, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task("", total=len(items))
+        for number, item in enumerate(items, 1):
+            progress.update(task, description=label(item))
+            if not terminal.is_terminal:
+                print(f"{number} of {len(items)}: {label(item)}", flush=True)
+            yield item
+            progress.advance(task)
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left")
+    shown.add_column(first)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _tell(*paths: Path, word: str = "written:") -> None:
+    for path in paths:
+        print(f"{word} {path}")
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a picture under "
+        "<out>/<device>/."
+    )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
+    for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--segments", type=integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
+    parser.add_argument("--rates", type=integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
+    parser.add_argument(
+        "--blocks", choices=["local", "global", "dilated", "random"], default="local", help="kind of block layout"
+    )
+    parser.add_argument("--density", type=float, default=0.1, help="active blocks of the layout", metavar="X")
+    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
+    parser.add_argument("--forward", action="store_true", help="without the backward")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder")
+    parser.set_defaults(run=partial(_profile, parser))
+
+
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl hold, as "
+        "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
+        "<!-- end of results -->."
+    )
+    what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
+    parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
+    out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
+    parser.add_argument("--out", type=Path, help=out)
+    documents = "Markdown files, or folders (default, where RESULTS is results: README.md and docs, if they are there)"
+    parser.add_argument("--documents", type=Path, nargs="*", help=documents)
+    pattern_options.add_options(parser)
+    parser.set_defaults(run=_plot)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, on PyTorch's "
+        "fake process group. Bytes and messages are counted, compute and memory measured on this device, time of "
+        "communication and the other schemes modelled. Writes rows and a picture to <out>."
+    )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    for name, default, text in (
+        ("tokens", 1 << 30, "of the largest world"),
+        ("ranks", 8192, "of the largest world"),
+        ("least", 8, "ranks of the smallest world; they grow fourfold"),
+        ("heads", 12, "attention heads"),
+        ("head-dim", 64, "width of a head"),
+        ("segment", 2048, "of the first branch; rates and segments double"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
+    parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
+    parser.add_argument("--not-causal", action="store_true", help="queries see later keys too")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--latency", type=float, default=5e-6, help="modelled seconds a message", metavar="X")
+    parser.add_argument("--bandwidth", type=float, default=50e9, help="modelled bytes a second and rank", metavar="X")
+    parser.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from dilated_attention_lab.bench import charts
+
+    for name in ("tokens", "ranks", "least", "latency", "bandwidth"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name} must be positive and finite; got {getattr(options, name)}")
+    if options.tokens % options.ranks:
+        raise ValueError(f"--tokens {options.tokens} must be a multiple of --ranks {options.ranks}")
+    worlds = [
+        simulate.World(
+            seq_len=options.tokens // options.ranks * ranks,
+            ranks=ranks,
+            heads=options.heads,
+            head_dim=options.head_dim,
+            first_segment=options.segment,
+            is_causal=not options.not_causal,
+            dtype=options.dtype,
+            transport=options.transport,
+        )
+        for ranks in simulate.world_sizes(options.least, options.ranks)
+    ]
+    needed = 12 * max(world.shard for world in worlds) * worlds[0].row_bytes // 2
+    if lacking := lack_of_memory(needed, torch.device("cpu")):
+        sizes = _sizes(options, "tokens", "ranks", "heads", "head_dim")
+        raise ValueError(f"{sizes}: a rank {lacking}; take more ranks")
+    for world in worlds:
+        world.plan()  # a transport that does not serve
+    recorder = Recorder(_writable(options.out), "simulate", torch.device("cpu"))
+    model = simulate.Network(options.latency, options.bandwidth)
+    found: list[Row] = []
+    for world in _along(worlds, lambda world: f"rank {world.ranks - 1:,} of {world.ranks:,}"):
+        (one,) = simulate.rehearse([world])
+        for row in simulate.rows(one, model):
+            recorder.add(row)
+            found.append(row)
+    show(table("the last rank of each world, one call", found))
+    if recorder.failure is not None:
+        return 1
+    _tell(recorder.path)
+    _tell(*charts.draw_file(recorder.path, recorder.path.parent))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from dilated_attention_lab.bench import charts
+
+    if options.what in pattern_options.NAMES:
+        if options.documents is not None:
+            raise ValueError(f"--documents is of a folder of results, not of {options.what!r}; it would change nothing")
+        path = options.out or Path("runs/pattern.png")
+        _writable(path.parent)
+        print(pattern_options.picture(options.what, vars(options), path))
+        print(f"written: {path}")
+        return 0
+    results, out = Path(options.what), options.out or Path("docs/pictures")
+    if not results.is_dir():
+        raise ValueError(
+            f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
+        )
+    for name in sorted(vars(options).keys() - {"command", "run", "what", "out", "documents"}):
+        option = name.replace("_", "-")
+        raise ValueError(
+            f"--{option} is of a pattern, not of {options.what!r}, a folder of results; it would change nothing"
+        )
+    written = list(charts.draw(results, out))
+    documents = options.documents
+    if documents is None:
+        ours = [Path("README.md"), Path("docs")] if results == Path("results") else []
+        documents = [place for place in ours if place.exists()]
+    for place in documents:
+        files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
+        written += [file for file in files if write(file, results)]
+    for path in written:
+        print(f"written: {path}")
+    return 0
+
+
+def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from dilated_attention_lab.bench import charts
+
+    device, method, is_model = require_device(options.device), _METHODS[options.method], options.method == "model"
+    unread = ["causal", "forward", "dtype"] * is_model
+    unread += ["segments", "rates"] * (method not in DILATED)
+    unread += ["blocks", "density", "block_size"] * (method not in SPARSE)
+    for name in unread:
+        if getattr(options, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is not of {options.method!r}; it would change nothing")
+    case = Case(
+        method=method,
+        seq_len=options.tokens,
+        batch=options.batch,
+        heads=options.heads,
+        head_dim=options.head_dim,
+        segment_lengths=options.segments,
+        dilation_rates=options.rates,
+        blocks=options.blocks,
+        density=options.density,
+        block_size=options.block_size,
+        is_causal=options.causal or is_model,
+        dtype=options.dtype,
+    )
+    if refused := refusal([(case, not options.forward)], device):
+        raise ValueError(f"{_sizes(options, 'tokens', 'batch', 'heads', 'head_dim')}: {refused}")
+    backward = not options.forward
+    work = training_step(case, device) if is_model else case.contender(device, backward=backward)
+    recorder = Recorder(_writable(options.out), f"profile-{options.method}", device)
+    trace = recorder.path.with_suffix(".trace.json")
+    found = profile(lambda: list(work()), device, trace)
+    new = list(rows(case, found, once(case), backward=backward))
+    recorder.forget_like(OWN_TIME, new[0].parameters)  # of stages that the call no longer has
+    for row in new:
+        recorder.add(row)
+    title = f"{options.method}: {describe(case.parameters)}, " + ("forward and backward" if backward else "forward")
+    show(table(title, new))
+    _tell(recorder.path, trace, *charts.draw_file(recorder.path, recorder.path.parent))
+    return 0
+
+
+def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
+    """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
+    with closing(_along(steps, lambda step: step.label)) as under_way:
+        for step in under_way:
+            recorder.forget(failed(step.label))
+            if refused := refusal(step.needs, device):
+                found = iter([Row(failed(step.label), step.needs[0][0].parameters, None, "", refused=refused)])
+            else:
+                found = step.measure()
+            for row in found:
+                recorder.add(row)
+                rows.append(row)
+
+
+def table(title: str, rows: list[Row]) -> Table:
+    """A line a row, under its case; a column that no row fills is left out."""
+    from rich.text import Text
+
+    lines = [_cells(row) for row in rows]
+    headings = ("figure", "value", "10 to 90 %", "GFLOP/s", "bar")
+    filled = [i for i in range(len(headings)) if i < 2 or any(len(line[i]) for line in lines)]
+    shown, case = _table(title, *(headings[i] for i in filled)), ""
+    for row, line in zip(rows, lines, strict=True):
+        if describe(row.parameters) != case:
+            case = describe(row.parameters)
+            shown.add_section()
+            shown.add_row(Text(case, "bold"))
+        shown.add_row(*(line[i] for i in filled))
+    return shown
+
+
+def _cells(row: Row) -> list[Text]:
+    from rich.text import Text
+
+    lines = [("", "") if row.value is None else (f"{number(row.value)} {row.unit}", _range(row.spread))]
+    lines += [(f"{number(ratio.median)} x {name[:12]}", _range(ratio)) for name, ratio in row.over.items()]
+    rates = [number(rate) for name, rate in row.rates.items() if len(row.rates) == 2 or name != MATMUL]
+    met = "" if row.bar is None else Text.assemble(f"{number(row.bar)} ", "met" if row.met else ("NOT MET", "bold"))
+    name = Text.assemble(row.name, *(("\n", (row.refused, "bold")) if row.refused else ()))
+    columns = ["\n".join(column) for column in zip(*lines, strict=True)]
+    return [name, *map(Text, (*columns, "\nof ".join(rates))), Text.assemble(met)]
+
+
+def _range(spread: Spread | None) -> str:
+    return "" if spread is None else f"{number(spread.p10)} to {number(spread.p90)}"

@@ -1,0 +1,313 @@
+"""Every variant of the reports in the same rounds: time, memory, error against float64, keys reached, score entries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_lab.bench import measure, rank_processes
+from dilated_attention_lab.bench.cases import SPARSE, Case, Contender, Method
+from dilated_attention_lab.bench.exact import exact, keys_reached, rows_of
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.bench.results import Record, Row
+from dilated_attention_lab.verification import BARS
+
+REPORTED = Case(method="dilated", seq_len=4096, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+LONG = replace(REPORTED, segment_lengths=(2048, 4096, 8192))
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 262144)
+DENSITIES = (0.02, 0.05, 0.10, 0.25, 0.50)
+INSIDE = 0.10
+"""Density of the blocks inside branches."""
+DTYPES = ("float32", "bfloat16", "float16")
+ROWS = 24
+MOST_FLOPS = 2.5e12
+"""Of a call: some 25 seconds on two cores."""
+PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
+"""What the reports' plan asks of block-sparse attention at 4,096 tokens: time over the dilated baseline, by density."""
+PAIR = "ring of one process", "LongNet branches"
+"""The first does what the second does, and some checks."""
+PLANNED = {f"{blocks} blocks, {density:.0%}": bar for blocks in ("local", "random") for density, bar in PLAN.items()}
+BASELINES = "LongNet branches", "head groups"
+TWO = "ring of two processes"
+NAME, WORST, RING = "compare", "largest error of a variant", "ring of one process: time over dilated_attention"
+PLAN_OVER = "the plan: time over"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the variants of one set of rounds have in common.
+
+    Attributes:
+        base: the shape, the dtype, and the branches of those variants that have some.
+        backward, compiled: whether forward and backward are timed too, and the calls compiled.
+        seconds: about how long the rounds take.
+    """
+
+    base: Case
+    backward: bool = True
+    compiled: bool = False
+    seconds: float = 10.0
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("forward", "forward+backward")[: 1 + self.backward]
+
+    @property
+    def plain(self) -> bool:
+        """The setting of most rows: its memory is measured, and its ring of two processes."""
+        return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
+
+    @property
+    def has_ring_of_two(self) -> bool:
+        return self.plain and self.base.seq_len <= 32768
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether it is the one that the reports' plan is about."""
+        return self.base == REPORTED and not self.compiled
+
+    @property
+    def label(self) -> str:
+        base = self.base
+        words = [f"{base.seq_len:,} tokens", base.dtype, f"batch {base.batch}"]
+        words += [f"segments from {base.segment_lengths[0]:,}"] + ["compiled"] * self.compiled
+        return ", ".join(words)
+
+
+def settings(quick: bool) -> list[Setting]:
+    if quick:
+        first = replace(REPORTED, seq_len=2048)
+        others = [replace(first, dtype="bfloat16"), replace(first, dtype="float16"), replace(first, batch=4)]
+        return [Setting(first, seconds=3.0), Setting(REPORTED), *(Setting(case, seconds=3.0) for case in others)]
+    found = []
+    for branches, dtype, lengths in (
+        *((REPORTED, dtype, LENGTHS) for dtype in DTYPES),
+        (LONG, "float32", LENGTHS),
+        *((LONG, dtype, (8192,)) for dtype in DTYPES[1:]),
+    ):
+        main = branches is REPORTED and dtype == "float32"
+        for seq_len in lengths:
+            base = replace(branches, dtype=dtype, seq_len=seq_len)
+            found.append(Setting(base, seq_len <= (16384 if main else 8192), seconds=40.0 if main else 20.0))
+    found += [Setting(replace(REPORTED, seq_len=seq_len, batch=4), seconds=30.0) for seq_len in (2048, 4096, 8192)]
+    return [*found, Setting(REPORTED, backward=False, compiled=True, seconds=30.0)]
+
+
+def variants(base: Case) -> dict[str, Case]:
+    """By the name that the table shows."""
+
+    def of(method: Method, **more: Any) -> Case:
+        return replace(base, method=method, **more)
+
+    found = {
+        "dense": of("dense"),
+        "LongNet branches": of("dilated"),
+        "head groups": of("head groups"),
+        "ring of one process": of("ring"),
+    }
+    for density in DENSITIES:
+        block_size = 64 if density <= 0.05 else 128  # a row sees at least one block
+        for blocks in ("local", "random"):
+            sparse = of("block-sparse", blocks=blocks, density=density, block_size=block_size)
+            found[f"{blocks} blocks, {density:.0%}"] = sparse
+    inside: dict[str, Any] = {"density": INSIDE, "block_size": 64}
+    for blocks in ("local", "random"):
+        product = of("block-sparse dilated", blocks=blocks, **inside)
+        found[f"{blocks} blocks inside branches, {INSIDE:.0%}"] = product
+    found["multihead module"] = of("multihead")
+    found["block-sparse multihead module"] = of("multihead block-sparse", blocks="local", **inside)
+    return found
+
+
+def parameters(setting: Setting, variant: str, case: Case) -> dict[str, Any]:
+    branches = list(setting.base.segment_lengths)
+    return {**case.parameters, "variant": variant, "branches": branches, "compiled": setting.compiled}
+
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
+    """A row a variant, and what the bars are on."""
+    cases, refusals = variants(setting.base), {}
+    calls: dict[str, Call] = {}
+    for name, case in cases.items():
+        if refused := _refusal(case):
+            refusals[name] = refused
+            continue
+        call = case.prepare(device)
+        calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
+    for name, refused in refusals.items():
+        yield Row(NAME, parameters(setting, name, cases[name]), None, "ms", refused=refused)
+    figures = {name: _figures(setting, cases[name], call, device) for name, call in calls.items()}
+    where = setting.base.parameters | {"compiled": setting.compiled}
+    errors, bar = {name: found["error"] for name, found in figures.items()}, BARS[getattr(torch, setting.base.dtype)]
+    yield Row(WORST, where, measure.largest(errors.values()), "", bar=bar, figures=errors)
+    contenders = {name: contender_of(call, setting.base, device, setting.backward) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
+    for name in calls:
+        yield Row.of(
+            NAME,
+            parameters(setting, name, cases[name]),
+            rounds.spread(name).scaled(1e3),
+            "ms",
+            over={"dense": rounds.ratio(name, "dense")} if "dense" in calls and name != "dense" else {},
+            times={phase: rounds.spread(name, phase) for phase in setting.phases},
+            figures=figures[name],
+        )
+    if setting.has_plan:
+        for baseline, (name, most) in product(BASELINES, PLANNED.items()):
+            shares = [figures[x]["share of score entries"] for x in (name, baseline)]
+            its, work = (
+                parameters(setting, name, cases[name]),
+                {"score entries over the baseline's": shares[0] / shares[1]},
+            )
+            yield Row.of(f"{PLAN_OVER} {baseline}", its, rounds.ratio(name, baseline), bar=most, figures=work)
+    pair = {name: contenders[name] for name in PAIR}  # alone: among all, long calls leave them two rounds
+    alone = measure.interleave(pair, seconds=setting.seconds / 4, device=device, least=5)
+    for phase in setting.phases:
+        yield Row.of(f"{phase}: {RING}", where, alone.ratio(*PAIR, phase), bar=1.02)
+
+
+def _refusal(case: Case) -> str | None:
+    if case.flops > MOST_FLOPS:
+        return f"{case.flops / 1e12:.3g} TFLOP a call; at most {MOST_FLOPS / 1e12:.3g} are run"
+    few = min(group.queries.count for group in case.plan.groups) < case.block_size
+    return "a branch has fewer keys than a block" if few and case.segment_lengths and case.method in SPARSE else None
+
+
+def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
+    """What is known of a variant besides its time."""
+    rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
+    out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
+    q, k, v = (x.cpu() for x in inputs)
+    expected = exact(case, q, k, v, rows)
+    found = {
+        "error": float((out[:, rows].double().cpu() - expected).norm() / expected.norm()),
+        "share of score entries": case.attention_flops / replace(case, method="dense").flops,
+        "keys reached": keys_reached(case, rows),
+    }
+    return found if peak is None or not setting.plain else found | {"peak memory, bytes": float(peak)}
+
+
+def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
+    """The variants of one setting among the rows of a file."""
+    return [row for row in _of(setting, rows) if row["name"] == NAME]
+
+
+def held(rows: Sequence[Record], setting: Setting) -> bool:
+    """Whether the rows of a file are all that the setting is measured for: an interruption leaves some out."""
+    shown = [*variants(setting.base), *([TWO] if setting.has_ring_of_two else [])]
+    wanted = {*product([NAME], shown), *product([WORST, *(f"{phase}: {RING}" for phase in setting.phases)], [None])}
+    if setting.has_plan:
+        wanted |= {(f"{PLAN_OVER} {baseline}", name) for baseline in BASELINES for name in PLANNED}
+    return wanted <= {(row["name"], row["parameters"].get("variant")) for row in _of(setting, rows)}
+
+
+def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
+    """The rows of one setting among those of a file; what is of no variant has the branches as segment lengths."""
+    shared = parameters(setting, "", setting.base)
+    names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
+    wanted = {name: shared[name] for name in names}
+    for row in rows:
+        its = row["parameters"]
+        if wanted.items() <= its.items() and its.get("branches", its.get("segment_lengths")) == shared["branches"]:
+            yield row
+
+
+def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
+    """Two processes of one thread each, in rounds of their own: their time beside one process of two threads."""
+    if not setting.has_ring_of_two:
+        return
+    case = variants(setting.base)["LongNet branches"]
+    refused = None if device.type == "cpu" else f"its two processes run on the CPU alone, not on {device.type}"
+    if refused is None:
+        try:
+            found = rank_processes.measure("ring", case, 2, rounds=3)
+        except RuntimeError as error:  # it names the machine, which a row does not
+            print(f"{setting.label}: {error}", file=sys.stderr)
+            refused = "its two processes failed; standard error said why"
+    if refused is not None:
+        yield Row(NAME, parameters(setting, TWO, case), None, "ms", refused=refused)
+        return
+    times = {phase: Spread.of(found[phase]) for phase in ("forward", "forward+backward")}
+    yield Row.of(
+        NAME,
+        parameters(setting, TWO, case),
+        times["forward"].scaled(1e3),
+        "ms",
+        times=times,
+        figures={"difference from one process": found["difference"]},
+    )
+
+
+def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return base.inputs(device)[0]
+
+
+def call_and_peak(
+    call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
+) -> tuple[Tensor, int | None]:
+    """What it returns, and the bytes that it took at its peak; with `warm` those of a second call.
+
+    The first also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
+    """
+    outs: list[Tensor] = []
+    with torch.no_grad():
+        if warm:
+            call(*inputs)
+        peak = measure.peak_above_now(lambda: outs.append(call(*inputs)), device)
+    return outs[0], peak
+
+
+def contender_of(call: Call, base: Case, device: torch.device, backward: bool) -> Contender:
+    inputs = [x.requires_grad_(backward) for x in inputs_of(base, device)]
+    gradient = torch.randn_like(inputs[0]) if backward else None
+
+    def work() -> Iterator[str]:
+        with torch.set_grad_enabled(backward):
+            out = call(*inputs)
+            yield "forward"
+            if backward:
+                torch.autograd.grad(out, inputs, gradient)
+                yield "forward+backward"
+
+    return work
+
+
+def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings, and the cells of one setting's rows."""
+    headings = ("variant", "forward ms", "/ dense", "+ backward", "MiB", "error", "keys", "share")
+    return headings, [(_name(row), *_cells(row)) for row in rows]
+
+
+def _name(row: Record) -> str:
+    """The variant, why it has no figures, and what is wrong with what it computes."""
+    name, figures = str(row["parameters"]["variant"]), row.get("figures", {})
+    if row["value"] is None:
+        return f"{name}: {row['refused']}"
+    least, greatest = (figures.get(f"row sum, {end}", 1.0) for end in ("least", "greatest"))
+    if not 0.99 < least <= greatest < 1.01:
+        name += f" (rows sum to {least:.3g} to {greatest:.3g})"
+    return name if figures.get("depends on other tokens", 1.0) else f"{name} (no token sees another)"
+
+
+def _cells(row: Record) -> tuple[str, ...]:
+    figures, both = row.get("figures", {}), row.get("times", {}).get("forward+backward")
+    if row["value"] is None:
+        return ("",) * 7
+    shown = (("peak memory, bytes", 2**-20, ",.0f"), ("error", 1, ".1e"), ("keys reached", 1, ",.0f"))
+    return (
+        f"{row['value']:.3g}",
+        f"{row['over']['dense']['median']:.2f}" if row.get("over") else "",
+        "" if both is None else f"{1e3 * both['median']:.3g}",
+        *(f"{figures[name] * unit:{form}}" if name in figures else "" for name, unit, form in shown),
+        f"{figures['share of score entries']:.1%}" if "share of score entries" in figures else "",
+    )

@@ -1,0 +1,257 @@
+"""How time and memory are measured.
+
+Machines are noisy and other people use them. So everything that is to be compared runs in one process, in rounds: each
+round runs every contender once, starting from another one each time. A ratio is the median of the rounds' ratios, which
+a slow drift of the machine leaves alone, and it comes with its spread. A large matrix product runs in every round too:
+its rate is the ceiling of this machine at this moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilated_attention.plumbing import fused
+from dilated_attention_lab.bench.cases import Case, Contender, contender
+from dilated_attention_lab.environment import peak_memory
+
+MATMUL = "matrix product"
+UNTOLD = "this system does not tell a process's peak memory"
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN where one is, which Python's `max` drops unless it comes first."""
+    return float(np.max([*values]))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Quantiles of a sample, in its own unit."""
+
+    minimum: float
+    p10: float
+    median: float
+    p90: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        minimum, p10, median, p90 = map(float, np.quantile(values, (0, 0.1, 0.5, 0.9)))
+        return cls(minimum, p10, median, p90, len(values))
+
+    @classmethod
+    def of_ratios(cls, values: Sequence[float], others: Sequence[float], factor: float = 1.0) -> Spread:
+        """Of `factor` times each value over the other of the same round."""
+        return cls.of([factor * value / other for value, other in zip(values, others, strict=True)])
+
+    def scaled(self, factor: float) -> Spread:
+        return Spread(factor * self.minimum, factor * self.p10, factor * self.median, factor * self.p90, self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Seconds of every phase of every contender, one entry a round: seconds["dilated", "forward"][round]."""
+
+    seconds: dict[tuple[str, str], list[float]]
+    matmul_size: int
+
+    def spread(self, name: str, phase: str = "forward") -> Spread:
+        return Spread.of(self.seconds[name, phase])
+
+    def ratio(self, name: str, other: str, phase: str = "forward", factor: float = 1.0) -> Spread:
+        """`factor` times name over other, round by round."""
+        return Spread.of_ratios(self.seconds[name, phase], self.seconds[other, phase], factor)
+
+    @property
+    def matmul_gflops(self) -> float:
+        return 2 * self.matmul_size**3 / self.spread(MATMUL).median / 1e9
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def interleave(
+    contenders: Mapping[str, Contender],
+    *,
+    seconds: float,
+    device: torch.device,
+    least: int = 3,
+    most: int = 50,
+    dtype: torch.dtype = torch.float32,
+) -> Rounds:
+    """Run the contenders in rounds until about `seconds` are spent.
+
+    Each round has another order: what runs before a contender leaves memory and caches as it used them.
+
+    Args:
+        contenders: a phase's time counts from the contender's start.
+        dtype: of the matrix product.
+        least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
+    """
+    size = 1536 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    everyone = {MATMUL: contender(lambda: a @ b), **contenders}
+    names, order = list(everyone), random.Random(0)
+    begin = time.perf_counter()
+    rounds: list[dict[tuple[str, str], float]] = []
+    warm = False
+    while len(rounds) < least or (len(rounds) < most and time.perf_counter() - begin < seconds):
+        times = {}
+        for name in order.sample(names, len(names)):
+            synchronize(device)
+            start = time.perf_counter()
+            for phase in everyone[name]():
+                synchronize(device)
+                times[name, phase] = time.perf_counter() - start
+        if warm or time.perf_counter() - begin > seconds / 10:
+            rounds.append(times)
+        warm = True
+    return Rounds({key: [times[key] for times in rounds] for key in rounds[0]}, size)
+
+
+def elapsed(call: Callable[[], object], *, runs: int) -> Spread:
+    """Seconds of a call that leaves nothing running on a device."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return Spread.of(times)
+
+
+def fused_calls(call: Callable[[], object]) -> int:
+    """How many forwards of PyTorch's fused attention a call of the native backend makes."""
+    number, forward = 0, fused.forward
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal number
+        number += 1
+        return forward(*arguments)
+
+    fused.forward = counted  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        fused.forward = forward
+    return number
+
+
+def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = False) -> int | None:
+    """Bytes that a call adds at its peak to what q, k and v take; its output is among them.
+
+    Taken in a process of its own, from the most memory that it ever held: resident on the CPU, allocated on a GPU. None
+    where the system does not tell.
+    """
+    request = {"case": case.parameters, "device": str(device), "backward": backward}
+    peak: int | None = in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
+    return peak
+
+
+def in_new_process(
+    module: str, request: Mapping[str, object], *, limit: Sequence[str] = (), launcher: Sequence[str] = (), **more: str
+) -> Any:
+    """What `python -m module REQUEST` prints, JSON on its last line.
+
+    Args:
+        limit: a command in front of Python. launcher: a module that runs modules, with its options.
+        more: variables of the environment.
+    """
+    process = subprocess.run(
+        [*limit, sys.executable, "-m", *launcher, module, json.dumps(request)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more,
+        capture_output=True,
+        text=True,
+    )
+    if process.returncode:
+        raise RuntimeError(f"{module} {request} ended with {process.returncode}: {process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def before_peak(case: Case) -> Case:
+    """A short call of the same kind, which runs before the one whose memory is measured."""
+    return replace(case, seq_len=max(64, 4 * case.block_size))
+
+
+def _measure_peak(request: dict[str, Any]) -> int | None:
+    torch.set_num_threads(request["threads"])
+    device, case = torch.device(request["device"]), Case(**request["case"])
+    first, work = (x.contender(device, backward=request["backward"]) for x in (before_peak(case), case))
+    list(first())  # loads the operators and starts the threads
+    return peak_above_now(lambda: list(work()), device)
+
+
+def peak_above_now(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that a call adds, at its peak, to what this process holds; None where the system does not tell."""
+    forget_peak(device)
+    before = peak_memory(device)
+    call()
+    synchronize(device)
+    after = peak_memory(device)
+    return None if before is None or after is None else after - before
+
+
+def forget_peak(device: torch.device) -> None:
+    """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs.
+
+    What the C library keeps of memory that was freed goes back first: a call that takes it again would not be seen.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except PermissionError:
+            return
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken, or None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if sys.platform != "linux":
+        return None
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if Path(limit).exists() and (text := Path(limit).read_text().strip()) != "max":
+            free = min(free, int(text) - int(Path(used).read_text()))
+    return free
+
+
+def refusal(needs: Sequence[tuple[Case, bool]], device: torch.device) -> str | None:
+    """Why cases, each with whether it runs a backward, cannot be held at once, with the figure; None where they can."""
+    return lack_of_memory(sum(case.predicted_bytes(backward=backward) for case, backward in needs), device)
+
+
+def lack_of_memory(needed: int, device: torch.device) -> str | None:
+    """Why that many bytes cannot be held, with the figure; None where they can, or the system does not tell."""
+    free = available_memory(device)
+    if free is None or needed <= free:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure_peak(json.loads(sys.argv[1]))))

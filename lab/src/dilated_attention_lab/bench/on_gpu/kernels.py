@@ -1,0 +1,78 @@
+"""Tiles of the kernels, beside those that ship in the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dilated_attention.plumbing import ARCHITECTURES, Kernel, Shape, triton
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, Contender, under
+from dilated_attention_lab.bench.on_gpu.speed import serving
+from dilated_attention_lab.bench.results import Row
+
+CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
+    "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 64, 4, 2),
+                (128, 32, 8, 3), (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 2)],
+    "dq": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 32, 8, 2),
+           (128, 32, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)],
+    "dkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 128, 8, 2),
+             (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3), (64, 16, 8, 3)],
+}  # fmt: skip
+"""Tiles to try: own, loop, warps, stages."""
+OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4))
+            for stages in (3, 4, 5)]  # fmt: skip
+"""The same of a forward over lists of blocks, whose loads take a stage more to run as far ahead."""
+
+
+@contextmanager
+def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
+    """The kernels of a case with other tiles than those that ship."""
+    architecture, key = ARCHITECTURES[triton.architecture(device)], (kernel, getattr(torch, case.dtype).itemsize)
+    has_lists = case.method == "block-sparse" and key in architecture.of_lists
+    shapes = architecture.of_lists if has_lists else architecture.shapes
+    shipped = shapes[key]
+    wide = (case.head_dim > 64) + (case.head_dim > 128)
+    shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        shapes[key] = shipped
+
+
+def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
+    """A call with the tiles that ship, then with others, each run once; and why others do not run."""
+    has_lists, size = case.method == "block-sparse", getattr(torch, case.dtype).itemsize
+    architecture = ARCHITECTURES[triton.architecture(device)]
+    shipped = architecture.shape(kernel, size, case.head_dim, masked=False, has_lists=has_lists)
+    work = case.contender(device, backward=kernel != "forward")
+    makers: dict[str, Callable[[], Contender]] = {f"shipped tiles {tuple(shipped)}": lambda: work}
+    for shape in (Shape(*x) for x in (OF_LISTS if has_lists else CANDIDATES[kernel])):
+        if shape != shipped:
+            makers[f"tiles {tuple(shape)}"] = partial(under, partial(shaped, kernel, case, device, shape), work)
+    return serving(makers)
+
+
+def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
+    """How many shapes compile, which leaves them in Triton's cache: with the fewest tokens and heads that need them."""
+    least = 4096 if case.method == "block-sparse" else max(case.segment_lengths)
+    few = replace(case, seq_len=least, heads=max(case.dilation_rates, default=case.heads))
+    found, _ = tiled(kernel, few, device)
+    yield Row(f"{kernel}: shapes of tiles that compile", case.parameters, float(len(found)), "shapes")
+
+
+def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """What to enter in configurations.py: the time of a whole call, of which only this kernel differs."""
+    contenders, refused = tiled(kernel, case, device)
+    phase, (shipped, *_) = "forward" if kernel == "forward" else "forward+backward", contenders
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    for name in contenders:
+        over = {} if name == shipped else {shipped: rounds.ratio(name, shipped, phase)}
+        spread = rounds.spread(name, phase).scaled(1e3)
+        yield Row.of(f"{phase}, {kernel}: {name}", case.parameters, spread, "ms", over=over)
+    for name, why in refused.items():
+        yield Row(f"{phase}, {kernel}: {name}", case.parameters, None, "ms", refused=why)

@@ -1,0 +1,218 @@
+"""Times beside dense kernels of equal work, FlexAttention, and the native backend."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dilated_attention.plumbing import triton
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case, Contender, under
+from dilated_attention_lab.bench.groups import failures, reason_of
+from dilated_attention_lab.bench.measure import Rounds, Spread
+from dilated_attention_lab.bench.on_gpu import SMALL
+from dilated_attention_lab.bench.on_gpu.correctness import graph_of
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import rates
+
+RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
+         ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38}  # fmt: skip
+"""Bars: useful work over the matrix rate of the same rounds, by phase, head_dim and causality."""
+SPEED_UPS = {0.10: 7.0, 0.05: 13.0, 0.02: 25.0}
+"""Bars: block-sparse forward over the fastest dense kernel at 32,768 tokens, by density."""
+SHORT = (256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens at which triton and native are compared."""
+DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
+    """One dense call of PyTorch's with a given kernel, on `(batch, heads, seq, head_dim)`."""
+    rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
+    return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, runs: int = 20) -> Spread:
+    """Seconds of a call, after a first one."""
+    found = []
+    for _ in range(runs + 1):
+        measure.synchronize(device)
+        start = time.perf_counter()
+        call()
+        measure.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return Spread.of(found[1:])
+
+
+Makers = Mapping[str, Callable[[], Contender]]
+
+
+def dense_makers(case: Case, device: torch.device, *, backward: bool) -> Makers:
+    return {f"dense {name}": partial(dense, case, kernel, device, backward=backward) for name, kernel in DENSE.items()}
+
+
+def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders that run, each tried once; and why the others do not."""
+    found, refused = {}, {}
+    for name, make in makers.items():
+        try:
+            contender = make()
+            list(contender())
+        except failures() as error:
+            refused[name] = reason_of(error)
+        else:
+            found[name] = contender
+    return found, refused
+
+
+def equal_work(case: Case) -> Case:
+    """One dense sequence with about as many score entries as a dilated case."""
+    entries = case.flops // (4 * case.head_dim * case.heads * case.batch)
+    length = math.isqrt(entries * (2 if case.is_causal else 1))
+    return replace(case, method="dense", backend="auto", seq_len=max(128, length // 128 * 128))
+
+
+def backward_alone(rounds: Rounds, name: str) -> Spread:
+    pairs = zip(rounds.seconds[name, "forward"], rounds.seconds[name, "forward+backward"], strict=True)
+    return Spread.of([both - forward for forward, both in pairs])
+
+
+def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
+    """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
+    even = equal_work(case)
+    makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
+    contenders, refused = serving({**makers, **dense_makers(even, device, backward=True)})
+    rivals = [name for name in contenders if name not in names]
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    matrix = rounds.matmul_gflops
+    entry: dict[tuple[str, str], float] = {}  # seconds per score entry, times a constant
+    for name in (*contenders, *refused):
+        flops = even.flops if name.startswith("dense ") else case.flops
+        for phase, factor in (("forward", 1.0), ("backward", 2.5)):
+            limit = RATES.get((phase, case.head_dim, case.is_causal)) if name == "triton" else None
+            title = f"{phase}: {name}, matrix rate over the rate of useful work"
+            bar = None if limit is None else 1 / limit
+            if name in refused:
+                yield Row(title, case.parameters, None, "x", bar=bar, refused=refused[name])
+                continue
+            spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
+            entry[name, phase] = spread.median / flops
+            ratio = spread.scaled(matrix * 1e9 / (factor * flops))
+            useful = {name: factor * flops / spread.median / 1e9, measure.MATMUL: matrix}
+            yield Row.of(title, case.parameters, ratio, bar=bar, times={name: spread}, rates=useful)
+    for phase, bar in (("forward", 1.15), ("backward", None)):
+        title = f"{phase}: time per score entry over the best dense kernel's"
+        if "triton" in contenders and rivals:
+            best = min(rivals, key=lambda name: entry[name, phase])
+            yield Row(title, case.parameters, entry["triton", phase] / entry[best, phase], f"x {best}", bar=bar)
+        else:
+            yield Row(title, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
+
+
+def _reasons(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in refused.items())
+
+
+def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
+    """Against FlexAttention with the same blocks, or against dense kernels over the whole sequence."""
+    ours = {"triton": partial(case.contender, device)}
+    if flex:
+        rival = replace(case, method="flex", backend="auto")
+        rivals: Makers = {"flex": partial(rival.contender, device)}
+        work = {"triton": case.flops, "flex": case.flops}
+        yield from against("compiled FlexAttention", case, ours, rivals, device, budget, {"triton": 1.0}, work)
+        return
+    assert case.density is not None
+    full = replace(case, method="dense", backend="auto")
+    rivals = dense_makers(full, device, backward=False)
+    bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
+    work = {"triton": case.flops} | dict.fromkeys(rivals, full.flops)
+    yield from against("the fastest dense kernel", case, ours, rivals, device, budget, {"triton": bar}, work)
+
+
+def small(device: torch.device, budget: float) -> Iterator[Row]:
+    """A short sequence, where the calls on the host count: eager, and as a CUDA graph."""
+
+    def replayed() -> Contender:
+        inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
+        with torch.no_grad():
+            graph, _ = graph_of(lambda: call(*inputs))
+
+        def replay() -> Iterator[str]:
+            graph.replay()
+            yield "forward"
+
+        return replay
+
+    ours: Makers = {name: partial(replace(SMALL, backend=name).contender, device) for name in ("triton", "native")}
+    full = replace(SMALL, method="dense", backend="auto")
+    rivals = dense_makers(full, device, backward=False)
+    work = dict.fromkeys(("triton", "native", "triton, CUDA graph"), SMALL.flops) | dict.fromkeys(rivals, full.flops)
+    yield from against(
+        "the fastest dense kernel", SMALL, {**ours, "triton, CUDA graph": replayed}, rivals, device, budget,
+        {"triton": 1.0}, work, most=200,
+    )  # fmt: skip
+
+
+def against(
+    title: str,
+    case: Case,
+    ours: Makers,
+    rivals: Makers,
+    device: torch.device,
+    budget: float,
+    bars: Mapping[str, float],
+    work: Mapping[str, float],
+    most: int = 50,
+) -> Iterator[Row]:
+    """The forward time of each of ours over that of the fastest of `rivals`, which are called `title`.
+
+    Args:
+        work: useful floating-point operations of everyone.
+        most: rounds.
+    """
+    contenders, refused = serving({**ours, **rivals})
+    dtype = getattr(torch, case.dtype)
+    rounds = measure.interleave(contenders, seconds=budget, device=device, most=most, dtype=dtype)
+    for name in contenders:
+        spread, useful = rounds.spread(name).scaled(1e3), rates(rounds, "forward", {name: work[name]})
+        yield Row.of(f"forward: {name}, beside {title}", case.parameters, spread, "ms", rates=useful)
+    for name, why in refused.items():
+        yield Row(f"forward: {name}, beside {title}", case.parameters, None, "ms", refused=why)
+    able = [name for name in rivals if name in contenders]
+    for name in ours:
+        row, bar = f"forward: {name}, time over {title}", bars.get(name)
+        if name in contenders and able:
+            best = min(able, key=lambda rival: rounds.spread(rival).median)
+            yield Row.of(row, case.parameters, rounds.ratio(name, best), f"x {best}", bar=bar)
+        else:
+            yield Row(row, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
+
+
+def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
+    """The least work from which on triton is faster than native, forward and with the backward."""
+    faster: list[tuple[int, bool]] = []
+    for length in lengths:
+        case = replace(case, seq_len=length)
+        pair = [replace(case, backend=name) for name in ("triton", "native")]
+        contenders = {x.backend: x.contender(device, backward=True) for x in pair}
+        rounds = measure.interleave(contenders, seconds=budget, device=device, most=200)
+        ratios = {phase: rounds.ratio("triton", "native", phase) for phase in ("forward", "forward+backward")}
+        faster.append((case.flops // 4, all(ratio.median <= 1 for ratio in ratios.values())))
+        for phase, ratio in ratios.items():
+            times = {name: rounds.spread(name, phase) for name in contenders}
+            yield Row.of(f"{phase}: triton over native", case.parameters, ratio, times=times)
+    slow = [i for i, (_, better) in enumerate(faster) if not better]
+    first = slow[-1] + 1 if slow else 0
+    here = triton.architecture(device)
+    name = f"`least` of {here} in RULES of backends/triton.py"
+    unit, why = "score entries x head_dim", "triton is not faster than native at any length measured"
+    if first < len(faster):
+        yield Row(name, case.parameters, float(faster[first][0]), unit)
+    else:
+        yield Row(name, case.parameters, None, unit, refused=why)

@@ -1,0 +1,200 @@
+"""What several real processes measure together: run under torchrun by the suite `parallel`; rank 0 prints JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from dilated_attention import dilated_attention
+from dilated_attention.parallel import shard_sequence
+from dilated_attention.plumbing import Link, Traffic, link_of, use_link
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.measure import in_new_process
+from dilated_attention_lab.bench.rehearsal_links import PatientLink, RehearsalLink
+
+Samples = dict[str, list[float]]
+
+
+def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = ()) -> dict[str, Any]:
+    """Run `mode` of this module in `ranks` processes of one thread each. RuntimeError where one of them fails.
+
+    Args:
+        limit: a command in front of theirs, that gives them a slower network.
+    """
+    place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
+    answer: dict[str, Any] = in_new_process(
+        __name__,
+        {"mode": mode, "case": case.parameters, "rounds": rounds},
+        limit=limit,
+        launcher=("torch.distributed.run", *place, "-m"),
+        OMP_NUM_THREADS="1",
+        **loopback,
+    )
+    return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def limited(megabits: int) -> list[str]:
+    """A command that runs another one in a network namespace of its own, whose link moves so much a second."""
+    slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
+    script = f'ip link set lo up && {slower} && exec "$@"'
+    return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
+
+
+def limit_refusal() -> str | None:
+    """Why no slower network can be had here, or None."""
+    try:
+        process = subprocess.run([*limited(100), "true"], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return f"no limited link: {error.filename} is not installed"
+    return None if process.returncode == 0 else f"no limited link: {process.stderr.strip().splitlines()[-1]}"
+
+
+def _interleave(contenders: Mapping[str, Callable[[], float | None]], rounds: int) -> Samples:
+    """Seconds of every contender in every round, the slowest rank's; a contender may say them itself."""
+    names = list(contenders)
+    samples: Samples = {name: [] for name in names}
+    for i in range(rounds + 1):  # the first is a warm-up
+        for j in range(len(names)):
+            name = names[(i + j) % len(names)]
+            dist.barrier()
+            begin = time.perf_counter()
+            told = contenders[name]()
+            seconds = torch.tensor(time.perf_counter() - begin if told is None else told, dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if i:
+                samples[name].append(seconds.item())
+    return samples
+
+
+def _training_step(case: Case, tensors: Sequence[torch.Tensor], mesh: Any) -> Callable[[], None]:
+    q, k, v, gradient = (x.clone() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> None:
+        whole: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "seq_len": case.seq_len}
+        out = dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, is_causal=case.is_causal, **whole)
+        assert isinstance(out, torch.Tensor)
+        torch.autograd.grad(out, leaves, gradient)
+
+    return step
+
+
+def _tensors(case: Case) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(case.batch, case.seq_len, case.heads, case.head_dim) for _ in range(4)]
+
+
+def _scaling(case: Case, rounds: int) -> dict[str, Any]:
+    """A forward and backward of the same sequence on rank 0 alone, and on all ranks."""
+    mesh, tensors = dist.group.WORLD, _tensors(case)
+    assert mesh is not None
+    alone = _training_step(case, tensors, None)
+    shared = _training_step(case, [shard_sequence(x, mesh) for x in tensors], mesh)
+    link = link_of(mesh)
+
+    def compute() -> float:
+        """Without the seconds that the rank waits for others' rows."""
+        link.traffic = Traffic()
+        begin = time.perf_counter()
+        shared()
+        return time.perf_counter() - begin - link.traffic.waited
+
+    return _interleave(
+        {"alone": lambda: alone() if dist.get_rank() == 0 else None, "all": shared, "all, waiting apart": compute},
+        rounds,
+    )
+
+
+def _single(case: Case, rounds: int) -> dict[str, Any]:
+    """A mesh of one rank, and no mesh."""
+    mesh, tensors = dist.group.WORLD, _tensors(case)
+    assert mesh is not None
+    samples = _interleave(
+        {"mesh": _training_step(case, tensors, mesh), "no mesh": _training_step(case, tensors, None)}, rounds
+    )
+    return samples | {"transfers": link_of(mesh).traffic.rounds}
+
+
+def _overlap(case: Case, rounds: int) -> dict[str, Any]:
+    """A forward with its exchange hidden, waited for where it starts, and left out; and the exchange alone."""
+    mesh = dist.group.WORLD
+    assert mesh is not None
+    q, k, v = (shard_sequence(x, mesh) for x in _tensors(case)[:3])
+    links: dict[str, Link] = {"hidden": Link(mesh), "waited for": PatientLink(mesh), "left out": RehearsalLink(mesh)}
+
+    def forward(name: str) -> None:
+        use_link(links[name])
+        with torch.no_grad():
+            whole: dict[str, Any] = {"mesh": mesh, "seq_len": case.seq_len}
+            dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, transport="exchange", **whole)
+
+    for name in links:
+        forward(name)
+    sent, messages = links["hidden"].traffic.bytes_sent, links["hidden"].traffic.messages_sent
+    peers, rank = dist.get_world_size(), dist.get_rank()
+    splits = [0 if j == rank else sent // (peers - 1) for j in range(peers)]
+    send, receive = (torch.zeros(sum(splits), dtype=torch.uint8) for _ in range(2))
+
+    def exchange() -> None:
+        dist.all_to_all_single(receive, send, splits, splits)
+
+    contenders = {name: lambda name=name: forward(name) for name in links}
+    samples = _interleave({**contenders, "exchange": exchange}, rounds)
+    return samples | {"bytes": sent, "messages": messages}
+
+
+def _ring(case: Case, rounds: int) -> dict[str, Any]:
+    """A forward, and a forward and backward, on all ranks; and how far the output is from one process's."""
+    mesh, tensors = dist.group.WORLD, _tensors(case)
+    assert mesh is not None
+    shards = [shard_sequence(x, mesh) for x in tensors]
+
+    @torch.no_grad()
+    def out(inputs: Sequence[torch.Tensor], **whole: Any) -> torch.Tensor:
+        q, k, v, _ = inputs
+        segments, rates = case.segment_lengths, case.dilation_rates
+        found = dilated_attention(q, k, v, segments, rates, is_causal=case.is_causal, **whole)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def forward() -> None:
+        out(shards, mesh=mesh, seq_len=case.seq_len)
+
+    difference = (out(shards, mesh=mesh, seq_len=case.seq_len) - shard_sequence(out(tensors), mesh)).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    samples = _interleave({"forward": forward, "forward+backward": _training_step(case, shards, mesh)}, rounds)
+    return samples | {"difference": float(difference)}
+
+
+_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring}
+
+
+@record  # torchrun then tells a rank's traceback
+def _main(request: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    answer = _MODES[request["mode"]](Case(**request["case"]), request["rounds"])
+    if dist.get_rank() == 0:
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

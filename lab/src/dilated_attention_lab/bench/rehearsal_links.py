@@ -1,0 +1,46 @@
+"""Links that stand in for a network: one that moves nothing, and one that hides nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention.plumbing import Framing, Link, Transfer
+
+
+class RehearsalLink(Link):
+    """The end of a group that has no other ends: transfers are counted and take no time, normals arrive.
+
+    Attributes:
+        filled: seconds of CPU time spent drawing them, which no real rank spends.
+    """
+
+    filled: float = 0.0
+
+    def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        return []
+
+    def received(self, transfer: Transfer) -> None:
+        begin = time.process_time()
+        if transfer.buffer.is_floating_point():
+            transfer.buffer.normal_()
+        self.filled += time.process_time() - begin
+
+
+class PatientLink(Link):
+    """A link that waits for every transfer where it starts: what hiding communication is measured against."""
+
+    def started(self, works: list[dist.Work], *arguments: Any) -> Transfer:
+        with self.guard("while waiting"):
+            for work in works:
+                work.wait()
+        return super().started(works, *arguments)

@@ -1,0 +1,155 @@
+"""Rows of results: one JSON object a line, in results/<device>/<suite>.jsonl.
+
+A row says what was measured, the value, its spread, and on what: device, versions, commit, date. A file holds one row a
+figure: measuring it again replaces the row. Every row is written as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.bench.measure import Spread
+from dilated_attention_lab.environment import device_name, environment
+
+Record = dict[str, Any]
+"""A row as the file has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: of the figure; with the parameters it is the row's key within its suite.
+        value: a median where there is a spread; None where `refused` says why there is none.
+        unit: `x` for a ratio, else `s`, `bytes`, `GFLOP/s`, `calls`, ...
+        bar: what the value may not exceed.
+        spread: quantiles of the value.
+        over: the ratio of the value to those of others in the same rounds, by their names.
+        times: quantiles of the seconds that it comes from, by contender and phase.
+        rates: GFLOP/s of useful work, and of the matrix product in the same run.
+        figures: what else is known of the same case, by name.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    value: float | None
+    unit: str
+    _: KW_ONLY
+    bar: float | None = None
+    spread: Spread | None = None
+    over: Mapping[str, Spread] = field(default_factory=dict)
+    times: Mapping[str, Spread] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    refused: str | None = None
+
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, Any], spread: Spread, unit: str = "x", **others: Any) -> Row:
+        """A row of the median of a spread."""
+        return cls(name, parameters, spread.median, unit, spread=spread, **others)
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.bar is None or self.value is None else self.value <= self.bar
+
+
+def device_folder(device: torch.device) -> str:
+    """`cpu-2-threads-amd-epyc`, `cuda-nvidia-h200`: the device in words, without the name of the machine."""
+    words = device_name(device).rpartition(", ")[0] if device.type != "cuda" else device_name(device)
+    threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
+    return f"{device.type}{threads}-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def commit() -> str | None:
+    """The commit of the package's sources, with `-dirty` where they differ from it; None outside a repository."""
+    sources = str(Path(__file__).parent.parent)
+
+    def git(*arguments: str) -> str:
+        process = subprocess.run(["git", "-C", sources, *arguments], capture_output=True, text=True)
+        return process.stdout.strip()
+
+    try:
+        at = git("describe", "--always", "--abbrev=12", "--exclude=*")
+        return f"{at}-dirty" if at and git("status", "--porcelain", "--", ".") else at or None
+    except FileNotFoundError:
+        return None
+
+
+class Recorder:
+    """Writes the rows of one suite; where the folder cannot be written, to standard output instead."""
+
+    def __init__(self, folder: Path, suite: str, device: torch.device) -> None:
+        self.path = folder / device_folder(device) / f"{suite}.jsonl"
+        self._suite = suite
+        self._rows = {_key(row): row for row in read(self.path)} if self.path.exists() else {}
+        self._facts = {"environment": environment(device), "commit": commit()}
+        self.failure: str | None = None
+
+    def add(self, row: Row) -> None:
+        record = {
+            "suite": self._suite,
+            **{key: value for key, value in asdict(row).items() if value not in (None, {}) or key == "value"},
+            **({} if row.met is None else {"met": row.met}),
+            **self._facts,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        record = json.loads(json.dumps(record))
+        self._rows[_key(record)] = record
+        if self.failure is None:
+            try:
+                storage.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self._rows.values()))
+                return
+            except OSError as error:
+                self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"
+                print(self.failure, file=sys.stderr)
+        print(json.dumps(record), flush=True)
+
+    @property
+    def rows(self) -> list[Record]:
+        return list(self._rows.values())
+
+    def forget(self, name: str) -> None:
+        """Leave out the rows of that name from the next time that a row is written."""
+        self._rows = {key: row for key, row in self._rows.items() if row["name"] != name}
+
+    def forget_like(self, beginning: str, parameters: Mapping[str, Any]) -> None:
+        """As `forget`, of names that begin so, of one case."""
+        self._rows = {
+            key: row
+            for key, row in self._rows.items()
+            if not row["name"].startswith(beginning) or key != _key({"name": row["name"], "parameters": parameters})
+        }
+
+
+def failed(label: str) -> str:
+    """The name of the row that says why a step stopped, until the step is run again."""
+    return f"failed: {label}"
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    return json.dumps([record["name"], record["parameters"]], sort_keys=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file. ValueError, naming the line, where one is no row."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            _key(row)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: not a row of results: {line[:80]!r}") from None
+        rows.append(row)
+    return rows

@@ -1,0 +1,274 @@
+"""One rank of a large world: its real code on PyTorch's fake process group, where rows of normals arrive at once.
+
+Three kinds of figures come out, and are labelled as such everywhere:
+
+    measured   this rank's compute, in seconds of its one thread's CPU time, and peak memory on this device;
+    counted    bytes, messages and rounds, where tensors are handed to `torch.distributed`;
+    modelled   time of communication, latency x messages + bytes / bandwidth, and all of the other schemes.
+
+The rank is the world's last, which computes and receives most when causal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dilated_attention import Dilated, dilated_attention
+from dilated_attention.parallel import ExchangePlan, exchange_plan
+from dilated_attention.plumbing import Traffic, use_link
+from dilated_attention_lab.bench.cases import doubling
+from dilated_attention_lab.bench.measure import in_new_process, peak_above_now
+from dilated_attention_lab.bench.rehearsal_links import RehearsalLink
+from dilated_attention_lab.bench.results import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A context parallel call of all ranks together; segments and rates double from `first_segment` and 1 up to it.
+
+    Attributes:
+        seq_len: tokens over all ranks.
+        dtype: as in torch, `float32`.
+    """
+
+    seq_len: int
+    ranks: int
+    heads: int = 12
+    head_dim: int = 64
+    first_segment: int = 2048
+    is_causal: bool = True
+    dtype: str = "float32"
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "ranks", "heads", "head_dim", "first_segment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.seq_len < self.ranks:
+            raise ValueError(f"seq_len must give each of the {self.ranks} ranks a token; got {self.seq_len}")
+
+    @property
+    def pattern(self) -> Dilated:
+        return doubling(self.first_segment, max(1, (self.seq_len // self.first_segment).bit_length()))
+
+    @property
+    def shard(self) -> int:
+        """Tokens of the last rank."""
+        return self.seq_len - (self.ranks - 1) * self.seq_len // self.ranks
+
+    @property
+    def row_bytes(self) -> int:
+        """The keys and values of one token, all heads."""
+        return 2 * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
+    def plan(self, transport: str | None = None) -> ExchangePlan:
+        """What the last rank moves, from the formula."""
+        return exchange_plan(
+            self.pattern,
+            self.seq_len,
+            self.heads,
+            self.ranks,
+            self.ranks - 1,
+            head_dim=self.head_dim,
+            dtype=getattr(torch, self.dtype),
+            is_causal=self.is_causal,
+            transport=transport or self.transport,
+        )
+
+    def others(self) -> dict[str, tuple[int, int]]:
+        """(bytes, messages) that a rank receives in a forward under other schemes; modelled, by closed formulas.
+
+        `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: the rows of each
+        branch among the ranks of a segment. `official LongNet`: the same over the whole world, as torchscale does.
+        """
+        shard, row = self.seq_len // self.ranks, self.row_bytes
+        gathered = messages = official = 0
+        branches = zip(self.pattern.segment_lengths, self.pattern.dilation_rates, strict=True)
+        crossing = [(segment, rate) for segment, rate in branches if segment > shard]
+        for segment, rate in crossing:
+            members = max(1, min(segment // shard, segment // rate))
+            gathered += row * (segment - segment // members) // rate
+            messages += members - 1
+            official += row * max(1, shard // rate) * (self.ranks - 1)
+        return {
+            "dense ring": (row * shard * (self.ranks - 1), self.ranks - 1),
+            "all-gather": (gathered, messages),
+            "official LongNet": (official, len(crossing) * (self.ranks - 1)),
+        }
+
+    def flops(self, dense: bool = False) -> float:
+        """Of the last rank's forward: 4 head_dim a score entry, about."""
+        pattern = Dilated((self.seq_len,), (1,)) if dense else self.pattern
+        entries = 0.0
+        for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
+            seen = min(segment, self.seq_len) / rate
+            within = 1.0 if not self.is_causal else 1.0 - min(1.0, self.shard / segment) / 2
+            entries += self.shard / rate * seen * within
+        return 4 * self.head_dim * self.heads * entries
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What the last rank of a world did.
+
+    Attributes:
+        transport: that served the call.
+        forward, backward: measured seconds of compute, one a round.
+        sent, received, messages, rounds: counted in the forward; returned: bytes sent in the backward.
+        peak_bytes: measured: what the call added to its inputs; None where the system does not tell.
+    """
+
+    world: World
+    transport: str
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    sent: int
+    received: int
+    messages: int
+    rounds: int
+    returned: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The model of a network.
+
+    Attributes:
+        latency: seconds a message; bandwidth: bytes a second that a rank receives.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, received: int, messages: int) -> float:
+        return self.latency * messages + received / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{self.latency * 1e6:g} us a message, {self.bandwidth / 1e9:g} GB/s"
+
+
+def world_sizes(least: int, most: int) -> list[int]:
+    """From `least` up, fourfold each, to `most`."""
+    sizes = []
+    while least < most:
+        sizes.append(least)
+        least *= 4
+    return [*sizes, most]
+
+
+def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
+    """The figures of a world, each named by its kind."""
+    parameters = asdict(found.world) | {"transport": found.transport}
+    figures: list[tuple[str, float | None, str]] = [
+        ("measured: forward", found.forward[0], "s"),
+        ("measured: backward", found.backward[0], "s"),
+        ("measured: peak memory above inputs", found.peak_bytes, "bytes"),
+        ("counted: sent in a forward", found.sent, "bytes"),
+        ("counted: received in a forward", found.received, "bytes"),
+        ("counted: sent in a backward", found.returned, "bytes"),
+        ("counted: messages received", found.messages, "messages"),
+        ("counted: rounds", found.rounds, "rounds"),
+        (f"modelled, {network}: communication of a forward", network.seconds(found.received, found.messages), "s"),
+    ]
+    for scheme, (received, messages) in found.world.others().items():
+        figures.append((f"modelled: received in a forward, {scheme}", received, "bytes"))
+        figures.append((f"modelled, {network}: communication, {scheme}", network.seconds(received, messages), "s"))
+    for name, value, unit in figures:
+        refused = None if value is not None else "this system does not tell a process's peak memory"
+        yield Row(name=name, parameters=parameters, value=value, unit=unit, refused=refused)
+
+
+def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
+    """Run the worlds one after another, `rounds` times, in one process of its own, of one thread."""
+    request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
+    answer = in_new_process(__name__, request)
+    return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
+
+
+def _group(ranks: int) -> ProcessGroup:
+    """The last `ranks` ranks of the process's world; this process is their last."""
+    size = dist.get_world_size()
+    if ranks == size:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return dist.new_group(list(range(size - ranks, size)))
+
+
+def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
+    """A forward and a backward: their seconds without the drawing of normals, and what they moved."""
+    link = RehearsalLink(group)
+    shape = 1, world.shard, world.heads, world.head_dim
+    q, k, v, gradient = (torch.randn(shape, dtype=getattr(torch, world.dtype)) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    segments, rates = world.pattern.segment_lengths, world.pattern.dilation_rates
+
+    def timed(work: Callable[[], Any]) -> tuple[Any, float, Traffic]:
+        link.traffic, filled, begin = Traffic(), link.filled, time.process_time()
+        result = work()
+        seconds = time.process_time() - begin - (link.filled - filled)
+        return result, seconds, link.traffic
+
+    def run() -> tuple[float, float, Traffic, Traffic]:
+        use_link(link)
+        options: dict[str, Any] = {"mesh": group, "seq_len": world.seq_len, "transport": world.transport}
+        options["is_causal"] = world.is_causal
+        out, forward, moved = timed(lambda: dilated_attention(q, k, v, segments, rates, **options))
+        _, backward, returned = timed(lambda: torch.autograd.grad(out, leaves, gradient))
+        return forward, backward, moved, returned
+
+    return run
+
+
+def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
+    """In this process: the peak memory is that of the largest, unless there is one world only."""
+    size = max(world.ranks for world in worlds)
+    dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+    calls = [_call(world, _group(world.ranks)) for world in worlds]
+    runs: list[list[tuple[float, float, Traffic, Traffic]]] = [[] for _ in worlds]
+
+    def run() -> None:
+        for i in range(rounds + (rounds > 1)):
+            for j in range(len(worlds)):
+                index = (i + j) % len(worlds)
+                runs[index].append(calls[index]())
+
+    peak = peak_above_now(run, torch.device("cpu"))
+    found = []
+    for world, results in zip(worlds, runs, strict=True):
+        # The first of several is a warm-up: it makes the plans.
+        forward, backward, moved, returned = zip(*results[rounds > 1 :], strict=True)
+        received = moved[-1].bytes_received, moved[-1].messages_received, moved[-1].rounds
+        found.append(
+            Rehearsal(
+                world,
+                world.plan().transport,
+                forward,
+                backward,
+                moved[-1].bytes_sent,
+                *received,
+                returned[-1].bytes_sent,
+                peak if len(worlds) == 1 else None,
+            )
+        )
+    return found
+
+
+def _main(request: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    worlds = [World(**world) for world in request["worlds"]]
+    print(json.dumps([asdict(found) for found in _rehearse(worlds, request["rounds"])]))
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""The named suites of `bench`: each is a list of steps, and a step yields rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Case
+from dilated_attention_lab.bench.measure import MATMUL, UNTOLD, Rounds, Spread
+from dilated_attention_lab.bench.results import Row
+
+LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
+"""The configuration that the figures of the foundation are stated for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One stretch of a suite's progress bar.
+
+    Attributes:
+        needs: cases whose inputs it holds at the same time, each with whether it runs a backward.
+    """
+
+    label: str
+    measure: Callable[[], Iterator[Row]]
+    needs: tuple[tuple[Case, bool], ...] = ()
+
+
+def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
+    """A row's `times`: of these phases, or of all."""
+    return {" ".join(key): rounds.spread(*key) for key in rounds.seconds if not phases or key[1] in phases}
+
+
+def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, float]:
+    """A row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
+    useful = {name: count / rounds.spread(name, phase).median / 1e9 for name, count in flops.items()}
+    return {**useful, MATMUL: rounds.matmul_gflops}
+
+
+def over(
+    rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
+) -> Row:
+    """The time of a contender over another's."""
+    times = {key: rounds.spread(key, phase) for key in (name, other)}
+    title = title or f"{phase}: time over {other}"
+    return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)
+
+
+def peak(
+    case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None, beside_out: bool = False
+) -> Step:
+    """Peak memory of one case above its inputs, or with `beside_out` above inputs and output, over the output's."""
+    phase = "forward+backward" if backward else "forward"
+    inputs = "q, k, v and out" if beside_out else "q, k, v"
+
+    def steps() -> Iterator[Row]:
+        found = measure.peak_above_inputs(case, device, backward=backward)
+        value = None if found is None else found / case.out_bytes - beside_out
+        name = f"{phase}: {case.method}, peak memory above {inputs}, over the bytes of out"
+        yield Row(name, case.parameters, value, "x", bar=bar, refused=UNTOLD if found is None else None)
+
+    return Step(f"peak memory of {case.method} at {case.seq_len:,} tokens", steps, ((case, backward),))

@@ -1,0 +1,224 @@
+"""`bench quality`: what a pattern keeps of dense attention's quality: recall by distance and length, bits per byte."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention import Dilated
+from dilated_attention.models import LongNetConfig
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step
+from dilated_attention_lab.training import recall
+from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention_lab.training.text import Split, read_text
+
+ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
+EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
+ORDERS = (2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Trainings on pieces of text.
+
+    Attributes:
+        context: bytes of a piece.
+        pattern: of the dilated model.
+        window: tokens of the local window, a few more than a token of the dilated model sees on average.
+        steps: of the trainings of equal steps, in which ATTENTIONS take part.
+        seconds: of the trainings of equal time, in which IN_TIME take part.
+    """
+
+    context: int
+    pattern: Dilated
+    window: int
+    steps: int
+    seconds: float
+
+    def parameters(self, seed: int) -> dict[str, Any]:
+        segments, rates = list(self.pattern.segment_lengths), list(self.pattern.dilation_rates)
+        case = {"seq_len": self.context, "segment_lengths": segments, "dilation_rates": rates}
+        return {**case, "heads": 4, "layers": 2, "seed": seed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is done.
+
+    Attributes:
+        lengths: of recall.
+        seeds: of each training on text.
+    """
+
+    lengths: tuple[int, ...]
+    questions: int
+    most_steps: Mapping[int, int]
+    texts: tuple[Text, ...]
+    seeds: int
+    held_out: int
+
+
+# The near segments begin at different places, and grow with the length (docs/quality.md). The pieces of equal steps are
+# half as many as at 8,192 bytes, each four times as long.
+WHOLE = Size(
+    lengths=(2048, 8192, 32768, 131072, 262144),
+    questions=16,
+    most_steps=recall.MOST_STEPS,
+    texts=(
+        Text(
+            context=8192,
+            pattern=Dilated((1024, 1408, 8192), (1, 1, 4)),
+            window=1536,
+            steps=400,
+            seconds=60.0,
+        ),
+        Text(
+            context=32768,
+            pattern=Dilated((2048, 2816, 32768), (1, 1, 4)),
+            window=3584,
+            steps=200,
+            seconds=240.0,
+        ),
+    ),
+    seeds=3,
+    held_out=32,
+)
+QUICK = Size(
+    lengths=(512,),
+    questions=1,
+    most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
+    texts=(Text(context=512, pattern=Dilated((128, 512), (1, 4)), window=96, steps=2, seconds=0.1),),
+    seeds=1,
+    held_out=1,
+)
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    size = QUICK if quick else WHOLE
+    longest = max(size.lengths)
+    found = [Step("recall", partial(_recall, size, longest, device))]
+    for text in size.texts:
+        for seed in range(size.seeds):
+            for run, equal in ((_equal_steps, EQUAL_STEPS), (_equal_time, EQUAL_TIME)):
+                measure = partial(run, text, seed, held_out=size.held_out, device=device)
+                found.append(Step(f"text, {text.context:,} bytes, {equal}, seed {seed}", measure))
+    return found
+
+
+@cache
+def _sources(context: int) -> Split:
+    """PyTorch's own Python sources, some tens of megabytes, which every machine that runs this has."""
+    files = sorted(Path(torch.__file__).parent.rglob("*.py"))
+    return read_text([file for file in files if file.stat().st_size]).split(context)
+
+
+def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
+    models = recall.models(longest, 0, device)
+    window = recall.window_of_equal_cost(longest)
+    reach = recall.window_reach(longest, window)
+    taken: dict[int, int] = {}
+    for name, model in models.items():
+        generator, limit = torch.Generator().manual_seed(0), dict(taken) or size.most_steps
+        for lesson in recall.learn(model, longest, generator, limit, until=math.inf if taken else 0.98):
+            if name == "dilated":
+                taken[lesson.tokens] = lesson.step
+    for length in size.lengths:
+        for name, model in models.items():
+            generator = torch.Generator().manual_seed(1)
+            parameters = {"seq_len": length, "heads": recall.HEADS, "method": name, "reach": reach, "layers": 2}
+            for first, last in _distances(reach, length):
+                answered = recall.accuracy(model, length, generator, size.questions, range(first, last))
+                where = {**parameters, "distance": [first, last - 1], "questions": size.questions}
+                yield Row("recall: right answers; chance is 0.0625", where, answered, "")
+
+
+def _distances(reach: int, length: int) -> list[tuple[int, int]]:
+    """Within the window's reach, and beyond it in steps of four."""
+    edges = [1, min(reach + 1, length)]
+    while edges[-1] < length:
+        edges.append(min(4 * edges[-1], length))
+    return list(pairwise(edges))
+
+
+def _model(attention: str, text: Text, seed: int, device: torch.device) -> NgramLM:
+    torch.manual_seed(seed)
+    chosen = None if attention == "dense" else text.pattern
+    model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=chosen, positions=None))
+    if attention == "window":
+        recall.use_window(model, text.window)
+    return model.to(device)
+
+
+def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
+    """The same bytes in the same order for every attention, as many steps; and tables of the same bytes."""
+    windows = _sources(text.context).sample_held_out(held_out).to(device)
+    case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
+    bits: dict[str, float] = {}
+    for attention in ATTENTIONS:
+        model = _model(attention, text, seed, device)
+        trained = _train(model, text.context, seed, lambda done: done / text.steps)
+        read = [piece for pieces in trained for piece in pieces]
+        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
+    for order in ORDERS:
+        table = NgramTable(read, order)
+        floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
+        yield Row(f"text, table of order {order}: held-out text", case, floor, "bits per byte")
+    yield Row(f"text: dilated over dense, {EQUAL_STEPS}", case, bits["dilated"] / bits["dense"], "x", bar=1.02)
+
+
+def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
+    """As many seconds for every attention of IN_TIME, a third of them on short pieces; bytes in the same order."""
+    windows = _sources(text.context).sample_held_out(held_out).to(device)
+    case = {**text.parameters(seed), "seconds": text.seconds}
+    bits: dict[str, float] = {}
+    for attention in IN_TIME:
+        model = _model(attention, text, seed, device)
+        steps = _train(model, text.context, seed, _clock(text.seconds))
+        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(len(steps)), "")
+        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
+    yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
+
+
+def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], float]) -> list[Tensor]:
+    """The bytes that each step read, in the order of the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [pieces.to(torch.uint8) for pieces, _ in learn(model, _sources(context), generator, progress)]
+
+
+def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
+    """Bits per byte of text that the model has not seen, and by position in it."""
+    found = by_position(model, windows)
+    mean = statistics.fmean(found.values())
+    yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")
+    for first, value in found.items():
+        yield Row(f"text, {run}: by position", {**case, "from": first}, value, "bits per byte")
+    return mean
+
+
+def _clock(seconds: float) -> Callable[[int], float]:
+    """The share of so many seconds that has gone by, from now on."""
+    begin = time.perf_counter()
+    return lambda _: (time.perf_counter() - begin) / seconds
+
+
+@torch.no_grad()
+def by_position(model: NgramLM, windows: Tensor) -> dict[int, float]:
+    """Mean bits per byte over eighths of the windows, by the position where each begins."""
+    losses = [
+        F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows
+    ]
+    eighths = torch.stack(losses).mean(0).tensor_split(8)
+    edges = [0, *torch.tensor([len(x) for x in eighths]).cumsum(0).tolist()]
+    return {edge: float(x.mean()) / math.log(2) for edge, x in zip(edges, eighths, strict=False)}

@@ -1,0 +1,196 @@
+"""`bench selected`: modules that select beside dense attention, in time and in training, and lists of single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention import BlockLayout, Dilated, block_sparse_attention
+from dilated_attention.models import LongNetConfig
+from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
+from dilated_attention.plumbing import Tables
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Contender
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, over
+from dilated_attention_lab.training.loop import Recipe, Training
+from dilated_attention_lab.training.recall import use_window
+from dilated_attention_lab.training.text import Text, read_text
+
+WIDTH, HEADS, KV_HEADS = 512, 8, 2
+HEAD_DIM = WIDTH // HEADS
+PHASES = ("forward", "forward+backward")
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "native sparse attention": {
+        "compress_block": 32, "compress_stride": 16, "block_size": 64, "num_selected": 16, "local_blocks": 2,
+        "window": 512, "query_block": 16,
+    },
+    "mixture of blocks": {"block_size": 256, "top_k": 4, "query_block": 16},
+}  # fmt: skip
+"""The modules' own defaults, written out so that a row says what it measured."""
+MODULES: Mapping[str, Any] = dict(zip(SETTINGS, (NativeSparseAttention, BlockAttentionMixture), strict=True))
+BARS = {8192: 1.0, 32768: 0.25}
+"""What forward and backward of native sparse attention may take over dense attention of the same width."""
+TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
+"""What lists of 2,048 of 32,768 tokens may take over others."""
+LEARNERS = ("dilated", "window", "dense", *SETTINGS)
+CONTEXT, WINDOW = 8192, 1024
+GATHERED = 128
+"""Queries whose keys the gather holds at a time; in its backward each piece fills a gradient of all keys."""
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    if quick:
+        return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0), _training(512, 1, 0, device)]
+    measured = [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 200.0)]
+    return measured + [_training(CONTEXT, 200, seed, device) for seed in range(3)]
+
+
+def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
+    def run() -> Iterator[Row]:
+        torch.manual_seed(0)
+        x = torch.randn(1, seq_len, WIDTH, device=device, requires_grad=True)
+        dense = SelfAttention(WIDTH, HEADS, KV_HEADS, None).to(device)
+        modules: dict[str, nn.Module] = {
+            name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings)
+            for name, settings in SETTINGS.items()
+        }
+        work = {name: _trained(partial(module, x), (x, *module.parameters())) for name, module in modules.items()}
+        work["dense"] = _trained(partial(dense, x, is_causal=True), (x, *dense.parameters()))
+        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+        for name, settings in SETTINGS.items():
+            parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
+            for phase in PHASES:
+                judged = name == "native sparse attention" and phase == "forward+backward"
+                bar, title = BARS.get(seq_len) if judged else None, f"{name}, {phase}: time over dense"
+                yield over(rounds, name, "dense", phase, parameters, title, bar=bar)
+
+    return Step(f"modules that select, {seq_len:,} tokens", run)
+
+
+def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contender:
+    """Forward and backward to the leaves, the first of which has the shape of the output."""
+    gradient = torch.randn_like(leaves[0])
+
+    def work() -> Iterator[str]:
+        out = call()
+        yield "forward"
+        torch.autograd.grad(out, leaves, gradient)
+        yield "forward+backward"
+
+    return work
+
+
+def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
+    """One list of single tokens for each query, for all heads: what an indexer of tokens gives, drawn uniformly."""
+
+    def run() -> Iterator[Row]:
+        torch.manual_seed(0)
+        kept = torch.randperm(seq_len, device=device)[:number]
+        chosen = (kept + torch.randint(seq_len, (seq_len, 1), device=device)) % seq_len
+        layout = BlockLayout.from_topk(chosen)
+        q, k, v = (
+            torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
+        )
+        calls: dict[str, Callable[[], Tensor]] = {
+            "lists": lambda: block_sparse_attention(q, k, v, layout),  # type: ignore[dict-item, return-value]
+            "gather": lambda: gather(q, k, v, chosen),
+            "dense": lambda: _dense(q, k, v),
+        }
+        parameters = {
+            "seq_len": seq_len, "keys": number, "heads": HEADS // 2, "kv_heads": 1, "head_dim": HEAD_DIM,
+            "block_size": 1, "lists": "drawn uniformly",
+        }  # fmt: skip
+        with torch.no_grad():
+            found, expected = (calls[name]().double() for name in ("lists", "gather"))
+        difference = float((found - expected).norm() / expected.norm())
+        yield Row("lists of tokens: relative difference from a gather", parameters, difference, "", bar=3e-6)
+        work = {name: _trained(call, (q, k, v)) for name, call in calls.items()}
+        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+        for rival, bar in TOKEN_BARS.items():
+            for phase in PHASES:
+                most, title = bar if number == 2048 else None, f"lists of tokens, {phase}: time over {rival}"
+                yield over(rounds, "lists", rival, phase, parameters, title, bar=most)
+
+    return Step(f"lists of {number:,} of {seq_len:,} tokens", run)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.expand(-1, -1, q.shape[2], -1) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+    """Each query's keys and values, copied, then plain products; some queries at a time, made again in backward.
+
+    q: `(1, seq, heads, head_dim)`; k, v: `(1, seq, 1, head_dim)`; chosen: `(seq, keys)`.
+    """
+
+    def part(query: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        key, value = (x[0, :, 0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in (k, v))
+        return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+    pieces = zip(q[0].split(GATHERED), chosen.split(GATHERED), strict=True)
+    parts = [checkpoint(part, query, k, v, rows, use_reentrant=False) for query, rows in pieces]
+    return torch.cat(parts)[None]
+
+
+# ---- training
+
+
+class _InBlock(nn.Module):
+    """A module that selects, in the place of a block's `SelfAttention`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, rotary: Tables | None = None, is_causal: bool = False, **_: Any) -> Tensor:
+        assert is_causal
+        return self.module(x, rotary)
+
+
+def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Training:
+    """A small language model with the attention of that name, in training."""
+    pattern = Dilated((WINDOW, recipe.context), (1, 4)) if name == "dilated" else None
+    config = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern)
+    training = Training(config, recipe, text, device=device)
+    model = training.model
+    if name == "window":
+        use_window(model, WINDOW)
+    elif name in SETTINGS:
+        for block in model.blocks:
+            block.attention = _InBlock(MODULES[name](config.embed_dim, config.num_heads, **SETTINGS[name])).to(device)
+            for decay, shape in ((recipe.weight_decay, (2,)), (0.0, (0, 1))):
+                parameters = [x for x in block.attention.parameters() if x.dim() in shape]
+                training.optimizer.add_param_group({"params": parameters, "weight_decay": decay})
+        model.reset_parameters()
+    return training
+
+
+def _training(context: int, count: int, seed: int, device: torch.device) -> Step:
+    """The same bytes, as many steps, in turns."""
+
+    def run() -> Iterator[Row]:
+        text, recipe = read_text([]), Recipe(context=context, steps=count, seed=seed)
+        runs = {name: _learner(name, recipe, text, device) for name in LEARNERS}
+        for _ in range(count):
+            for training in runs.values():
+                training.step()
+        for name, training in runs.items():
+            parameters = {"method": name, "seq_len": context, "layers": 2, "heads": 4, "embed_dim": 64, "seed": seed}
+            parameters |= {"steps": count, "text": text.source}
+            bits = training.held_out_bits_per_byte(16)
+            yield Row(f"training, {name}: held-out text", parameters, bits, "bits per byte")
+            last = training.losses[-10:]
+            yield Row(f"training, {name}: loss, last 10 steps", parameters, sum(last) / len(last), "nats per byte")
+            yield Row.of(f"training, {name}: time a step", parameters, measure.Spread.of(training.seconds), "s")
+
+    return Step(f"training, {context:,} bytes, seed {seed}", run)

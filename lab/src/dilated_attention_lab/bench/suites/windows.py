@@ -1,0 +1,162 @@
+"""`bench windows`: sliding windows beside PyTorch's dense and masked calls, prompts in chunks, and one new token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention import Dilated, Window, attention
+from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench.cases import Contender, contender
+from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.suites import Step, over
+
+HEADS = 4
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def steps(device: torch.device, quick: bool) -> list[Step]:
+    dtypes = (torch.float32, torch.bfloat16)
+    seq_len, budget = (4096, 3.0) if quick else (16384, 40.0)
+    kinds = list(product(dtypes, (64,) if quick else (64, 128)))
+    found = []
+    for dtype, head_dim in kinds:
+        inputs = partial(_inputs, device, dtype, head_dim)
+        label = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
+        for keys in (512,) if quick else (512, 1024, 4096):
+            window = Window(keys - 1)
+            found.append(_over_dense(f"{keys:,} keys, {label}", window, True, seq_len, inputs, 0.75, budget))
+        both = Window(64)
+        found.append(_over_dense(f"64 keys to each side, {label}", both, False, seq_len // 2, inputs, 1.2, budget / 2))
+    inputs = partial(_inputs, device, torch.float32, 64)
+    found.append(_over_mask(Window(511), seq_len, inputs, budget))
+    found.append(_in_chunks(seq_len if quick else 65536, inputs, budget))
+    found.append(_one_token(inputs, budget / 4))
+    return found
+
+
+def _inputs(device: torch.device, dtype: torch.dtype, head_dim: int, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, seq_len, HEADS, head_dim, device=device, dtype=dtype) for _ in range(3))
+    return q, k, v
+
+
+def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
+    dtype = str(q.dtype).removeprefix("torch.")
+    return {"seq_len": q.shape[1], "heads": HEADS, "head_dim": q.shape[3], "dtype": dtype, **more}
+
+
+def _both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
+    """Phases `forward` and `forward+backward`."""
+    leaves = tuple(x.requires_grad_() for x in tensors)
+    gradient = torch.randn_like(tensors[0])
+
+    def work() -> Iterator[str]:
+        out = attend(*leaves)
+        yield "forward"
+        torch.autograd.grad(out, leaves, gradient)
+        yield "forward+backward"
+
+    return work
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def _window(window: Window, is_causal: bool) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, k, v, window, is_causal=is_causal)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def _over_dense(
+    label: str, window: Window, is_causal: bool, seq_len: int, inputs: Any, bar: float, budget: float
+) -> Step:
+    """The time of a window over that of as many entries of PyTorch's dense call."""
+
+    def run() -> Iterator[Row]:
+        q, k, v = inputs(seq_len)
+        contenders = {
+            "window": _both(_window(window, is_causal), (q, k, v)),
+            "dense": _both(partial(_torch, is_causal=is_causal), (q, k, v)),
+        }
+        rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
+        entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
+        parameters = _parameters(q, before=window.before, after=window.after, is_causal=is_causal)
+        for phase in ("forward", "forward+backward"):
+            spread = rounds.ratio("window", "dense", phase, factor=1 / entries)
+            times = {name: rounds.spread(name, phase) for name in contenders}
+            yield Row.of(f"{phase}: time per entry over the dense call's", parameters, spread, times=times, bar=bar)
+
+    return Step(f"window of {label}", run)
+
+
+def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
+    def run() -> Iterator[Row]:
+        q, k, v = inputs(seq_len)
+        distance = torch.arange(seq_len) - torch.arange(seq_len)[:, None]
+        mask = ((distance <= 0) & (distance >= -window.before)).to(q.device)
+        contenders = {
+            "window": _both(_window(window, True), (q, k, v)),
+            "mask": _both(partial(_torch, attn_mask=mask), (q, k, v)),
+        }
+        rounds = measure.interleave(contenders, seconds=budget, device=q.device)
+        parameters = _parameters(q, before=window.before, after=0, is_causal=True)
+        for phase in ("forward", "forward+backward"):
+            title = f"{phase}: time over scaled_dot_product_attention with the window's mask"
+            yield over(rounds, "window", "mask", phase, parameters, title, bar=0.04)
+
+    return Step(f"window of {window.before + 1} keys over the masked call", run)
+
+
+def _in_chunks(seq_len: int, inputs: Any, budget: float, chunk: int = 4096) -> Step:
+    def run() -> Iterator[Row]:
+        (q, k, v), window = inputs(seq_len), Window(1023)
+        whole = partial(attention, q, k, v, window, is_causal=True)
+
+        def chunks() -> None:
+            for start in range(0, seq_len, chunk):
+                stop = start + chunk
+                attention(q[:, start:stop], k[:, :stop], v[:, :stop], window, is_causal=True, q_start=start)
+
+        rounds = measure.interleave(
+            {"chunks": contender(chunks), "whole": contender(whole)}, seconds=budget, device=q.device
+        )
+        parameters = _parameters(q, before=window.before, after=0, chunk=chunk, is_causal=True)
+        yield over(rounds, "chunks", "whole", "forward", parameters, "a prompt in chunks: time over one call", bar=1.1)
+
+    return Step(f"a prompt of {seq_len:,} tokens in chunks", run)
+
+
+def _one_token(inputs: Any, budget: float) -> Step:
+    def run() -> Iterator[Row]:
+        (q, k, v), window = inputs(100_001), Window(1023)
+
+        def token(position: int) -> Contender:
+            row = slice(position, position + 1)
+            call = partial(attention, q[:, row], k[:, : position + 1], v[:, : position + 1], window, is_causal=True)
+            return contender(lambda: [call(q_start=position) for _ in range(100)])
+
+        def visible() -> None:
+            for _ in range(100):
+                _torch(q[:, -1:], k[:, -1024:], v[:, -1024:])
+
+        contenders = {"at 100,000": token(100_000), "at 5,000": token(5_000), "visible keys": contender(visible)}
+        with torch.no_grad():
+            rounds = measure.interleave(contenders, seconds=budget, device=q.device)
+        parameters = _parameters(q, before=window.before, after=0, is_causal=True)
+        for other, bar in (("at 5,000", 1.05), ("visible keys", 1.0)):
+            title = f"one new token at 100,000: time over {other}"
+            yield over(rounds, "at 100,000", other, "forward", parameters, title, bar=bar)
+
+    return Step("one new token", run)

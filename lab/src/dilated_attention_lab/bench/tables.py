@@ -1,0 +1,159 @@
+"""Figures in documents, written from the files of results between two comments.
+
+    <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name="time over dense calls" -->
+    <!-- end of results -->
+
+becomes a table of the rows of that file whose name contains the words and whose parameters are as asked
+(`seq_len=8192`); on one line with text in between, it becomes the value of the one row that fits:
+
+    <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
+
+The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.bench import compare
+from dilated_attention_lab.bench.results import Record, read
+
+SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
+
+
+def render(text: str, results: Path) -> str:
+    """The document with every span written anew. ValueError, naming the span, where it asks for what is not there."""
+
+    def fill(span: re.Match[str]) -> str:
+        rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
+        if "bar" in words:
+            body = verdict(rows)
+        elif "\n" in span["text"]:
+            body = variants(rows) if "variants" in words else table(rows)
+            body = f"\n{body}\n"
+        elif len(rows) == 1:
+            body = value(rows[0])
+        else:
+            raise ValueError(f"results: {span['request']}: {len(rows)} rows fit; one is wanted inside a line")
+        return f"<!-- results: {span['request']} -->{body}<!-- end of results -->"
+
+    return SPAN.sub(fill, text)
+
+
+def write(document: Path, results: Path) -> bool:
+    """Write a document's spans anew; whether it changed."""
+    try:
+        before = document.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{document}: not a document in UTF-8 ({error.reason})") from None
+    after = render(before, results)
+    if after != before:
+        storage.write_text(document, after)
+    return after != before
+
+
+def _rows(request: str, results: Path) -> Iterator[Record]:
+    file, *filters = shlex.split(request)
+    path = results / file
+    if not path.is_file():
+        raise ValueError(f"results: {request}: there is no file {path}")
+    wanted = dict(word.partition("=")[::2] for word in filters if "=" in word)
+    found = [row for row in read(path) if _fits(row, wanted)]
+    if not found:
+        raise ValueError(f"results: {request}: no row fits")
+    yield from found
+
+
+def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
+    for key, value in wanted.items():
+        if key == "name":
+            if value not in row["name"]:
+                return False
+        elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
+            return False
+    return True
+
+
+def verdict(rows: list[Record]) -> str:
+    """Whether the rows that have a bar meet it."""
+    judged = [row["met"] for row in rows if "met" in row]
+    if len(judged) == 1:
+        return "met" if judged[0] else "not met"
+    return f"met in {sum(judged)} of {len(judged)}"
+
+
+def table(rows: list[Record]) -> str:
+    """Markdown: a line a row."""
+    return _markdown(*columns(rows))
+
+
+def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Figure, case, value, ratios to others, bar, and a line a row; a column that no row fills is left out."""
+    others = sorted({name for row in rows for name in row.get("over", {})})
+    found: dict[str, list[str]] = {
+        "figure": [row["name"] for row in rows],
+        "case": [describe(row["parameters"]) for row in rows],
+        "value": [value(row) for row in rows],
+    }
+    for name in others:
+        found[f"over {name}"] = [
+            f"{number(row['over'][name]['median'])} x" if name in row.get("over", {}) else "" for row in rows
+        ]
+    found["bar"] = [
+        f"{number(row['bar'])}, {'met' if row['met'] else 'not met'}" if "bar" in row else "" for row in rows
+    ]
+    found = {name: cells for name, cells in found.items() if any(cells)}
+    return tuple(found), list(zip(*found.values(), strict=True))
+
+
+def variants(rows: list[Record]) -> str:
+    """Markdown: the variants of `compare`, with what it knows of each."""
+    return _markdown(*compare.table(rows))
+
+
+def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *lines))
+
+
+def value(row: Record) -> str:
+    if row["value"] is None:
+        return str(row.get("refused", "not measured"))
+    return f"{number(row['value'])} {row['unit']}".rstrip()
+
+
+def describe(parameters: Mapping[str, Any]) -> str:
+    """A case in words, as far as they tell it from the others of its suite."""
+    words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
+    if ranks := parameters.get("ranks"):
+        words.append(f"{ranks:,} ranks")
+    if rates := parameters.get("dilation_rates"):
+        words.append(f"{len(rates)} branches" if len(rates) > 1 else "1 branch")
+    if density := parameters.get("density"):
+        words.append(f"{parameters['blocks']} blocks, {density:.1%}")
+    if distance := parameters.get("distance"):
+        words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
+    if (first := parameters.get("from")) is not None:
+        words.append(f"from byte {first:,}")
+    if source := parameters.get("activations"):
+        words.append(source)
+    if parameters.get("is_causal"):
+        words.append("causal")
+    if (seed := parameters.get("seed")) is not None:
+        words.append(f"seed {seed}")
+    if backend := parameters.get("backend"):
+        words += [f"head_dim {parameters['head_dim']}"] if "head_dim" in parameters else []
+        words += [parameters.get("dtype", ""), backend]
+    return ", ".join(filter(None, words))
+
+
+def number(value: float) -> str:
+    """Three figures."""
+    if value and abs(value) < 0.1:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"

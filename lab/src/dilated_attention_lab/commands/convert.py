@@ -1,0 +1,73 @@
+"""`convert`: a released checkpoint as a folder of this library, and how far the two are apart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from dilated_attention_lab.commands.options import integers, plain, positive, seed
+from dilated_attention_lab.conversion import convert
+from dilated_attention_lab.terminal import console, show
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a checkpoint as a folder that `from_pretrained` reads, and print how far the model is, on "
+        "random input, from what the released algorithm computes with the same weights. Files are never unpickled."
+    )
+    parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="write even if the folder exists")
+    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="whose weights")
+    architectures = ("attention", "encoder", "decoder", "encoder-decoder")
+    parser.add_argument("--architecture", choices=architectures, help="of torchscale's model (default: recognised)")
+    parser.add_argument("--heads", type=positive, help="attention heads (default: 16, or as xPos tells)", metavar="N")
+    parser.add_argument("--segments", type=integers, help="segment lengths (default: the released)", metavar="N,N,...")
+    parser.add_argument("--rates", type=integers, help="dilation rate of each segment length", metavar="N,N,...")
+    parser.add_argument(
+        "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
+    )
+    parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
+    parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
+    plain(parser, "tokens", positive, 300, "of the random input")
+    plain(parser, "seed", seed, 0, "of the random input")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    given = {
+        "num_heads": options.heads,
+        "segment_lengths": options.segments,
+        "dilation_rates": options.rates,
+        "architecture": options.architecture,
+        "prefix": options.prefix or None,
+        "surplus": "warn" if options.leave_surplus else None,
+    }
+    if options.kind == "torchscale" and (options.segments is None or options.rates is None):
+        raise ValueError("--segments and --rates: the weights do not tell; give both")
+    if options.kind != "torchscale" and options.architecture is not None:
+        raise ValueError(
+            f"--architecture {options.architecture} is of --kind torchscale; --kind {options.kind} has only one: leave "
+            "--architecture out"
+        )
+    with console(stderr=True).status("converting and comparing"):
+        model, found = convert(
+            options.checkpoint,
+            options.out,
+            options.kind,
+            tokens=options.tokens,
+            seed=options.seed,
+            compat=None if options.corrected else "torchscale",
+            overwrite=options.overwrite,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    table = Table("difference between", title=f"{type(model).__name__}, random input", title_justify="left")
+    for heading in ("greatest of an entry", "in norm"):
+        table.add_column(heading, justify="right")
+    for row in found:
+        table.add_row(row.name, f"{row.greatest:.2g}", f"{row.relative:.2g}")
+    show(table)
+    print(f"written: {options.out}/config.json, model.safetensors")
+    return 0

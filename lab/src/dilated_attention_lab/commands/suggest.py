@@ -1,0 +1,39 @@
+"""`suggest`: a pattern for a length, a number of heads and a budget."""
+
+from __future__ import annotations
+
+import argparse
+
+from dilated_attention import suggest_pattern
+from dilated_attention_lab.commands.options import budget, positive
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print a pattern of dilated branches that costs at most the budget, and the reasons for it."
+    parser.add_argument("--tokens", type=positive, required=True, help="of the sequence", metavar="N")
+    parser.add_argument("--heads", type=positive, required=True, help="of keys and values", metavar="N")
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        required=True,
+        help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
+        metavar="X",
+    )
+    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
+    parser.add_argument("--largest-rate", type=positive, help="of any branch (default: the heads)", metavar="N")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.budget == 1 and type(options.budget) is int and options.tokens > 1:
+        raise ValueError("--budget 1 is one key per query. Give 1.0 for the cost of dense attention")
+    print(
+        suggest_pattern(
+            options.tokens,
+            options.heads,
+            budget=options.budget,
+            is_causal=options.causal,
+            largest_rate=options.largest_rate,
+        )
+    )
+    return 0

@@ -1,0 +1,205 @@
+"""`train`: a byte-level language model, by one process or by several under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention import Dilated
+from dilated_attention.models import LongNetConfig
+from dilated_attention.plumbing import ContextParallelError
+from dilated_attention_lab.commands import in_options
+from dilated_attention_lab.commands.options import integers, natural, plain, positive, seed
+from dilated_attention_lab.environment import environment
+from dilated_attention_lab.terminal import console
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.loop import OPTIONS, Recipe
+from dilated_attention_lab.training.ranks import Ranks, require_divisor
+from dilated_attention_lab.training.watch import Watch
+
+DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for field in dataclasses.fields(kind)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a byte-level LongNet language model; one window of text in 20 is held out. Ctrl-C saves a "
+        "checkpoint, and --resume continues it, on the CPU to the same losses bit for bit."
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files or folders of text (default: the Python standard library's sources)"
+    )
+    plain(parser, "out", Path, Path("runs/train"), "folder of the run")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out with its options and text, or start it if there is none yet and text is given: "
+        "one command for a run that may be restarted. More --steps extend even a finished run, whose learning rate "
+        "then follows the schedule of the larger number",
+    )
+    begin.add_argument(
+        "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
+    )
+    _kept(parser, "device", str, "a PyTorch device")
+    _kept(parser, "backend", str, "of dilated attention")
+    _kept(parser, "save-every", positive, "steps between checkpoints")
+    _kept(parser, "keep", natural, "older checkpoints to keep: --resume takes the newest that is whole")
+    _kept(parser, "held-out", positive, "held-out windows to measure at the end")
+    _kept(parser, "sample", natural, "bytes of sample text to write at the end")
+
+    ranks = parser.add_argument_group(
+        "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
+    )
+    plain(ranks, "context-parallel", positive, 1, "processes that share each sequence; the others share the batch")
+    plain(ranks, "timeout", positive, 300, "seconds that a process waits for a lost one")
+
+    model = parser.add_argument_group("model")
+    _given(model, "layers", int, "num_layers", "transformer blocks")
+    _given(model, "dim", int, "embed_dim", "width")
+    _given(model, "heads", int, "num_heads", "attention heads")
+    _given(model, "kv-heads", int, "num_kv_heads", "heads of keys and values (default: as --heads)")
+    _given(model, "segments", integers, "segment_lengths", "segment lengths (default: context/16,context/4,context)")
+    _given(
+        model,
+        "rates",
+        integers,
+        "dilation_rates",
+        "dilation rate of each segment length (default: 1,4,16, at most the heads)",
+    )
+    model.add_argument("--dense", action="store_true", help="dense attention, by PyTorch's fused operator")
+
+    recipe = parser.add_argument_group("recipe")
+    _given(recipe, "context", int, "context", "bytes per sequence")
+    _given(recipe, "batch", int, "batch_size", "sequences per step")
+    _given(recipe, "steps", int, "steps", "optimizer steps")
+    _given(recipe, "lr", float, "learning_rate", "peak learning rate")
+    _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
+    _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
+    _given(recipe, "seed", seed, "seed", "of the weights and of the order of the text")
+    _given(recipe, "dtype", str, "dtype", "of matrix products and attention, float32 or bfloat16; weights stay float32")
+    parser.set_defaults(run=run)
+
+
+def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
+    """An option that --resume takes from the run if it is not given."""
+    help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
+    parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
+
+
+def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
+    """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
+    if DEFAULTS.get(field) is not None:
+        text += f" (default: {DEFAULTS[field]})"
+    metavar = {int: "N", seed: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")
+    group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
+
+
+def run(options: argparse.Namespace) -> int:
+    watch: Watch | None = None
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    with session.noted_signals() if several else nullcontext() as received:
+        try:
+            if not several:
+                return _run(options)
+            watch = Watch.join(options.timeout)
+            watch.gather()
+            watch.start(lambda line: _fail(1, f"{line}; {_onwards(options.out)}", watch))
+            with watch.guard():
+                code = _run(options, watch, received)
+            watch.leave()
+            return code
+        except ValueError as error:
+            return _fail(2, str(error), watch)
+        except FloatingPointError as error:
+            return _fail(1, f"{error}; the last checkpoint in {options.out} is kept", watch)
+        except ContextParallelError as error:
+            return _fail(1, f"{error}; {_onwards(options.out)}", watch)
+        except OSError as error:
+            what = error.filename or "output"  # a stream has no name
+            return _fail(2, f"{what}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
+
+
+def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
+    """Train; with several processes, each of them runs this."""
+    given = vars(options)
+    model: dict[str, Any] = {
+        name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
+    }
+    recipe = {field.name: given[field.name] for field in dataclasses.fields(Recipe) if field.name in given}
+    if "segment_lengths" in given or "dilation_rates" in given:
+        if options.dense or "segment_lengths" not in given or "dilation_rates" not in given:
+            raise ValueError("--segments and --rates go together, and not with --dense")
+        model["pattern"] = Dilated(options.segment_lengths, options.dilation_rates)
+    elif options.dense:
+        model["pattern"] = None
+    continues = options.resume and (session.saved(options.out) or not options.paths)
+    kept = session.chosen_options(options.out if continues else None, given)
+    ranks = _connect(options, kept, watch, continues)
+    where = {"device": kept["device"], "backend": kept["backend"], "ranks": ranks}
+    first = ranks is None or ranks.first
+    if continues:
+        training = session.resume(options.paths, options.out, model, recipe, **where)
+        if first:
+            session.remember(options.out, kept)
+    else:
+        training = session.start(
+            options.paths, options.out, model, recipe, overwrite=options.overwrite, options=kept, **where
+        )
+    code: int = session.run(
+        training,
+        options.out,
+        console(quiet=not first),
+        save_every=kept["save_every"],
+        keep=kept["keep"],
+        held_out_windows=kept["held_out"],
+        sample_bytes=kept["sample"],
+        received=received,
+    )
+    if ranks is not None:
+        ranks.leave()
+    return code
+
+
+def _connect(
+    options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
+) -> Ranks | None:
+    """This process's place in a run of several, all started with the same options and versions; None if alone."""
+    if watch is None and options.context_parallel == 1:
+        return None
+    require_divisor(options.context_parallel, 1 if watch is None else watch.size)
+    if watch is None:
+        return None
+    names = ("out", "overwrite", "context_parallel", "timeout")
+    here = environment()
+    versions = {"torch": here["torch"], "dilated_attention": here["dilated_attention"]}
+    python = ".".join(map(str, sys.version_info[:2]))
+    watch.agree(
+        {"resume": continues, **{name: vars(options)[name] for name in names}, **kept, **versions, "python": python}
+    )
+    return Ranks.connect(watch, options.context_parallel, torch.device(kept["device"]))
+
+
+def _onwards(out: Path) -> str:
+    """What to do after a rank was lost."""
+    if session.saved(out):
+        return f"--resume continues {out}"
+    return f"nothing is saved in {out} yet: start again"
+
+
+def _fail(code: int, problem: str, watch: Watch | None) -> int:
+    """Say why `train` ends, in one line. One of several processes exits here, without the collective goodbye that the
+    others may not answer."""
+    print(f"dilated-attention train: error: {in_options('train', ' '.join(problem.split()))}", file=sys.stderr)
+    if watch is not None:
+        watch.leave(problem)
+        sys.stdout.flush()
+        os._exit(code)
+    return code

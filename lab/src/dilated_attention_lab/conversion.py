@@ -1,0 +1,172 @@
+"""Checkpoints of other implementations, converted and compared with what their own algorithm computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dilated_attention.models import (
+    GigaPathSlideEncoder,
+    LongNet,
+    LongNetAttention,
+    LongNetLM,
+    LongViT,
+    Pretrained,
+    load_gigapath,
+    load_longvit,
+    load_torchscale,
+    read_weights,
+)
+from dilated_attention.nn import grid_sines
+from dilated_attention_lab import released
+
+Kind = Literal["gigapath", "longvit", "torchscale"]
+KINDS = ("gigapath", "longvit", "torchscale")
+WITHIN = 1e-3
+"""A relative difference in norm that single precision explains with room to spare; a wrong weight does not pass it."""
+MOST_TOKENS = 1 << 20
+"""Of the random input: more would take hours, and show no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Differences on one random input: the greatest of any entry, and the norm relative to the reference's."""
+
+    name: str
+    greatest: float
+    relative: float
+
+
+def convert(
+    source: Path,
+    out: Path,
+    kind: Kind,
+    *,
+    tokens: int = 300,
+    seed: int = 0,
+    compat: Literal["torchscale"] | None = "torchscale",
+    overwrite: bool = False,
+    **options: Any,
+) -> tuple[Pretrained, list[Parity]]:
+    """Write a checkpoint as a folder of `from_pretrained`, and compare on random input, in single precision:
+
+    - the model in compat mode with the released algorithm (`released`) on the source's own weights;
+    - the corrected model with the same;
+    - the model read back from the folder with the one written.
+
+    Args:
+        tokens: of the random input; fewer where a segment that its rate does not divide would make the released code
+            misplace its results.
+        compat: of the model that is written.
+        overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
+        options: of `load_gigapath`, `load_longvit` or `load_torchscale`.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
+    """
+    if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists: give overwrite=True, or another folder")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"tokens={tokens}: a comparison takes 1 to {MOST_TOKENS}")
+    load: Any = {"gigapath": load_gigapath, "longvit": load_longvit, "torchscale": load_torchscale}[kind]
+    held = {name: x.float() for name, x in read_weights(source, options.get("prefix", "")).items()}
+    models = {mode: load(held, compat=mode, **{**options, "prefix": ""}) for mode in ("torchscale", None)}
+    generator = torch.Generator().manual_seed(seed)
+    tokens = _tokens_in_place(models["torchscale"], tokens)
+    inputs, reference = _reference(models["torchscale"], held, tokens, generator)
+    with torch.no_grad():
+        expected = reference()
+        found = [
+            _compare('compat="torchscale" and the released algorithm', inputs(models["torchscale"]), expected),
+            _compare("corrected and the released algorithm", inputs(models[None]), expected),
+        ]
+        if not found[0].relative <= WITHIN:
+            raise ValueError(
+                f"{source}: the converted model differs from the released algorithm by {found[0].relative:.2g} of its "
+                f"norm, more than {WITHIN}: these weights mean something else; nothing was written"
+            )
+        model = load(source, compat=compat, **options)
+        model.save_pretrained(out)
+        again = type(model).from_pretrained(out)
+        found.append(_compare("read back and as written", inputs(again.float()), inputs(model.float())))
+    return model, found
+
+
+def _tokens_in_place(model: Pretrained, tokens: int) -> int:
+    config = json.loads(model.config.to_json())
+    pattern = (config.get("encoder") or config)["pattern"]
+    branches = zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True)
+    return min([tokens, *(segment - 1 for segment, rate in branches if segment % rate and segment > 1)])
+
+
+def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
+    """How to call a model on the random input, and the released algorithm on the same."""
+    config = getattr(model.config, "encoder", model.config)
+
+    def options(x: Any, is_causal: bool = False) -> released.Attention:
+        pattern = x.pattern
+        return released.Attention(
+            x.num_heads, pattern.segment_lengths, pattern.dilation_rates, is_causal, x.positions == "xpos"
+        )
+
+    def normal(channels: int) -> Tensor:
+        return torch.randn(1, tokens, channels, generator=generator)
+
+    def words(number: int | None) -> Tensor:
+        assert number is not None
+        return torch.randint(number, (1, tokens), generator=generator)
+
+    if isinstance(model, GigaPathSlideEncoder):
+        x = normal(model.config.in_chans)
+        side, size = model.config.slide_ngrids, model.config.tile_size
+        places = torch.randint(side, (1, tokens, 2), generator=generator)
+        sines = grid_sines(places, side, config.embed_dim)
+        return lambda m: m(x, places * size, global_pool=False), lambda: released.gigapath(
+            held, x, sines, options(config)
+        )
+    if isinstance(model, LongViT):
+        x = normal(config.embed_dim)
+        prefix = "model.encoder." if "model.pos_embed" in held else "encoder."
+        return lambda m: m.encoder(x), lambda: released.stack(held, prefix, x, options(config))
+    if isinstance(model, LongNetAttention):
+        x = normal(config.embed_dim)
+        return lambda m: m(x), lambda: released.attention(held, "", x, options(config))
+    if isinstance(model, LongNet):
+        decoder = model.config.decoder
+        source = normal(config.embed_dim) if config.vocab_size is None else words(config.vocab_size)
+        target = words(decoder.vocab_size)
+        half = "decoder."
+
+        def both() -> Tensor:
+            x = source if config.vocab_size is None else held["encoder.embed_tokens.weight"][source]
+            states = released.stack(held, "encoder.", x, options(config))
+            y = held[f"{half}embed_tokens.weight"][target]
+            return _logits(held, half, released.stack(held, half, y, options(decoder, True), states))
+
+        return lambda m: m(source, target), both
+    if config.vocab_size is None:
+        x = normal(config.embed_dim)
+        return lambda m: m(x), lambda: released.stack(held, "", x, options(config))
+    ids, is_causal = words(config.vocab_size), isinstance(model, LongNetLM)
+
+    def language() -> Tensor:
+        x = held["embed_tokens.weight"][ids]
+        states = released.stack(held, "", x, options(config, is_causal))
+        return _logits(held, "", states) if is_causal else states
+
+    return lambda m: m(ids), language
+
+
+def _logits(held: dict[str, Tensor], prefix: str, states: Tensor) -> Tensor:
+    name = f"{prefix}output_projection.weight"
+    return states @ (held[name] if name in held else held[f"{prefix}embed_tokens.weight"]).T
+
+
+def _compare(name: str, actual: Tensor, expected: Tensor) -> Parity:
+    difference = actual.double() - expected.double()
+    return Parity(name, float(difference.abs().max()), float(difference.norm() / expected.double().norm()))

@@ -1,0 +1,310 @@
+"""Checkpoints of a run: a folder a step, written by one process or many, read by any number.
+
+    checkpoint/step-40/index.json                what was saved; for every tensor, which rows lie in which file
+    checkpoint/step-40/rank-0-of-2.safetensors   the rows that rank 0 holds, and the tensors that all ranks hold
+    checkpoint/step-40/rank-1-of-2.safetensors
+    checkpoint/step-40/SHA256SUMS
+
+A step's folder is written under another name and renamed once complete: a folder of this name is whole, or was damaged
+later, which the digests reveal. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dilated_attention.plumbing import storage
+
+FORMAT = "dilated-attention training 2"
+INDEX = "index.json"
+
+
+class Peers(Protocol):
+    """The processes that write or read a checkpoint together, in the same order of calls."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def greatest(self, value: int) -> int:
+        """The greatest of all ranks' values, on every rank."""
+
+    def gathered(self, value: bytes) -> list[bytes]:
+        """All ranks' values, of one length, on every rank."""
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def greatest(self, value: int) -> int:
+        return value
+
+    def gathered(self, value: bytes) -> list[bytes]:
+        return [value]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a process holds of a tensor: all of it, or a run of its rows.
+
+    Attributes:
+        first_row: where the run begins, along dim 0.
+        shape: of the whole tensor.
+    """
+
+    tensor: Tensor
+    first_row: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Piece:
+        return cls(tensor, 0, tuple(tensor.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape
+
+    @property
+    def rows(self) -> int:
+        return _rows(tuple(self.tensor.shape))
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint, its digests checked.
+
+    Attributes:
+        about: what its writer said of it.
+        tensors: by name, the shape and the shards: file, first row and number of rows of each, in the order of rows.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    tensors: Mapping[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
+        """ValueError unless these are the names that begin with `prefix`, and the shapes, of the checkpoint."""
+        there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
+        storage.require_names(shapes, there, str(self.path))
+        for name, shape in shapes.items():
+            if self.tensors[name][0] != shape:
+                raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
+
+    def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
+        """Fill the pieces' tensors: all those of the checkpoint whose names begin with `prefix`.
+
+        ValueError where the names, a shape or a dtype are not those of the checkpoint.
+        """
+        self.require({name: piece.shape for name, piece in pieces.items()}, prefix)
+        wanted: dict[str, list[tuple[str, int, int]]] = {}
+        for name, piece in pieces.items():
+            for file, first, rows in self.tensors[name][1]:
+                if first < piece.first_row + piece.rows and piece.first_row < first + rows:
+                    wanted.setdefault(file, []).append((name, first, rows))
+        for file, shards_of_file in wanted.items():
+            with storage.open_tensors(self.path / file) as opened:
+                for name, first, rows in shards_of_file:
+                    _copy(opened, f"{self.path / file}: {name}", name, first, rows, pieces[name])
+
+
+def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
+    """Those rows of a shard that lie in the piece."""
+    stored = opened.get_slice(name)
+    shape = (rows, *piece.shape[1:]) if piece.shape else ()
+    if tuple(stored.get_shape()) != shape:
+        raise ValueError(f"{where} has shape {tuple(stored.get_shape())}, and {shape} by {INDEX}")
+    start, stop = max(first, piece.first_row), min(first + rows, piece.first_row + piece.rows)
+    found = stored[start - first : stop - first] if shape else opened.get_tensor(name)
+    if found.dtype != piece.tensor.dtype:
+        raise ValueError(f"{where} is of {found.dtype}, expected {piece.tensor.dtype}")
+    place = piece.tensor[start - piece.first_row : stop - piece.first_row] if shape else piece.tensor
+    place.copy_(found)
+
+
+def write(
+    folder: Path, step: int, pieces: Mapping[str, Piece], about: Mapping[str, Any], *, keep: int, peers: Peers
+) -> Path:
+    """Write `folder`/step-`step`; of the earlier ones the newest `keep` stay.
+
+    Checkpoints of this step and of later ones, which are damaged or of a run that this one replaces, are removed just
+    before the new one takes its name.
+
+    Raises:
+        OSError: on every rank, if one of them cannot write; the checkpoints that were there stay.
+    """
+    new, path = folder / f".new-step-{step}", folder / f"step-{step}"
+    try:
+        with _together(peers, new):
+            if peers.rank == 0:
+                for left in (*folder.glob(".new-*"), *folder.glob(".old-*")):  # of killed processes
+                    shutil.rmtree(left)
+                new.mkdir(parents=True)
+        sha = b""
+        with _together(peers, new):
+            sha = _write_shard(new / _shard(peers.rank, peers.size), pieces, peers)
+        shas = peers.gathered(sha)
+        with _together(peers, path):
+            if peers.rank == 0:
+                _write_index(new, pieces, about, {_shard(rank, peers.size): sha.hex() for rank, sha in enumerate(shas)})
+                before = steps(folder)
+                _remove(folder, [other for other in before if other >= step])
+                os.replace(new, path)
+                storage.sync(folder)
+                older = [other for other in before if other < step]
+                _remove(folder, older[: max(0, len(older) - keep)])
+    finally:
+        if peers.rank == 0:
+            shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def _shard(rank: int, size: int) -> str:
+    return f"rank-{rank}-of-{size}.safetensors"
+
+
+def _write_shard(file: Path, pieces: Mapping[str, Piece], peers: Peers) -> bytes:
+    """What this rank alone holds, and on the first rank what all hold; its digest."""
+    mine = {name: piece for name, piece in pieces.items() if (peers.rank == 0 if piece.is_whole else piece.rows)}
+    first_rows = json.dumps({name: piece.first_row for name, piece in mine.items()})
+    storage.write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
+    return bytes.fromhex(storage.digest(file))
+
+
+def _write_index(
+    folder: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any], digests: Mapping[str, str]
+) -> None:
+    shards = _shards(folder, digests)
+    tensors = {name: {"shape": piece.shape, "shards": shards.get(name, [])} for name, piece in pieces.items()}
+    storage.write_text(folder / INDEX, json.dumps({"format": FORMAT, **about, "tensors": tensors}) + "\n")
+    storage.write_digests(folder, {INDEX: storage.digest(folder / INDEX), **digests})
+
+
+def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
+    """Of each tensor the files that hold some of it, in the order of the ranks and so of the rows."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for name in files:
+        with storage.open_tensors(folder / name) as opened:
+            for tensor, first in json.loads(opened.metadata()["first_rows"]).items():
+                shape = tuple(opened.get_slice(tensor).get_shape())
+                found.setdefault(tensor, []).append((name, first, _rows(shape)))
+    return found
+
+
+def _remove(folder: Path, numbers: list[int]) -> None:
+    """Whole checkpoints lose their name at once, and their files after that."""
+    for number in numbers:
+        old = folder / f".old-step-{number}"
+        os.replace(folder / f"step-{number}", old)
+        shutil.rmtree(old)
+
+
+@contextmanager
+def _together(peers: Peers, path: Path) -> Iterator[None]:
+    """An error on every rank where one of them fails to write, or to read what another has written."""
+    found: OSError | ValueError | None = None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        found = error
+    failed = peers.greatest(0 if found is None else peers.rank + 1)
+    if found is not None:
+        raise found
+    if failed:
+        raise OSError(errno.EIO, f"rank {failed - 1} could not write", str(path))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, whole or damaged, in order."""
+    found = (re.fullmatch(r"step-(\d{1,15})", path.name, re.ASCII) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def newest(folder: Path, peers: Peers) -> Checkpoint:
+    """The newest whole checkpoint, the same on every rank; warns of newer ones that are damaged.
+
+    ValueError where none is whole, or where it is of another format.
+    """
+    damaged: list[str] = []
+    left = steps(folder)
+    while (step := peers.greatest(left[-1] if left else -1)) >= 0:
+        path = folder / f"step-{step}"
+        wrong = _damage(path, peers)
+        if wrong is None:
+            if damaged and peers.rank == 0:
+                warnings.warn(f"{'; '.join(damaged)}; continuing from {path.name}", stacklevel=2)
+            return _opened(path)
+        damaged.append(wrong)
+        left = [other for other in left if other < step]
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}; there is no whole checkpoint before")
+    raise ValueError(f"{folder}: no checkpoint of `train` in this folder")
+
+
+def _damage(path: Path, peers: Peers) -> str | None:
+    """The first damaged file of a checkpoint and why, or None. Each rank checks a part of the files."""
+    names, found, error = [storage.SUMS], 0, ""
+    try:
+        digests = storage.read_digests(path)
+        names += sorted({INDEX, *digests})
+        for number, name in enumerate(names):
+            if number and number % peers.size == peers.rank:
+                found = number + 1
+                storage.require_whole(path / name, digests)
+        found = 0
+    except ValueError as wrong:
+        found, error = found or 1, str(wrong)
+    worst = peers.greatest(found)
+    if not worst:
+        return None
+    return error if worst == found else f"{path / names[min(worst, len(names)) - 1]}: missing or damaged"
+
+
+def _opened(path: Path) -> Checkpoint:
+    """A checkpoint by its index. ValueError when that is of another format or form."""
+    index = path / INDEX
+    try:
+        about = json.loads(storage.read_bytes(index))
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            kind = about.get("format") if isinstance(about, dict) else type(about).__name__
+            raise ValueError(f"format is {kind!r}, not {FORMAT!r}: not a checkpoint of this version's `train`")
+        files = storage.read_digests(path).keys() - {INDEX}
+        tensors = {name: _stored(name, entry, files) for name, entry in about.pop("tensors").items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{index}: {reason}") from error
+    return Checkpoint(path, about, tensors)
+
+
+def _stored(name: str, entry: Any, files: set[str]) -> Any:
+    """The shape and the shards of a tensor; ValueError or TypeError unless the shards, one after another, are all."""
+    shape, shards = tuple(entry["shape"]), tuple((file, first, rows) for file, first, rows in entry["shards"])
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"tensors: {name}: shape={shape}: must be sizes")
+    end = 0
+    for file, first, rows in shards:
+        if file not in files:
+            raise ValueError(f"tensors: {name}: {file!r} is no file of this checkpoint")
+        if type(first) is not int or type(rows) is not int or first != end or rows < 0:
+            raise ValueError(f"tensors: {name}: rows {first!r} and on, {rows!r} of them, do not follow on {end}")
+        end += rows
+    if end != _rows(shape):
+        raise ValueError(f"tensors: {name}: the shards have {end} rows of {_rows(shape)}")
+    return shape, shards

@@ -1,0 +1,162 @@
+"""N-grams of bytes: a table of counts for a language model to beat, and embeddings of n-grams for one to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.nn import SelfAttention
+from dilated_attention_lab.training.text import Split
+
+Numbers = npt.NDArray[np.int64]
+SHORT = 512
+"""Bytes of a short piece of text."""
+MOST_ORDER = 6
+"""Six bytes of context and the next one fit into 63 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Of one order: sorted n-grams and how often each was seen; sorted contexts, their counts, and their next bytes."""
+
+    grams: Numbers
+    seen: Numbers
+    contexts: Numbers
+    totals: Numbers
+    kinds: Numbers
+
+
+class NgramTable:
+    """P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
+
+    P_n = (count + kinds P_(n-1)) / (total + kinds), where `kinds` is how many bytes were seen after this context.
+
+    Args:
+        texts: the bytes to count, in stretches; no n-gram crosses from one to the next.
+    """
+
+    def __init__(self, texts: Sequence[Tensor], order: int) -> None:
+        if not 0 <= order <= MOST_ORDER:
+            raise ValueError(f"order must lie in [0, {MOST_ORDER}]; got {order}")
+        arrays = [text.numpy().astype(np.int64) for text in texts]
+        self._orders = [_count(np.concatenate([_grams(text, n) for text in arrays])) for n in range(order + 1)]
+
+    def bits_per_byte(self, text: Int[Tensor, " bytes"], skip: int) -> float:
+        """Mean -log2 P over the bytes after the first `skip`."""
+        whole = text.numpy().astype(np.int64)
+        chance = np.full(len(whole), 1 / 256)
+        for order, counts in enumerate(self._orders):
+            grams = _grams(whole, order)
+            seen = _looked_up(counts.grams, counts.seen, grams)
+            total, kinds = (_looked_up(counts.contexts, x, grams >> 8) for x in (counts.totals, counts.kinds))
+            lower = chance[order:]
+            chance[order:] = np.where(total, (seen + kinds * lower) / np.maximum(total + kinds, 1), lower)
+        return float(-np.log2(chance[skip:]).mean())
+
+
+def _grams(text: Numbers, order: int) -> Numbers:
+    """The n-gram that ends at each byte from number `order` on, as one integer."""
+    grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
+    for i in range(order + 1):
+        grams = grams << 8 | text[i : i + len(grams)]
+    return grams
+
+
+def _count(grams: Numbers) -> _Counts:
+    unique, seen = np.unique(grams, return_counts=True)
+    contexts, first, kinds = np.unique(unique >> 8, return_index=True, return_counts=True)
+    return _Counts(unique, seen, contexts, np.add.reduceat(seen, first), kinds)
+
+
+def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
+    """The value of each wanted key, 0 where there is none."""
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)
+
+
+class NgramLM(LongNetLM):
+    """A byte-level `LongNetLM` that is given the n-grams at each byte, so that a small model spends nothing on them.
+
+    Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to that of a byte: in
+    one half of its channels those of the n-grams that end there, in the other half those that end one byte before.
+    Initially, the first layer compares a query's first half with the keys' second: it looks at what followed the same
+    bytes earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
+
+    Args:
+        sizes: bytes in each kind of n-gram. rows: of the table of each kind.
+        sharpness: initial logit of a perfect match in the first layer's comparison.
+    """
+
+    def __init__(
+        self, config: LongNetConfig, sizes: Sequence[int] = (2, 3, 4), rows: int = 1 << 16, sharpness: float = 12.0
+    ) -> None:
+        super().__init__(config)
+        self.sizes, half = tuple(sizes), config.embed_dim // 2
+        self.tables = nn.ModuleList(nn.Embedding(rows, half, sparse=True) for _ in sizes)
+        for table in self.tables:
+            assert isinstance(table, nn.Embedding)
+            nn.init.normal_(table.weight, std=0.25)
+        first = self.blocks[0].attention
+        assert isinstance(first, SelfAttention)
+        # |W x|^2 / sqrt(head_dim) = sharpness for x of unit variance, which the norm before attention makes
+        compare = torch.randn(config.embed_dim, half) * sharpness**0.5 * config.head_dim**-0.25 * half**-0.5
+        nothing = torch.zeros_like(compare)
+        with torch.no_grad():
+            queries, keys, _ = first.input.weight.chunk(3)
+            queries.copy_(torch.cat((compare, nothing), 1))
+            keys.copy_(torch.cat((nothing, compare), 1))
+
+    def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
+        ends = [
+            table(_hashed(inputs, size, table.num_embeddings))  # type: ignore[arg-type]
+            for size, table in zip(self.sizes, self.tables, strict=True)
+        ]
+        here = torch.stack(ends).sum(0)
+        return super().embed(inputs) + torch.cat((here, F.pad(here, (0, 0, 1, -1))), -1)
+
+
+def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
+    """A row for the `size` bytes up to each; before the first byte there are zeros."""
+    mixed = torch.zeros_like(tokens)
+    for back in range(size):
+        mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back
+    return mixed * 0x9E3779B1 % 2147483647 % rows
+
+
+def learn(
+    model: NgramLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
+) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
+    """Train, and yield what each step read, and its loss in nats per byte.
+
+    A third goes to short pieces of text, several per step, the rest to whole windows.
+
+    Args:
+        progress: the share done, given the number of steps; training ends after the step that reaches 1.
+    """
+    device = next(model.parameters()).device
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(dense, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.SparseAdam(list(model.tables.parameters()), betas=(0.9, 0.95)),
+    ]
+    step, done = 0, 0.0
+    while done < 1:
+        windows = split.batch(8, generator)[:, : SHORT + 1] if done < 1 / 3 else split.batch(1, generator)
+        loss = model.loss(windows.to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(dense, 1.0)
+        step += 1
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 6e-3 * min(1.0, step / 30) * (1 - 0.9 * done)
+            optimizer.step()
+            optimizer.zero_grad()
+        done = progress(step)
+        yield windows, loss.item()

@@ -1,0 +1,187 @@
+"""Recall: a fact anywhere in a sequence, a question at its end; and a model with a local window to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention import BlockLayout, Dilated, block_sparse_attention
+from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.nn import SelfAttention
+
+VALUES, FILLERS = 16, 48
+"""Token ids: 0 to 15 are facts, 16 is the question, and 48 more say nothing."""
+CHANCE = 1 / VALUES
+SEGMENT, MIDDLE = 128, 2048
+LAYERS, HEADS, WIDTH = 2, 4, 64
+WINDOW_BLOCK = 32
+CURRICULUM = ((128, 32), (512, 8), (2048, 4))
+"""Tokens and sequences of a step, one stage after another: what is learned on short sequences holds on longer ones."""
+MOST_STEPS = {128: 400, 512: 300, 2048: 60}
+"""The most steps of each stage, by its number of tokens."""
+
+
+def pattern(tokens: int) -> Dilated:
+    """Three branches in which the last token of each segment of 128 takes part, so that two layers reach everything.
+
+    In the first layer that token sees its whole segment; in the second the question, the last token of all, sees every
+    such token. Offsets by head would leave the question without far keys in the heads whose residue is not its own.
+    """
+    rates = (1, 16, SEGMENT)
+    offsets = tuple((rate - 1,) * HEADS for rate in rates)
+    return Dilated((SEGMENT, MIDDLE, max(tokens, MIDDLE)), rates, offsets)
+
+
+def config(pattern: Dilated | None) -> LongNetConfig:
+    """Without positions: what matters is what a token is, and a sequence may be longer than those in training."""
+    return LongNetConfig(
+        vocab_size=VALUES + 1 + FILLERS,
+        embed_dim=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        pattern=pattern,
+        positions=None,
+    )
+
+
+class LocalWindow(nn.Module):
+    """Causal attention to the nearest tokens, by a block layout: it takes the place of a model's dilated attention."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.layout = cache(lambda seq_len: BlockLayout.local(seq_len, window, WINDOW_BLOCK, is_causal=True))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True, **_: Any) -> Tensor:
+        assert is_causal
+        return block_sparse_attention(q, k, v, self.layout(q.shape[1]), is_causal=True)  # type: ignore[return-value]
+
+
+def use_window(model: LongNetLM, window: int) -> None:
+    """Put a local window in the place of the attention of every layer."""
+    for block in model.blocks:
+        assert isinstance(block.attention, SelfAttention)
+        block.attention.attention = LocalWindow(window)  # type: ignore[assignment]
+
+
+def window_of_equal_cost(tokens: int) -> int:
+    """The shortest window, in steps of half a block, with at least as many score entries as `pattern`."""
+    window = WINDOW_BLOCK // 2
+    while window < tokens and window_entries(tokens, window) < dilated_entries(tokens):
+        window += WINDOW_BLOCK // 2
+    return window
+
+
+def dilated_entries(tokens: int) -> float:
+    """Score entries of a head of `pattern`."""
+    return pattern(tokens).flops(tokens, HEADS, 1, is_causal=True) / 4 / HEADS
+
+
+def window_entries(tokens: int, window: int) -> int:
+    """Score entries of a head: those of the layout's blocks that are not in the future."""
+    layout = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True)
+    return (layout.nnz * WINDOW_BLOCK - layout.query_blocks * (WINDOW_BLOCK - 1) // 2) * WINDOW_BLOCK
+
+
+def window_reach(tokens: int, window: int) -> int:
+    """How far back the last token reaches through all layers."""
+    layout, at = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True), tokens - 1
+    for _ in range(LAYERS):
+        row = at // WINDOW_BLOCK
+        at = int(layout.indices[layout.indptr.flatten()[row]]) * WINDOW_BLOCK
+    return tokens - 1 - at
+
+
+def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]:
+    """The same model, weights included, with dilated attention and with a local window of equal cost."""
+    found = {}
+    for name in ("dilated", "window"):
+        torch.manual_seed(seed)
+        found[name] = LongNetLM(config(pattern(tokens)))
+    use_window(found["window"], window_of_equal_cost(tokens))
+    return {name: model.to(device) for name, model in found.items()}
+
+
+def draw(
+    count: int, tokens: int, generator: torch.Generator, distances: range | None = None
+) -> tuple[Int[Tensor, "count tokens"], Int[Tensor, " count"]]:
+    """Sequences and answers. distances: of the fact from the question, drawn uniformly; None: any."""
+    sequences = torch.randint(VALUES + 1, VALUES + 1 + FILLERS, (count, tokens), generator=generator)
+    answers = torch.randint(VALUES, (count,), generator=generator)
+    places = range(1, tokens) if distances is None else distances
+    away = torch.randint(places.start, places.stop, (count,), generator=generator)
+    sequences[torch.arange(count), tokens - 1 - away] = answers
+    sequences[:, -1] = VALUES
+    return sequences, answers
+
+
+def answer(model: LongNetLM, sequences: Int[Tensor, "count tokens"]) -> Float[Tensor, "count vocab"]:
+    (states,) = model.hidden(model.embed(sequences), is_causal=True)
+    return model.logits(states[:, -1])
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A step of the curriculum, by its number within its stage. accuracy: a running mean over the steps so far."""
+
+    tokens: int
+    step: int
+    accuracy: float
+
+
+def learn(
+    model: LongNetLM, tokens: int, generator: torch.Generator, most: Mapping[int, int], *, until: float = 0.98
+) -> Iterator[Lesson]:
+    """Train through the curriculum, as far as it is no longer than `tokens`, and yield after each step.
+
+    Args:
+        most: the most steps of each stage, by its number of tokens. until: the accuracy above which a stage ends early.
+    """
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    done = 0
+    for length, count in CURRICULUM:
+        if length > tokens:
+            return
+        running = 0.0
+        for step in range(1, most[length] + 1):
+            done += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3 * min(1.0, done / 20) * (1.0 if length < MIDDLE else 0.3)
+            sequences, answers = (x.to(device) for x in draw(count, length, generator))
+            logits = answer(model, sequences)
+            F.cross_entropy(logits, answers).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            running = 0.9 * running + 0.1 * _right(logits, answers)
+            yield Lesson(length, step, running)
+            if running > until:
+                break
+
+
+@torch.no_grad()
+def accuracy(
+    model: LongNetLM, tokens: int, generator: torch.Generator, count: int, distances: range | None = None
+) -> float:
+    """The share of right answers to `count` questions, one sequence at a time."""
+    device = next(model.parameters()).device
+    pairs = [[x.to(device) for x in draw(1, tokens, generator, distances)] for _ in range(count)]
+    return math.fsum(_right(answer(model, sequence), answers) for sequence, answers in pairs) / count
+
+
+def step(model: LongNetLM, sequences: Tensor, answers: Tensor) -> None:
+    """A forward and backward without an update, to be timed."""
+    F.cross_entropy(answer(model, sequences), answers).backward()
+    model.zero_grad()
+
+
+def _right(logits: Tensor, answers: Tensor) -> float:
+    return float((logits[:, :VALUES].argmax(-1) == answers).float().mean())

@@ -1,0 +1,146 @@
+"""Text as bytes: where it is read from, and what of it is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from dilated_attention.plumbing import storage
+
+HELD_OUT_EVERY = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The bytes of one or more files, one after another in the order of their paths."""
+
+    content: UInt8[Tensor, " bytes"]
+    files: int
+    skipped: int  # files of a folder that hold a zero byte early on: not text
+    paths: tuple[Path, ...]  # empty: the standard library
+
+    @property
+    def source(self) -> str:
+        return ", ".join(map(str, self.paths)) or "the Python standard library"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content.numpy().data).hexdigest()
+
+    def split(self, context: int) -> Split:
+        """Hold out every 20th window of context + 1 bytes (at least one); the rest is for training.
+
+        A pure function of the text's length and the context.
+        """
+        window = context + 1
+        windows = len(self.content) // window
+        if windows < 2:
+            raise ValueError(
+                f"{self.source} has {len(self.content):,} bytes: a context of {context:,} needs at least "
+                f"{2 * window:,}, one window to learn from and one held out; give more text or a shorter --context"
+            )
+        count = max(1, windows // HELD_OUT_EVERY)
+        held = [(2 * i + 1) * windows // (2 * count) for i in range(count)]
+        starts = torch.tensor([0, *(window * (index + 1) for index in held)])
+        stops = torch.tensor([*(window * index for index in held), len(self.content)])
+        fits = stops - starts >= window
+        return Split(
+            content=self.content,
+            context=context,
+            starts=starts[fits],
+            choices=(stops - starts - window + 1)[fits],
+            held_out=torch.stack([self.content[index * window :][:window] for index in held]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Training spans begin at `starts` and hold `choices` windows each; no training window touches a held-out one."""
+
+    content: UInt8[Tensor, " bytes"]
+    context: int
+    starts: Int[Tensor, " spans"]
+    choices: Int[Tensor, " spans"]
+    held_out: UInt8[Tensor, "windows context_and_one"]
+
+    def batch(self, size: int, generator: torch.Generator) -> Int[Tensor, "batch context_and_one"]:
+        """Windows drawn uniformly from all training windows, overlapping ones included."""
+        ends = self.choices.cumsum(0)
+        draw = torch.randint(int(ends[-1]), (size,), generator=generator)
+        span = torch.searchsorted(ends, draw, right=True)
+        first = self.starts[span] + draw - (ends - self.choices)[span]
+        return torch.stack([self.content[i : i + self.context + 1] for i in first.tolist()]).long()
+
+    def sample_held_out(self, count: int) -> Int[Tensor, "windows context_and_one"]:
+        """At most `count` held-out windows, evenly spread."""
+        count = min(count, len(self.held_out))
+        return self.held_out[[(2 * i + 1) * len(self.held_out) // (2 * count) for i in range(count)]].long()
+
+
+def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
+    """Read files, and folders recursively; none = the standard library's sources. Hidden and binary files are left out,
+    and links to folders not followed.
+
+    ValueError names a path that is missing, unreadable or empty, or the run's own folder.
+
+    Args:
+        out: folder of the run, which may lie within a folder of text: what it holds is left out there.
+    """
+    own = None if out is None else out.resolve()
+    skipped = 0
+    pieces: list[bytes] = []
+    for path in paths or [standard_library()]:
+        folder = path.is_dir()
+        found = len(pieces)
+        if folder and path.resolve() == own:
+            raise ValueError(f"{path}: is the folder of the run, whose files would be read as text; give another --out")
+        for file in _files(path, own, python_only=not paths) if folder else [path]:
+            data = storage.read_bytes(file)
+            if folder and b"\0" in data[:8192]:
+                skipped += 1
+            elif data:
+                pieces.append(data)
+        if len(pieces) == found:
+            raise ValueError(f"{path}: {'no text file in this folder' if folder else 'the file is empty'}")
+    content = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    return Text(content, len(pieces), skipped, tuple(path.resolve() for path in paths))
+
+
+def readable(text: str) -> str:
+    """The text with a dot for each character that cannot be printed, which a terminal might obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def standard_library() -> Path:
+    """The folder of this interpreter's own Python sources."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
+    """Sorted, none of the folder `own`. Of the standard library: no installed packages, and no tests (they are more
+    than all the rest)."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and Path(parent, name).resolve() != own
+            and not (python_only and name in {"site-packages", "dist-packages", "test", "tests", "idle_test"})
+        )
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file() and (path.suffix == ".py" or not python_only):
+                yield path

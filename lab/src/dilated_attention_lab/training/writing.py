@@ -1,0 +1,60 @@
+"""Text written by a trained byte-level model, as it comes."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dilated_attention.models import LongNetLM
+from dilated_attention_lab.training import session
+from dilated_attention_lab.training.text import readable
+
+
+def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
+    """The byte-level model in a folder of `save_pretrained` or of a run of `train`: that of its newest checkpoint, as
+    `model/` may be older; without a checkpoint that of `model/`. ValueError where there is none."""
+    place = folder if (folder / "config.json").exists() else folder / "model"
+    if place != folder and session.saved(folder):
+        model = session.saved_model(folder, backend)
+    elif (place / "config.json").exists():
+        model = LongNetLM.from_pretrained(place, backend=backend)
+    else:
+        raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
+    if model.config.vocab_size != 256:
+        raise ValueError(
+            f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"
+        )
+    return model.to(device)
+
+
+def write(
+    model: LongNetLM,
+    prompt: bytes,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[str]:
+    """`length` sampled bytes that continue `prompt`, as readable text, each character as soon as its bytes are drawn.
+
+    The prompt is read, and wrong arguments raise ValueError, before the first piece is asked for.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = model.stream(tokens, length, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+
+    def pieces() -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in drawn:
+            if text := decoder.decode(bytes(token.tolist())):
+                yield readable(text)
+        if text := decoder.decode(b"", final=True):
+            yield readable(text)
+
+    return pieces()

@@ -1,0 +1,26 @@
+"""What `models`, `integrations` and the lab need from inside the library, beside its public names.
+
+They import nothing else of it: tests/test_layering.py holds that. These names change; do not import from here.
+"""
+
+# ruff: noqa: F401
+from dilated_attention import checks, storage
+from dilated_attention.backends import blocks, cpu, flash, fused, native, table, triton
+from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Problem
+from dilated_attention.cache import PlanCache
+from dilated_attention.call import Call, as_autocast, dtype_of_products, in_autocast
+from dilated_attention.errors import ContextParallelError
+from dilated_attention.execution import layouts_of
+from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
+from dilated_attention.merge import merge_into
+from dilated_attention.mesh import TRANSPORTS, Mesh, context_group, held_mesh, mesh_size
+from dilated_attention.nn.positions import Tables
+from dilated_attention.nn.transformer import ShardDropout
+from dilated_attention.parallel import presence
+from dilated_attention.parallel.comm import Framing, Link, Traffic, Transfer, link_of, use_link
+from dilated_attention.parallel.sharding import agreed_seed, from_rank
+from dilated_attention.patterns import describe_unserved
+from dilated_attention.pictures import plot_places
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, progressions
+from dilated_attention.torch_internals import flattened
