@@ -254,7 +254,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask, seed = inputs
         ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, seed, *layouts)
         ctx.mark_non_differentiable(*output[2:])
-        ctx.outputs, ctx.options = len(output), options
+        ctx.outputs, ctx.options, ctx.words = len(output), options, options[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -274,7 +274,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise _not_fused("forward-mode", ctx.options[4])
+        raise _not_fused("forward-mode", ctx.words)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -293,7 +293,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.words = inputs[12]
+        *_, ctx.words, _layouts, _lengths, _cu_seqlens, _key_padding_mask, _seed = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

@@ -98,19 +98,19 @@ class _Branched:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
-            num_heads: heads of k and v; default: just enough for `head` to exist.
+            num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
+                with `head_groups` at least one per branch.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
+        return self._plot_head(seq_len, head, ax, num_heads, is_causal)
+
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:
         seq_len, head = checks.positive("seq_len", seq_len), checks.integer("head", head, 0)
         branches = self.branches(head + 1 if num_heads is None else num_heads)
         groups = plan_of(branches, (0, seq_len), None, is_causal).groups
-        return plot_bands(
-            [x for x in groups if (head - x.head) in range(0, x.heads * x.head_stride, x.head_stride)],
-            seq_len,
-            f"head {head}",
-            ax,
-        )
+        own = [x for x in groups if head - x.head in range(0, x.heads * x.head_stride, x.head_stride)]
+        return plot_bands(own, seq_len, f"head {head}", ax)
 
 
 @dataclass(frozen=True)
@@ -303,23 +303,7 @@ class Dilated(_Branched):
         """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
-    def plot(
-        self,
-        seq_len: int,
-        head: int = 0,
-        ax: Axes | None = None,
-        *,
-        num_heads: int | None = None,
-        is_causal: bool = False,
-    ) -> Axes:
-        """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
-
-        Args:
-            num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
-                with `head_groups` at least one per branch.
-            is_causal: hide the keys after each query.
-        """
-        checks.boolean("is_causal", is_causal)
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:
         return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
 
 

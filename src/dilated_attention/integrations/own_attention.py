@@ -205,12 +205,11 @@ def _pattern(shown: Shown, first: int) -> Dilated | Window:
 
 def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """Attend in each sample of the batch by itself, its positions counted from its first real token."""
-    out = torch.zeros_like(q[..., :1]).expand(*q.shape[:3], v.shape[-1]).contiguous()
     assert shown.first_tokens is not None
+    parts = []
     for i, first in enumerate(shown.first_tokens.tolist()):
-        q_first, k_first = max(0, first - shown.q_start), max(0, first - shown.k_start)
-        if q_first >= shown.queries:
-            continue
+        q_first = min(max(0, first - shown.q_start), shown.queries)
+        k_first = min(max(0, first - shown.k_start), shown.keys)
         sample = replace(
             shown,
             first_tokens=None,
@@ -222,8 +221,8 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
         )
         rows = slice(i, i + 1)
         part = attend(sample, q[rows, q_first:], k[rows, k_first:], v[rows, k_first:], **options)
-        out = torch.cat([out[:i], torch.cat([out[rows, :q_first], part], 1), out[i + 1 :]])
-    return out
+        parts.append(torch.nn.functional.pad(part, (0, 0, 0, 0, q_first, 0)))
+    return torch.cat(parts)
 
 
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
