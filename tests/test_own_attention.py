@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations.huggingface import NAME, dilate, report
 from dilated_attention.integrations.own_attention import read_mask
-from transformers_families import FAMILIES, REFUSED, build
+from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
 TOKENS = 43
 NO_STATIC_CACHE: tuple[str, ...] = ()  # refused by transformers for these families
@@ -81,6 +81,26 @@ def test_equals_eager(family):
             _assert_close(*(x[mask.bool()] for x in outputs))
 
 
+@pytest.mark.parametrize("family", OTHERS)
+def test_equals_eager_on_other_inputs(family):
+    outputs, gradients, state = [], [], None
+    for implementation in ("eager", NAME, "sdpa"):
+        model, inputs = build_other(family, implementation)
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        output = model(**inputs)
+        outputs.append(output.audio_values if "audio_values" in output else output.logits)
+        weights = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(2))
+        (outputs[-1] * weights).sum().backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+        if implementation == NAME:
+            assert "window 8" in report(model)
+    _assert_close(*outputs)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name in gradients[0]:
+        _assert_close(*(x[name] for x in gradients))
+
+
 def _takes_position_ids(family: str) -> bool:
     return family not in ("minimax", "zaya")  # whose other layers do not know samples
 
@@ -109,6 +129,11 @@ def test_refuses_by_name(family):
     words = REFUSED[family][3]
     with pytest.raises(UnsupportedError, match=words):
         _output(build(family, NAME), input_ids=_tokens())
+
+
+def test_the_number_of_families_in_the_documents():
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    assert f"{len(FAMILIES) + len(OTHERS)} families that have windows or chunks" in " ".join(page.split())
 
 
 def test_masks_are_read_back():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 SMALL = {
@@ -108,3 +110,77 @@ def build(family: str, implementation: str) -> PreTrainedModel:
     model_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), model_name)
     torch.manual_seed(0)
     return model_class(config).eval()
+
+
+def _text(**changes: Any) -> dict[str, Any]:
+    known = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**{name: SMALL[name] for name in known}, "vocab_size": 97, "sliding_window": 8, **changes}
+
+
+def _t5gemma() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import T5GemmaConfig, T5GemmaModuleConfig
+
+    text = _text(head_dim=8)
+    decoder = T5GemmaModuleConfig(**text, cross_attention_hidden_size=text["hidden_size"])
+    config = T5GemmaConfig(encoder=T5GemmaModuleConfig(**text), decoder=decoder, vocab_size=97)
+    return config, {"input_ids": _random_tokens(43), "decoder_input_ids": _random_tokens(21)}
+
+
+def _mimi() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import MimiConfig
+
+    config = MimiConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8, sliding_window=8,
+        num_filters=4, codebook_size=16, codebook_dim=8, num_quantizers=2, vector_quantization_hidden_dimension=8,
+        upsample_groups=32,
+    )  # fmt: skip
+    return config, {"input_values": torch.randn(1, 1, 48000, generator=torch.Generator().manual_seed(1))}
+
+
+def _phi4_multimodal() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import Phi4MultimodalConfig
+
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = Phi4MultimodalConfig(
+        **_text(pad_token_id=0, eos_token_id=1, bos_token_id=2),
+        vision_config={**tiny, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14, "crop_size": 28},
+        audio_config={**tiny, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16, "input_size": 16},
+    )
+    return config, {"input_ids": _random_tokens(43)}
+
+
+def _voxtral_realtime() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import VoxtralRealtimeConfig
+
+    audio = _text(num_key_value_heads=4, head_dim=8, num_mel_bins=16, max_position_embeddings=256)
+    config = VoxtralRealtimeConfig(audio_config=audio, text_config=_text(head_dim=8, pad_token_id=0))
+    features = torch.randn(1, 16, 43 * 8, generator=torch.Generator().manual_seed(1))
+    return config, {"input_ids": _random_tokens(43)[:1], "input_features": features}
+
+
+def _random_tokens(count: int) -> Tensor:
+    return torch.randint(3, 97, (2, count), generator=torch.Generator().manual_seed(1))
+
+
+OTHERS: dict[str, tuple[Callable[[], tuple[PreTrainedConfig, dict[str, Tensor]]], str, dict[str, str]]] = {
+    "mimi": (_mimi, "MimiModel", {}),
+    "phi4_multimodal": (
+        _phi4_multimodal,
+        "Phi4MultimodalForCausalLM",
+        {"vision_config": "eager", "audio_config": "eager"},
+    ),
+    "t5gemma": (_t5gemma, "T5GemmaForConditionalGeneration", {}),
+    "voxtral_realtime": (_voxtral_realtime, "VoxtralRealtimeForConditionalGeneration", {}),
+}
+"""Families with inputs or parts of other kinds: configuration and inputs, model, parts that keep another attention."""
+
+
+def build_other(family: str, implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Return a model in evaluation mode, with the same weights for every implementation, and its inputs."""
+    make, name, parts = OTHERS[family]
+    config, inputs = make()
+    config._attn_implementation = {"": implementation, **parts} if parts else implementation
+    model_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    torch.manual_seed(0)
+    return model_class(config).eval(), inputs

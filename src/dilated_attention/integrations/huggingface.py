@@ -37,6 +37,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
+from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.own_attention import (
     NotATensor,
     Shown,
@@ -199,6 +200,50 @@ def dilate(
     return model
 
 
+def sparsify(
+    model: PreTrainedModel, selector: Selector | None, *, layers: Sequence[int] | None = None, first: int = 2048
+) -> PreTrainedModel:
+    """Let the full layers of a transformers model attend to chosen blocks in a prompt, in place; returns the model.
+
+    An approximation, unlike the model's own attention: after a prompt, `report(model)` says what share of each head's
+    softmax the blocks hold, in 32 rows. Layers with windows or chunks, padded and packed batches, prompts in chunks and
+    new tokens over a cache keep the model's own attention. Nothing of it is saved with the model.
+
+        sparsify(model, partial(topk_blocks, density=0.25))
+
+    Args:
+        selector: called as selector(q, k, is_causal=..., scale=...) -> `BlockLayout`, such as `routing.topk_blocks`,
+            `topp_blocks` or `vertical_slash` with their density or mass bound; None: dense again.
+        layers: which attention layers, counted in the order of `model.modules()`; None: all.
+        first: prompts below this many tokens keep the model's own attention.
+
+    Raises:
+        ValueError: for a model that is dilated, or does not call transformers' attention interface, and for a layer
+            that it does not have.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    if selector is not None and not callable(selector):
+        raise ValueError(f"selector must be a function (q, k, ...) -> BlockLayout, or None; got {selector!r}")
+    first = checks.integer("first", first, 0)
+    for part in (x for x in model.modules() if isinstance(x, PreTrainedModel)):
+        _require_interface(part)
+        if getattr(part.config, NAME, None) is not None:
+            raise ValueError(f"{type(part).__name__} is dilated, and sparsify takes a model with its own attention")
+    found = _attention_layers(model)
+    wanted = range(len(found)) if layers is None else checks.integers("layers", layers, "integers", 0)
+    if any(i >= len(found) for i in wanted):
+        raise ValueError(f"layers={list(wanted)}: the model has {len(found)} attention layers, counted from 0")
+    model.set_attn_implementation(NAME)
+    for i in wanted:
+        setattr(found[i], _CHOSEN, None if selector is None else ChosenBlocks(selector, first))
+    return model
+
+
+_CHOSEN = "_chosen_blocks"
+"""The attribute in which an attention module holds its `ChosenBlocks`."""
+
+
 def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     """Let a transformers model take `length` tokens, in place; returns the model. Call it before the optimizer is made.
 
@@ -285,14 +330,19 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return rotations
 
 
+def _attention_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute attention: named so, and holding no other."""
+    modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
+    return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+
+
 def _calls_the_interface(part: PreTrainedModel) -> bool:
     """Whether every attention of a model whose class has no flag for it calls transformers' attention interface.
 
     About 75 files of transformers do and lack the flag, Wav2Vec2 and HuBERT among them; others, such as SAM, hold an
     attention that does not.
     """
-    modules = [x for x in part.modules() if type(x).__name__.endswith("Attention")]
-    own = [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+    own = _attention_layers(part)
     return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
 
 
@@ -544,10 +594,8 @@ def attention_forward(
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if own:
-        shown = _shown_of(module, q, k, attention_mask, is_causal)
-        if not torch.compiler.is_compiling():
-            _REPORTED[module] = f"{describe(shown)}, softcap {softcap}" if softcap else describe(shown)
-        return attend(shown, q, k, v, scale=scaling, dropout_p=dropout, sinks=s_aux, softcap=softcap), None
+        given: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "softcap": softcap}
+        return _attend_own(module, q, k, v, attention_mask, is_causal, **given), None
     pattern, backend = pattern_of(module.config)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
@@ -564,6 +612,22 @@ def attention_forward(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return (out if seen.order is None else _permuted(out, seen.order.argsort(1))), None
+
+
+def _attend_own(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
+) -> Tensor:
+    """Compute a model's own attention, over the blocks that `sparsify` asks for, if it does."""
+    shown, chosen = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None)
+    words = [describe(shown), *([f"softcap {options['softcap']}"] if options["softcap"] else ())]
+    if chosen is None or not chosen.serves(shown):
+        out = attend(shown, q, k, v, **options)
+    else:
+        out, held = chosen.attend(shown, q, k, v, **options)
+        words.append(held)
+    if not torch.compiler.is_compiling():
+        _REPORTED[module] = ", ".join(words)
+    return out
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:

@@ -1,0 +1,68 @@
+"""Content-chosen blocks in the full layers of a transformers model: what `sparsify` puts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import BlockLayout, Dilated, attention
+from dilated_attention.integrations.own_attention import Shown
+
+Selector = Callable[..., BlockLayout]
+
+SAMPLED_ROWS = 32
+
+
+@dataclass(frozen=True)
+class ChosenBlocks:
+    """Attention over the blocks that a selector chooses, in prompts of at least `first` tokens.
+
+    Attributes:
+        selector: called as selector(q, k, is_causal=..., scale=...), such as `topk_blocks` with its density bound by
+            `functools.partial`.
+    """
+
+    selector: Selector
+    first: int
+
+    def serves(self, shown: Shown) -> bool:
+        """Whether a call is a whole prompt without padding in a layer that sees everything."""
+        limited = (shown.window, shown.chunk, shown.samples, shown.hidden)
+        whole = shown.q_start == shown.k_start == 0 and (shown.is_causal or shown.queries == shown.keys)
+        return whole and shown.queries >= max(self.first, 2) and all(limit is None for limit in limited)
+
+    def attend(
+        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any
+    ) -> tuple[Tensor, str]:
+        """Return the attention over the chosen blocks, and a few words on how much of the softmax they hold."""
+        k, v = k[:, : shown.queries], v[:, : shown.queries]  # a static cache holds more
+        layout = self.selector(q, k, is_causal=shown.is_causal, scale=scale)
+        if not isinstance(layout, BlockLayout):
+            raise ValueError(f"selector must return a BlockLayout; got {type(layout).__name__}")
+        options |= {"is_causal": shown.is_causal, "scale": scale}
+        out, lse = attention(q, k, v, layout, return_lse=True, **options)
+        if torch.compiler.is_compiling():
+            return out, ""
+        held = _held(q.detach(), k.detach(), v.detach(), lse.detach(), options)
+        by_head = " ".join(f"{mass:.2f}" for mass in held.tolist())
+        return out, f"{layout.density:.0%} of the blocks, which hold of each head's softmax: {by_head}"
+
+
+@torch.no_grad()
+def _held(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the share of the softmax that the blocks hold, `(heads,)`: the mean over samples and sampled rows.
+
+    A row's share is exp(lse - dense lse), where lse is over the blocks; neither counts sinks.
+    """
+    tokens, options = q.shape[1], {**options, "dropout_p": 0.0}
+    whole = Dilated((tokens,), (1,))
+    held = q.new_zeros(q.shape[2], dtype=lse.dtype)
+    rows = torch.linspace(0, tokens - 1, min(tokens, SAMPLED_ROWS)).long().unique().tolist()
+    for row in rows:
+        _, dense = attention(q[:, row : row + 1], k, v, whole, q_start=row, return_lse=True, **options)
+        held += (lse[..., row] - dense[..., 0]).exp().mean(0)
+    return held / len(rows)
