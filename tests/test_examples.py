@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import processes
 from dilated_attention import Dilated
@@ -96,6 +97,17 @@ def test_byte_lm():
     assert losses["trained"] < losses["untrained"] - 1
     assert sample.startswith("import ")
     assert len(sample.encode()) > 30
+
+
+def test_gemma3_long_prompt():
+    """With random weights, for Gemma's own have to be downloaded."""
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=97, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    found = load("gemma3_long_prompt").main(Gemma3ForCausalLM(config).eval(), torch.randint(97, (1, 600)))
+    assert found["largest difference of a logit"] < 1e-5
+    assert found["nats per token, chosen blocks"] != found["nats per token"]
 
 
 @pytest.mark.slow
