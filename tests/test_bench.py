@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dilated_attention.backends import cpu, fused, native
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
+from dilated_attention.plumbing import storage
 from dilated_attention.weights import attention_weights
 from dilated_attention_lab.bench import charts, check, command, measure, profile, results, rivals
 from dilated_attention_lab.bench.cases import Case, contender
@@ -236,7 +237,7 @@ def test_a_disk_that_fills_up_while_measuring_is_no_success(tmp_path, capsys, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
-    monkeypatch.setattr(results, "write_text", full)
+    monkeypatch.setattr(storage, "write_text", full)
     assert exit_code("bench", "foundation", "--out", tmp_path) == 1
     captured = capsys.readouterr()
     assert '"value": 3.0' in captured.out

@@ -78,7 +78,7 @@ def test_the_groups_of_a_gpu():
             assert group.jobs
             assert len(group.jobs) == len({job.label for job in group.jobs})
         limits = sum(group.seconds for group in found)
-        assert limits <= gpu.SECONDS, "even if every group hangs"
+        assert limits <= 540, "nine minutes, even if every group hangs"
     labels = [group.label for group in gpu.part_1(MACHINE)]
     assert labels.index("right: what is timed") < labels.index("times, head_dim 128")
     assert labels[-2:] == ["right: native, views", "right: flash, views"], "what may be misaligned comes last"

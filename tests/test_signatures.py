@@ -85,7 +85,7 @@ def keys(kind: type[nn.Module]) -> list[list[str]]:
 
 
 def is_module(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, nn.Module)
+    return inspect.isclass(value) and issubclass(value, nn.Module) and value is not models.Pretrained
 
 
 def described() -> dict[str, Any]:

@@ -476,3 +476,55 @@ def test_compiled_and_exported(fresh_python):
             exported(longer, longer, longer, is_causal=True)[0], model(longer, longer, longer, is_causal=True)[0]
         )
     """)
+
+
+def test_exported_with_a_layout_function(fresh_python, tmp_path):
+    """For any length the program calls the function when it runs; for one length it holds the lists."""
+    fresh_python(
+        f"""
+        import torch
+        from dilated_attention import BlockLayout, Dilated, attention
+        from dilated_attention.nn import BlockSparseDilatedAttention
+
+        def local(tokens):
+            return BlockLayout.local(tokens, 32, 16)
+
+        class Product(torch.nn.Module):
+            def forward(self, q, k, v):
+                return attention(q, k, v, Dilated((64,), (2,)) * local, is_causal=True)
+
+        length = torch.export.Dim("length", min=2, max=4096)
+        given = tuple(torch.randn(1, 128, 2, 16) for _ in range(3))
+        for module in (BlockSparseDilatedAttention(local), Product()):
+            for strict in (False, True):
+                any_length = [{{1: length}}] * 3
+                program = torch.export.export(module, given, dynamic_shapes=any_length, strict=strict).module()
+                for tokens in (77, 300):
+                    tensors = [torch.randn(1, tokens, 2, 16, requires_grad=True) for _ in range(3)]
+                    outs = program(*tensors), module(*tensors)
+                    torch.testing.assert_close(*outs)
+                    gradients = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
+                    for actual, expected in zip(*gradients, strict=True):
+                        torch.testing.assert_close(actual, expected)
+                program = torch.export.export(module, given, strict=strict)
+                assert not any("local at" in str(node.args) for node in program.graph.nodes)
+                torch.testing.assert_close(program.module()(*given), module(*given))
+        exported = torch.export.export(Product(), given, dynamic_shapes=any_length)
+        torch.export.save(exported, {str(tmp_path / "program.pt2")!r})
+        """
+    )
+    fresh_python(
+        f"""
+        import torch
+        import dilated_attention
+
+        program = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
+        try:
+            program(*torch.randn(3, 1, 50, 2, 16))
+        except ValueError as error:
+            assert "layout function local at" in str(error), error
+            assert "export in this process, or for one length" in str(error)
+        else:
+            raise AssertionError("the function is not known here")
+        """
+    )

@@ -24,9 +24,18 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import Mesh, check_transport, context_group
-from dilated_attention.patterns import Dilated, Product, Sum, Window
+from dilated_attention.patterns import (
+    Dilated,
+    LayoutOfLength,
+    Product,
+    Sum,
+    Window,
+    function_name,
+    function_of,
+    layout_inside,
+)
 from dilated_attention.plan import Branches, Plan, plan_of, row_counts
-from dilated_attention.torch_internals import is_mapped
+from dilated_attention.torch_internals import is_mapped, is_symbol
 
 Pattern = Dilated | Window | BlockLayout | Product | Sum
 
@@ -84,6 +93,7 @@ class Call:
         shards: over a mesh of several ranks; None on one device.
         starts: the positions of the first query and of the first key.
         softcap: the bound of scores; 0: none.
+        layout_function: the name of the function that gives `layouts` when an exported call runs; "": they are here.
     """
 
     branches: Branches
@@ -100,6 +110,7 @@ class Call:
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
     softcap: float = 0.0
+    layout_function: str = ""
 
     @classmethod
     def of(
@@ -186,6 +197,10 @@ class Call:
             softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
         )
         if isinstance(pattern, (BlockLayout, Product)):
+            function = pattern.layout if isinstance(pattern, Product) else pattern
+            by_name = ranks is None and call.backend.attend is None and is_symbol(seq_len)
+            if by_name and not isinstance(function, BlockLayout):
+                return replace(call, layout_function=function_name(function))
             layouts = call._layouts(pattern, q, k, seq_len)
             if ranks is not None:
                 lists = torch.device("cpu") if q.device.type == "meta" else q.device
@@ -276,13 +291,26 @@ class Call:
             length = seq_len if self.cu_seqlens is None else pattern.seq_len
             pattern.check(q.shape[0], length, heads, kv_heads)
             return (pattern,)
+        return self._inside(pattern.layout, heads, kv_heads, seq_len)
+
+    def _inside(
+        self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
+    ) -> tuple[BlockLayout, ...]:
+        """The layouts inside the segments of the call's samples."""
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
             counts |= self.row_counts(seq.stop - seq.start)
-        found = tuple([pattern.layout_of(count) for count in sorted(counts)])
+        found = tuple([layout_inside(layout, count) for count in sorted(counts)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)
         return found
+
+    def with_function(self, q: Tensor, k: Tensor) -> Call:
+        """The same call, with the layouts that its function gives."""
+        if not self.layout_function:
+            return self
+        layouts = self._inside(function_of(self.layout_function), q.shape[2], k.shape[2], q.shape[1])
+        return replace(self, layouts=layouts, layout_function="")
 
 
 def in_autocast(device: torch.device) -> bool:

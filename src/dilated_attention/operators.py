@@ -98,6 +98,8 @@ def _pack(call: Call) -> tuple[Any, ...]:
     for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
         numbers += row
     words = [call.backend.name]
+    if call.layout_function:
+        words.append(call.layout_function)
     if shards is not None:
         words += (shards.group_name, shards.transport, shards.layer)
         for edges in (shards.bounds, shards.samples or (), shards.lengths):
@@ -123,19 +125,24 @@ def _unpack(
     seed: Tensor | None,
 ) -> Call:
     """The call that `_pack` packed; k has its key-value heads."""
-    read = _read(tuple(numbers), k.shape[2], len(words) > 1)
+    read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
         for i, (seq_len, q_block, k_block, is_causal) in enumerate(read.sizes)
     ]
     shards = None
-    if len(words) > 1:
+    if _of_mesh(words):
         shards = Shards(words[1], read.bounds, read.samples, words[2], words[3], read.lengths)
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
-        key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts,
-        softcap,
+        key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,
+        words[1] if len(words) == 2 else "",
     )  # fmt: skip
+
+
+def _of_mesh(words: Sequence[str]) -> bool:
+    """Whether words, of which a call on one device has a backend and a layout function at most, are of a mesh."""
+    return len(words) > 2
 
 
 class _Numbers(NamedTuple):
@@ -184,7 +191,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
         with torch.autocast(q.device.type, enabled=False):
             return _run(call, q, k, v)
-    factor, _ = split_scale(call.scale)
+    call, (factor, _) = call.with_function(q, k), split_scale(call.scale)
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
@@ -193,7 +200,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     numbers, _, _, _, words = packed[:5]
-    if len(words) == 1:
+    if not _of_mesh(words):
         return [out, lse]
     call = _unpack(k, [int(x) for x in numbers], *packed[1:])
     return [out, lse, *over_mesh.empty_saved(call, q, k)]
@@ -216,7 +223,7 @@ def _run_backward(
     if in_autocast(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return _run_backward(call, dout, dlse, q, k, v, out, lse, saved)
-    factor, _ = split_scale(call.scale)
+    call, (factor, _) = call.with_function(q, k), split_scale(call.scale)
     q = q if factor == 1 else q * factor
     if call.shards is None:
         dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)
@@ -233,7 +240,7 @@ def _(
 
 
 def _not_fused(order: str, words: Sequence[str]) -> Exception:
-    if len(words) > 1:
+    if _of_mesh(words):
         return UnsupportedError(f"{order} derivatives of context parallel attention are not supported")
     return NotImplementedError(
         f"{order} derivatives of attention are not fused; "
@@ -326,7 +333,7 @@ def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[A
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:
             raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
-        if argument.name == "words" and len(x) > 1:
+        if argument.name == "words" and _of_mesh(x):
             raise UnsupportedError("mesh under torch.func.vmap: fold the mapped dimension into the batch")
         if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")

@@ -21,6 +21,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import PIXELS, plot_bands, plot_counts
 from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_dilated, plan_of
+from dilated_attention.torch_internals import constant_when_traced, is_symbol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -413,6 +414,45 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
     return plan_layout((name_of(layout), length), make) if kept else make()
 
 
+def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
+    """The layout inside a segment of which `length` tokens take part."""
+    layout = layout_for(layout, length)
+    if layout.seq_len != length:
+        raise ValueError(
+            f"layout is for {layout.seq_len} tokens, but a segment has {length} that take part; give a callable, "
+            "length -> BlockLayout, or segments that are all of one length"
+        )
+    if layout.batch_size > 1:
+        raise ValueError(f"layout has lists for a batch of {layout.batch_size}; inside segments they must be shared")
+    return layout
+
+
+def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
+    """The pattern of a layout function: its layout, or while the length is a symbol, the function in one segment."""
+    return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
+
+
+_FUNCTIONS: dict[str, LayoutOfLength] = {}
+"""The layout functions that exported programs of any length call when they run. They are kept for good."""
+
+
+@constant_when_traced
+def function_name(layout: LayoutOfLength) -> str:
+    """The name under which an exported program of this process finds a layout function."""
+    name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
+    _FUNCTIONS[name] = layout
+    return name
+
+
+def function_of(name: str) -> LayoutOfLength:
+    if name not in _FUNCTIONS:
+        raise ValueError(
+            f"layout function {name}: a program that was exported for any length calls it, and this process does not "
+            "know it; export in this process, or for one length, whose lists the program holds"
+        )
+    return _FUNCTIONS[name]
+
+
 @dataclass(frozen=True)
 class Product:
     """Block sparsity inside dilated subsequences: a query sees the keys that both its branch and the layout show.
@@ -446,17 +486,7 @@ class Product:
 
     def layout_of(self, length: int) -> BlockLayout:
         """The layout inside a segment of which `length` tokens take part."""
-        layout = layout_for(self.layout, length)
-        if layout.seq_len != length:
-            raise ValueError(
-                f"layout is for {layout.seq_len} tokens, but a segment has {length} that take part; give a callable, "
-                "length -> BlockLayout, or segments that are all of one length"
-            )
-        if layout.batch_size > 1:
-            raise ValueError(
-                f"layout has lists for a batch of {layout.batch_size}; inside segments they must be shared"
-            )
-        return layout
+        return layout_inside(self.layout, length)
 
     def coverage(self, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> Tensor:
         """How many keys each token of each query head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.

@@ -41,6 +41,18 @@ def constant_when_traced(function: Function) -> Function:
     return function
 
 
+def is_symbol(size: int) -> bool:
+    """Whether a size is a symbol of the graph that torch.export records: it may be another one when the graph runs."""
+    if not torch.compiler.is_exporting():
+        return False
+    from torch.fx.experimental import symbolic_shapes
+
+    if not hasattr(symbolic_shapes, "guarding_hint_or_throw"):  # before PyTorch 2.13: taken for one
+        return True
+    hint = symbolic_shapes.guarding_hint_or_throw(size)
+    return not symbolic_shapes.statically_known_true(size == hint)
+
+
 def not_traced(function: Function) -> Function:
     """Wrap `function` in `torch.compiler.disable` as soon as the compiler is loaded, and call it as it is before."""
     disabled: list[Callable[..., Any]] = []

@@ -18,7 +18,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import held_mesh, mesh_size
-from dilated_attention.patterns import Dilated, LayoutOfLength, Product, layout_for
+from dilated_attention.patterns import Dilated, LayoutOfLength, Product, pattern_for
 from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
@@ -88,7 +88,7 @@ class DilatedAttention(nn.Module):
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """The pattern at this many tokens."""
-        return self.pattern if isinstance(self.pattern, Pattern) else layout_for(self.pattern, seq_len)
+        return self.pattern if isinstance(self.pattern, Pattern) else pattern_for(self.pattern, seq_len)
 
     def forward(
         self,

@@ -140,7 +140,7 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
     if (first := parameters.get("from")) is not None:
         words.append(f"from byte {first:,}")
-    if source := parameters.get("activations"):
+    if source := parameters.get("activations") or (parameters.get("layers") and parameters.get("model")):
         words.append(source)
     if parameters.get("is_causal"):
         words.append("causal")
