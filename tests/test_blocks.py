@@ -501,3 +501,68 @@ def test_lists_that_no_packed_sample_can_use_are_refused():
     shared = attention(q, q, q, layout.prefix(40), cu_seqlens=edges)
     apart = [attention(q[:, a:b], q[:, a:b], q[:, a:b], layout.prefix(b - a)) for a, b in ((0, 40), (40, 64))]
     torch.testing.assert_close(shared, torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ragged", ["cu_seqlens", "lengths"])
+def test_lists_of_each_samples_own(backend, is_causal, ragged):
+    """Each sample of a packed or padded batch gets what its own layout gives it alone, forward and backward."""
+    torch.manual_seed(0)
+    tokens = [37, 5, 64, 22]
+    heads = [4, 1, 2, 4]  # lists per query head, shared, per key-value head
+    layouts = [
+        BlockLayout.from_mask(torch.rand(count, -(-n // 8), -(-n // 8)) < 0.5, n, 8).for_heads(
+            4 if count == 2 else count
+        )
+        for n, count in zip(tokens, heads, strict=True)
+    ]
+    samples = [[torch.randn(1, n, count, 16, requires_grad=True) for count in (4, 2, 2)] for n in tokens]
+    if ragged == "cu_seqlens":
+        edges = [sum(tokens[:i]) for i in range(len(tokens) + 1)]
+        q, k, v = (torch.cat(x, 1) for x in zip(*samples, strict=True))
+        out, lse = attention(
+            q, k, v, BlockLayout.stack(layouts), cu_seqlens=edges, is_causal=is_causal, backend=backend, return_lse=True
+        )
+        outs, lses = out.split(tokens, 1), lse.split(tokens, 2)
+    else:
+        longest = max(tokens)
+        q, k, v = (
+            torch.cat([torch.nn.functional.pad(y, (0, 0, 0, 0, 0, longest - y.shape[1])) for y in x])
+            for x in zip(*samples, strict=True)
+        )
+        out, lse = attention(
+            q, k, v, BlockLayout.stack(layouts), lengths=tokens, is_causal=is_causal, backend=backend, return_lse=True
+        )
+        outs = [x[None, :n] for x, n in zip(out, tokens, strict=True)]
+        lses = [x[None, :, :n] for x, n in zip(lse, tokens, strict=True)]
+    for own, layout, found, found_lse in zip(samples, layouts, outs, lses, strict=True):
+        doubles = [x.detach().double().requires_grad_() for x in own]
+        expected, expected_lse = attention(*doubles, layout, is_causal=is_causal, backend="reference", return_lse=True)
+        probe, probe_lse = torch.randn_like(found), torch.randn_like(found_lse)
+        seen = expected_lse.isfinite()
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(found_lse.double()[seen], expected_lse[seen], rtol=0, atol=2e-6)
+        assert torch.equal(found_lse.isfinite(), seen)
+        lost = [(x * y).sum() + (z[seen] * w[seen]).sum() for x, y, z, w in (
+            (found, probe, found_lse, probe_lse), (expected, probe.double(), expected_lse, probe_lse.double())
+        )]  # fmt: skip
+        actual = torch.autograd.grad(lost[0], own, retain_graph=True)
+        for mine, theirs in zip(actual, torch.autograd.grad(lost[1], doubles), strict=True):
+            torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=1e-5)
+
+
+def test_stacking_layouts_that_do_not_agree():
+    layout = BlockLayout.local(16, 4, 4)
+    with pytest.raises(ValueError, match="layouts is empty"):
+        BlockLayout.stack([])
+    for other in (
+        BlockLayout.local(16, 4, 8),
+        BlockLayout.local(16, 4, 4, is_causal=True),
+        BlockLayout.stack([layout] * 2),
+    ):
+        with pytest.raises(ValueError, match="layouts must agree"):
+            BlockLayout.stack([layout, other])
+    q, k, v = torch.randn(3, 1, 16, 2, 8)
+    with pytest.raises(ValueError, match="layout has lists for a batch of 3, got 2"):
+        attention(q, k, v, BlockLayout.stack([layout] * 3), cu_seqlens=[0, 4, 16])

@@ -765,7 +765,28 @@ def _(told):
     same(attention(q, k, v, united), oracle(q, k, v, expected, is_causal=True))
 
 
-@remedy("Give layout.prefix({}) if that is meant, or make one call per sample, each with its layout")
+@remedy("layouts is empty; give one layout per sample")
+def _(told):
+    with told():
+        BlockLayout.stack([])
+    layout, tensors_ = BlockLayout.local(16, 4, 4), tensors(batch=2)
+    same(attention(*tensors_, BlockLayout.stack([layout] * 2)), oracle(*tensors_, layout))
+
+
+@remedy("make one call per sample, each with its layout", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors()
+    samples = [[x[:, start:stop] for x in (q, k, v)] for start, stop in ((0, 10), (10, 16))]
+    layouts = [BlockLayout.random(x[0].shape[1], 0.5, 1, 4) for x in samples]
+    with told():
+        mine = [shard(x, mesh) for x in (q, k, v)]
+        attention(*mine, BlockLayout.stack(layouts), cu_seqlens=[0, 10, 16], mesh=mesh)
+    for sample, layout in zip(samples, layouts, strict=True):
+        out = attention(*(shard(x, mesh) for x in sample), layout, mesh=mesh)
+        same(whole(out, mesh), oracle(*sample, layout))
+
+
+@remedy("Give layout.prefix({}) if that is meant, or BlockLayout.stack of each sample's layout")
 def _(told):
     q, k, v = tensors()
     packed, layout = {"cu_seqlens": torch.tensor([0, 12, 16])}, BlockLayout.random(16, 0.5, 1, 4)
@@ -775,8 +796,9 @@ def _(told):
     samples = [[x[:, start:stop] for x in (q, k, v)] for start, stop in ((0, 12), (12, 16))]
     apart = [oracle(*x, layout.prefix(x[0].shape[1])) for x in samples]
     same(attention(q, k, v, prefix, **packed), torch.cat(apart, 1))
-    for x, length in zip(samples, (12, 4), strict=True):
-        same(attention(*x, BlockLayout.local(length, length, 4)), _dense(*x))
+    own = [BlockLayout.random(12, 0.5, 1, 4), BlockLayout.local(4, 4, 4)]
+    apart = [oracle(*x, layout) for x, layout in zip(samples, own, strict=True)]
+    same(attention(q, k, v, BlockLayout.stack(own), **packed), torch.cat(apart, 1))
 
 
 @remedy("; give BlockLayout.from_block_mask of it")

@@ -203,6 +203,11 @@ class Call:
                 return replace(call, layout_function=function_name(function))
             layouts = call._layouts(pattern, q, k, seq_len)
             if ranks is not None:
+                if cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
+                    raise UnsupportedError(
+                        f"layout has lists for each of {layouts[0].batch_size} packed samples, which a mesh does not "
+                        "support; make one call per sample, each with its layout"
+                    )
                 lists = torch.device("cpu") if q.device.type == "meta" else q.device
                 layouts = tuple([layout.for_heads(q.shape[2]).to(lists) for layout in layouts])
             call = replace(call, layouts=layouts)
@@ -238,7 +243,7 @@ class Call:
                     raise ValueError(
                         f"layout is for {layout.seq_len} tokens, but the longest sample of cu_seqlens has {longest}: "
                         "every sample uses the lists of the first tokens, so later lists are never used. Give "
-                        f"layout.prefix({longest}) if that is meant, or make one call per sample, each with its layout"
+                        f"layout.prefix({longest}) if that is meant, or BlockLayout.stack of each sample's layout"
                     )
             for start, stop in pairwise(bounds):
                 yield slice(0, 1), slice(start, stop)
@@ -255,6 +260,10 @@ class Call:
                 yield slice(i, i + 1), slice(0, length)
         else:
             yield slice(None), slice(0, seq_len)
+
+    def sample_count(self, q: Tensor) -> int:
+        """How many samples the call has, each of which a layout may give lists of its own."""
+        return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def row_counts(self, length: int) -> set[int]:
         """How many tokens take part in a segment, of all segments of a sample of this many tokens."""
@@ -289,7 +298,7 @@ class Call:
         if isinstance(pattern, BlockLayout):
             # Packed samples have the layout of their first tokens, whatever their common length.
             length = seq_len if self.cu_seqlens is None else pattern.seq_len
-            pattern.check(q.shape[0], length, heads, kv_heads)
+            pattern.check(self.sample_count(q), length, heads, kv_heads)
             return (pattern,)
         return self._inside(pattern.layout, heads, kv_heads, seq_len)
 

@@ -68,8 +68,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         out.zero_()
         lse.fill_(-torch.inf)
     whole = call.dropout(q, k)
-    for at in slices:
-        out[at], lse[at] = run(_problem(call, q, k, at, whole), q[at], k[at], v[at])
+    for sample, at in enumerate(slices):
+        out[at], lse[at] = run(_problem(call, q, k, sample, at, whole), q[at], k[at], v[at])
     return [out, lse]
 
 
@@ -88,18 +88,23 @@ def backward(
     make = torch.zeros_like if call.cu_seqlens is None else torch.empty_like  # packed samples cover all rows
     dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     whole = call.dropout(q, k)
-    for at in slices:
+    for sample, at in enumerate(slices):
         part = [None if x is None else x[at] for x in tensors]
-        dq[at], dk[at], dv[at] = run(_problem(call, q, k, at, whole), *part)
+        dq[at], dk[at], dv[at] = run(_problem(call, q, k, sample, at, whole), *part)
     return dq, dk, dv
 
 
 def _problem(
-    call: Call, q: Tensor, k: Tensor, at: tuple[slice, slice] | None = None, whole: Dropout | None = None
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    sample: int | None = None,
+    at: tuple[slice, slice] | None = None,
+    whole: Dropout | None = None,
 ) -> Problem:
     """The problem of the call, or of one of its samples, which lies at `at`; `whole`: the dropout of all samples."""
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
-    layouts = layouts_of(call, q, plan, None if at is None else at[0])
+    layouts = layouts_of(call, q, plan, sample)
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
@@ -114,7 +119,7 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
 
 
 def layouts_of(
-    call: Call, q: Tensor, plan: Plan, batch: slice | None = None, device: torch.device | None = None
+    call: Call, q: Tensor, plan: Plan, sample: int | None = None, device: torch.device | None = None
 ) -> dict[int, BlockLayout] | None:
     """The block layout of each segment length of a plan, on `device`, by default q's, causal if the call is.
 
@@ -123,28 +128,28 @@ def layouts_of(
     if not call.layouts:
         return None
     for layout in call.layouts:
-        layout.check_batch(q.shape[0])
+        layout.check_batch(call.sample_count(q))
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
     for length in {group.queries.count for group in plan.groups}:
-        layout = call.layouts[0] if batch is not None and len(call.layouts) == 1 else by_length[length]
-        rows = range(batch.start, batch.stop) if batch is not None and layout.batch_size > 1 else None
-        found[length] = _layout(layout, rows, q.shape[2], length, call.is_causal, device or q.device)
+        layout = call.layouts[0] if sample is not None and len(call.layouts) == 1 else by_length[length]
+        own = None if layout.batch_size == 1 else sample
+        found[length] = _layout(layout, own, q.shape[2], length, call.is_causal, device or q.device)
     return found
 
 
 def _layout(
-    layout: BlockLayout, batch: range | None, heads: int, length: int, is_causal: bool, device: torch.device
+    layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
 ) -> BlockLayout:
     """A layout's first `length` tokens, from the cache. Its name is that of its tables: it may be made anew a call."""
     heads = heads if layout.num_heads > 1 else 1
 
     def make() -> BlockLayout:
-        made = layout.select(batch=batch).for_heads(heads).prefix(length)
+        made = layout.select(batch=None if sample is None else [sample]).for_heads(heads).prefix(length)
         return (made.causal() if is_causal else made).to(device)
 
     names = name_of(layout.indptr), name_of(layout.indices), layout.seq_len, layout.block_size, layout.is_causal
-    return plan_layout((*names, batch, heads, length, is_causal, device), lambda: lasting(make, device))
+    return plan_layout((*names, sample, heads, length, is_causal, device), lambda: lasting(make, device))
 
 
 def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:

@@ -147,9 +147,9 @@ def _work(call: Call, q: Tensor) -> tuple[list[tuple[StridedGroup, int, BlockLay
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)
     device = call.layouts[0].device if call.layouts else None  # q may be on meta
-    for batch, seq in call.samples(q.shape[1]):
+    for sample, (batch, seq) in enumerate(call.samples(q.shape[1])):
         plan = call.plan(seq.stop - seq.start)
-        own = layouts_of(call, q, plan, None if batch == slice(None) else batch, device) or {}
+        own = layouts_of(call, q, plan, None if batch == slice(None) else sample, device) or {}
         work += [(group, len(range(q.shape[0])[batch]), own.get(group.queries.count)) for group in plan.groups]
-        layouts |= {(length, batch.start if per_sample else None): layout for length, layout in own.items()}
+        layouts |= {(length, sample if per_sample else None): layout for length, layout in own.items()}
     return work, list(layouts.values())

@@ -232,12 +232,12 @@ def batch_counts(
     _check_size(batch, num_heads, max(seq_len, num_keys))
     counts = torch.zeros(batch, num_heads, seq_len, num_keys, dtype=torch.int32, device="cpu")
     phantoms = torch.zeros(batch, num_heads, seq_len, dtype=torch.int32, device="cpu")
-    for b, start, stop in samples:
+    for sample, (b, start, stop) in enumerate(samples):
         rows = slice(start, stop)
         columns = rows if num_keys == seq_len else slice(0, num_keys)
         branches = (segment_lengths, dilation_rates, table, stop - start)
         padding = None if key_padding_mask is None else key_padding_mask[b, columns]
-        seen = None if visible is None else partial(visible, b)
+        seen = None if visible is None else partial(visible, sample)
         counts[b, :, rows, columns] = count_matrix(
             *branches, is_causal=is_causal, key_padding_mask=padding, visible=seen, starts=starts,
             num_keys=None if num_keys == seq_len else num_keys, **of_branches,
@@ -277,7 +277,7 @@ def reference_attention(
         cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
             has its own segments from its own first token.
         key_padding_mask: True at keys that nobody sees.
-        visible: `visible(b, n)`: which of the n tokens that take part in a segment of sample b sees which.
+        visible: `visible(i, n)`: which of the n tokens that take part in a segment of sample i sees which.
         dropout: which pairs survive, and the probability that one does not.
         starts, of_branches: `starts`, `bands` and `leading` of `count_matrix`.
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -279,6 +280,32 @@ class BlockLayout:
             is_causal: no row may then name a block that lies wholly after its queries; put -1 in its place.
         """
         return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
+
+    @classmethod
+    def stack(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
+        """One layout for a batch, or for samples that `cu_seqlens` packs: lists of its own for each sample.
+
+        Its length is that of the longest sample; the rows of a shorter one end earlier, so that the call with
+        `lengths` or `cu_seqlens` gives each sample what it gets alone.
+
+        Args:
+            layouts: one per sample, of any lengths, each without a batch of its own; all of one block size, on one
+                device, causal or not together, with lists per head or shared.
+        """
+        layouts = list(layouts)
+        if not layouts:
+            raise ValueError("layouts is empty; give one layout per sample")
+        kinds = {(x.block_size, x.is_causal, x.device) for x in layouts}
+        heads = {x.num_heads for x in layouts} - {1}
+        if len(kinds) > 1 or len(heads) > 1 or any(x.batch_size > 1 for x in layouts):
+            raise ValueError(
+                "layouts must agree in (block_size, is_causal, device), have one number of heads or 1, and no batch of "
+                f"their own; got {layouts}"
+            )
+        longest = max(layouts, key=lambda x: x.seq_len)
+        layouts = [x.select(heads=[0] * max(heads, default=1)) if x.num_heads == 1 else x for x in layouts]
+        counts = [F.pad(x.counts, (0, longest.query_blocks - x.query_blocks)) for x in layouts]
+        return cls._of(longest.grid, (torch.cat(counts), torch.cat([x.indices for x in layouts])))
 
     # ---- shape and content
 
