@@ -75,8 +75,9 @@ def _shape(
     """The time of a model's forward, or forward and backward, with its own attention here over another's."""
 
     def run() -> Iterator[Row]:
-        import dilated_attention.integrations.huggingface  # noqa: F401
+        from dilated_attention.integrations.huggingface import register
 
+        register()
         torch.manual_seed(0)
         model = make(**size).to(device).eval()
         tokens = torch.randint(256, (1, seq_len), device=device)
