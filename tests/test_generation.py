@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from dilated_attention.models import EncoderDecoderConfig, KeyValueCache, LongNet, LongNetConfig, LongNetLM, sample
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 
 SMALL = LongNetConfig(
     vocab_size=31, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, pattern=Dilated((8, 24), (1, 3))
@@ -23,6 +24,11 @@ PATTERNS = {
     "torchscale, sub-LN, xPos": dataclasses.replace(
         SMALL, compat="torchscale", positions="xpos", xpos_scale_base=4.0, sub_ln=True, bias=True, num_kv_heads=None
     ),
+    "window": dataclasses.replace(SMALL, pattern=Window(9)),
+    "window, both sides given": dataclasses.replace(SMALL, pattern=Window(30, 4)),
+    "dilated window": dataclasses.replace(SMALL, pattern=Window(5, rate=3)),
+    "window and leading tokens": dataclasses.replace(SMALL, pattern=Window(3, rate=2, leading=11), positions="xpos"),
+    "window and dilated": dataclasses.replace(SMALL, pattern=Window(7, leading=2) + Dilated((24,), (3,))),
     "no positions": dataclasses.replace(SMALL, positions=None, tie_embeddings=False, final_norm=False),
 }
 
@@ -50,7 +56,15 @@ def test_decoding_equals_the_forward_at_every_position(config, prompt):
     close(logits, expected[:, -1])
 
 
-@pytest.mark.parametrize("config", [PATTERNS["rate over heads"], PATTERNS["torchscale, sub-LN, xPos"]])
+@pytest.mark.parametrize(
+    "config",
+    [
+        PATTERNS["rate over heads"],
+        PATTERNS["torchscale, sub-LN, xPos"],
+        PATTERNS["window and leading tokens"],
+        PATTERNS["window and dilated"],
+    ],
+)
 def test_ragged_prompts(config):
     model = model_of(config)
     tokens = torch.randint(31, (4, 60))
@@ -82,6 +96,9 @@ def test_the_cache_is_bounded():
     assert KeyValueCache(long, 1, max_len=6).nbytes == 2 * layers * (6 + 1) * heads * head_dim * 4
     groups = dataclasses.replace(PATTERNS["head groups"], pattern=Dilated((8, 24), (1, 3), head_groups=True))
     assert KeyValueCache(groups, 1, dtype=torch.bfloat16).nbytes == 2 * layers * (2 * 8 + 2 * 8) * head_dim * 2
+    window = dataclasses.replace(SMALL, pattern=Window(5, rate=3, leading=7))
+    assert KeyValueCache(window, 1).nbytes == 2 * layers * (6 * 3 + 7) * heads * head_dim * 4
+    assert KeyValueCache(window, 1, max_len=10).nbytes == 2 * layers * (10 + 7) * heads * head_dim * 4
     with pytest.raises(ValueError, match="max_len=None: dense attention"):
         KeyValueCache(PATTERNS["dense"], 1)
     with pytest.raises(ValueError, match=r"max_len.*got 0"):
@@ -224,3 +241,30 @@ def test_prompts_read_in_inference_mode(config):
             for position in range(10, 30):
                 close(logits, expected[:, position - 10])
                 logits = model.decode(tokens[:, position], cache)
+
+
+@pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS.keys())
+def test_a_configuration_is_read_back(config):
+    assert LongNetConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ('{"terms": []}', "a list of 2 to 1,024 patterns"),
+        ('{"terms": [{"before": 1}, {"before": 1}]}', "missing field after, leading, rate"),
+        ('{"terms": 3}', "a list of 2 to 1,024 patterns"),
+        ('{"before": -1, "after": 0, "rate": 1, "leading": 0}', "before must be an integer of at least 0|before"),
+        ('{"before": 1e3, "after": 0, "rate": 1, "leading": 0}', "before"),
+        ('{"before": 1000000000000000, "after": 0, "rate": 1, "leading": 0}', "are more than"),
+    ],
+)
+def test_a_pattern_in_a_file_that_is_none(pattern, words):
+    fields = json.loads(SMALL.to_json()) | {"pattern": json.loads(pattern)}
+    with pytest.raises(ValueError, match=words):
+        LongNetConfig.from_json(json.dumps(fields))
+
+
+def test_windows_have_no_padding_of_torchscale():
+    with pytest.raises(ValueError, match=r"compat='torchscale': needs a pattern of Dilated"):
+        dataclasses.replace(SMALL, pattern=Window(3), compat="torchscale")

@@ -211,7 +211,7 @@ def generation():
             assert relative_error(logits, right) <= TOLERANCE[torch.float64]
             assert own.positions == cache.positions
             for found, layer in zip(own.layers, cache.layers, strict=True):
-                for (*_, k, v), (*_, right_k, right_v) in zip(found.branches, layer.branches, strict=True):
+                for (*_, k, v), (*_, right_k, right_v) in zip(found.buffers, layer.buffers, strict=True):
                     assert relative_error(k, right_k) <= TOLERANCE[torch.float64]
                     assert relative_error(v, right_v) <= TOLERANCE[torch.float64]
             assert model.generate(tokens[:, :length], 20, temperature=0).equal(expected)

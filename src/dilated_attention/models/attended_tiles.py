@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dilated_attention import Dilated, UnsupportedError, attention
+from dilated_attention import Dilated, Sum, UnsupportedError, Window, attention
 from dilated_attention.models.gigapath import GigaPathSlideEncoder
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.plumbing import plot_places
@@ -99,11 +99,14 @@ def tile_attention(
         )
     if encoder.training:
         raise ValueError("encoder is in training mode, where dropout changes the attention: call encoder.eval()")
-    if encoder.config.encoder.rotary is not None or encoder.encoder.mesh is not None:
-        raise UnsupportedError("tile_attention takes encoders without rotary positions, on one device")
+    config = encoder.config.encoder
+    if config.rotary is not None or encoder.encoder.mesh is not None or isinstance(config.pattern, (Window, Sum)):
+        raise UnsupportedError(
+            "tile_attention takes encoders without rotary positions and windows, on one device; "
+            f"got positions={config.positions!r}, pattern={config.pattern!r}, mesh={encoder.encoder.mesh}"
+        )
     rows, counts = encoder.embed(tiles, coords, lengths)
     pooled = encoder.config.global_pool if global_pool is None else global_pool
-    config = encoder.config.encoder
     shape = (len(counts), config.num_layers, config.num_heads, tiles.shape[1])
     heads = torch.zeros(shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     rolled_up = heads.new_zeros(len(counts), tiles.shape[1])
@@ -160,6 +163,7 @@ class _Layer:
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
     """Run the layers over one slide, the last one as far as its attention."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
+    assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []
     for block in encoder.encoder.blocks:
         block = getattr(block, "_orig_mod", block)  # a compiled block's own: the layers write to a file

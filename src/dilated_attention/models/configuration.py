@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from dilated_attention import Dilated
+from dilated_attention import Dilated, Sum, Window
 from dilated_attention.nn import Rotary
 
 Some = TypeVar("Some", bound="Configuration")
 
 
 class Configuration:
-    """Fields of a frozen dataclass as JSON. A field of `nested` is an object of that dataclass, or null."""
+    """Fields of a frozen dataclass as JSON. A field of `nested` is an object, or null."""
 
     nested: ClassVar[Mapping[str, Any]] = {}
+    """By field, the dataclass whose object it is, or a function that reads it."""
     newer: ClassVar[frozenset[str]] = frozenset()
     """Fields that files of earlier versions lack; their defaults say what those versions did."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -43,7 +44,9 @@ class Configuration:
         return cls(**{**cls.presets[name], **changes})
 
 
-def _made(kind: type, fields: Any, where: str) -> Any:
+def _made(kind: Any, fields: Any, where: str) -> Any:
+    if not isinstance(kind, type):
+        return kind(fields, where)
     names = {entry.name for entry in dataclasses.fields(kind)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object with the fields {', '.join(sorted(names))}, got {fields!r}")
@@ -60,6 +63,19 @@ def _made(kind: type, fields: Any, where: str) -> Any:
         return kind(**made)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _pattern(fields: Any, where: str) -> Any:
+    """A `Dilated`, a `Window`, or the sum of such, from its fields."""
+    if isinstance(fields, dict) and "terms" in fields:
+        if set(fields) != {"terms"} or not isinstance(fields["terms"], list) or not 2 <= len(fields["terms"]) <= MOST:
+            raise ValueError(f"{where}: a sum has the field terms alone, a list of 2 to {MOST:,} patterns")
+        return Sum(tuple(_made(_kind(term), term, f"{where}: terms") for term in fields["terms"]))
+    return _made(_kind(fields), fields, where)
+
+
+def _kind(fields: Any) -> type:
+    return Window if isinstance(fields, dict) and "before" in fields else Dilated
 
 
 def _tuples(value: Any) -> Any:
@@ -119,7 +135,7 @@ class LongNetConfig(Configuration):
         vocab_size: number of token ids, 256 for bytes; None: no embedding, the inputs are vectors.
         num_kv_heads: heads of k and v (grouped queries); None = num_heads.
         mlp_dim: width inside the MLP; None = 4 embed_dim.
-        pattern: which tokens attend to which; None = dense attention.
+        pattern: which tokens attend to which: a `Dilated`, a `Window`, or their sum; None = dense attention.
         rope_base: wavelengths of the rotary positions run from 2 pi to 2 pi rope_base tokens.
         positions: `"rope"`, `"xpos"` (rotary positions whose products decay with the distance), or None.
         xpos_scale_base: see `nn.Rotary`.
@@ -134,7 +150,7 @@ class LongNetConfig(Configuration):
             `"head"` become `"head_block"`. None: exact.
     """
 
-    nested: ClassVar[Mapping[str, Any]] = {"pattern": Dilated}
+    nested: ClassVar[Mapping[str, Any]] = {"pattern": _pattern}
     newer: ClassVar[frozenset[str]] = frozenset(
         {
             *("positions", "xpos_scale_base", "sub_ln", "bias", "final_norm", "tie_embeddings", "norm_eps"),
@@ -161,7 +177,7 @@ class LongNetConfig(Configuration):
     num_heads: int = 4
     num_kv_heads: int | None = None
     mlp_dim: int | None = None
-    pattern: Dilated | None = field(default=Dilated((512, 2048, 8192), (1, 4, 16)))
+    pattern: Dilated | Window | Sum | None = field(default=Dilated((512, 2048, 8192), (1, 4, 16)))
     rope_base: float = 10_000.0
     positions: Literal["rope", "xpos"] | None = "rope"
     xpos_scale_base: float = 512.0
@@ -197,30 +213,46 @@ class LongNetConfig(Configuration):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
-        if not (self.pattern is None or isinstance(self.pattern, Dilated)):
-            raise ValueError(f"pattern={self.pattern!r}: must be a Dilated, or None for dense attention")
-        if self.pattern is not None:
-            lengths = self.pattern.segment_lengths + self.pattern.dilation_rates
-            if len(lengths) > 2 * MOST:
-                raise ValueError(f"pattern: has {len(lengths) // 2:,} branches; it may have at most {MOST:,}")
-            if max(lengths) > MOST_TOKENS:
-                raise ValueError(f"pattern: {_short(max(lengths))} tokens are more than {MOST_TOKENS:,}, the most")
-        if self.pattern is not None and self.pattern.compat is not None:
-            object.__setattr__(self, "compat", self.pattern.compat)
-            object.__setattr__(self, "pattern", dataclasses.replace(self.pattern, compat=None))
+        self._check_pattern()
+        dilated = self.pattern if isinstance(self.pattern, Dilated) else None
+        if dilated is not None and dilated.compat is not None:
+            object.__setattr__(self, "compat", dilated.compat)
+            object.__setattr__(self, "pattern", dataclasses.replace(dilated, compat=None))
         if self.compat is not None:
-            if self.pattern is None or self.pattern.head_groups:
-                raise ValueError(f"compat={self.compat!r}: needs a pattern without head groups; got {self.pattern}")
-            if self.pattern.offsets == "head":
-                head_block = dataclasses.replace(self.pattern, offsets="head_block")
+            if dilated is None or dilated.head_groups:
+                raise ValueError(
+                    f"compat={self.compat!r}: needs a pattern of Dilated without head groups; got {self.pattern}"
+                )
+            if dilated.offsets == "head":
+                head_block = dataclasses.replace(dilated, offsets="head_block", compat=None)
                 object.__setattr__(self, "pattern", head_block)
-        if self.pattern is not None:
-            self.pattern.offset_table(self.kv_heads)  # a table of offsets must fit the heads
+
+    def _check_pattern(self) -> None:
+        if self.pattern is None:
+            return
+        terms = self.pattern.terms if isinstance(self.pattern, Sum) else (self.pattern,)
+        lengths: list[int] = []
+        for term in terms:
+            if isinstance(term, Dilated):
+                lengths += term.segment_lengths + term.dilation_rates
+            elif isinstance(term, Window):
+                lengths += (term.before, term.rate, term.leading)
+            else:
+                raise ValueError(
+                    f"pattern={self.pattern!r}: must be a Dilated, a Window or their sum, or None for dense attention"
+                )
+        if len(lengths) > 2 * MOST:
+            raise ValueError(f"pattern: has {len(lengths) // 2:,} branches; it may have at most {MOST:,}")
+        if max(lengths) > MOST_TOKENS:
+            raise ValueError(f"pattern: {_short(max(lengths))} tokens are more than {MOST_TOKENS:,}, the most")
+        self.pattern.branches(self.kv_heads)  # a table of offsets must fit the heads
 
     @property
-    def attention_pattern(self) -> Dilated | None:
+    def attention_pattern(self) -> Dilated | Window | Sum | None:
         """`pattern`, with `compat`."""
-        return None if self.pattern is None else dataclasses.replace(self.pattern, compat=self.compat)
+        return (
+            dataclasses.replace(self.pattern, compat=self.compat) if isinstance(self.pattern, Dilated) else self.pattern
+        )
 
     @property
     def kv_heads(self) -> int:

@@ -1,9 +1,14 @@
 """Generation: a cache of the keys and values that later tokens can still see, and sampling.
 
-In branch (w, r) a token at p is seen by later tokens of its segment p // w alone, and only where it takes part, p mod w
-mod r == o(h). So a branch needs ceil(w / r) rows per key-value head, whatever the length: row (p mod w) // r holds the
-token at p, a new segment overwrites the last one, and the number of rows in use follows from p. A token's attention is
-the merge of its branches' partial results over these rows; its cost is bounded by sum w / r, at any position.
+A token's attention is the merge of partial results over the rows of its branches' buffers, whose sizes do not depend on
+the length of the text:
+
+    segments  In branch (w, r) a token at p is seen by later tokens of its segment p // w alone, and only where it takes
+              part, p mod w mod r == o(h). ceil(w / r) rows per key-value head: row (p mod w) // r holds the token at p,
+              and a new segment overwrites the last one.
+    ring      In a window the token at p is seen up to p + before * rate. (before + 1) * rate rows, in which the token
+              at p overwrites the one that has left the window; p sees the rows of its residue modulo the rate.
+    leading   The leading tokens of a window are seen by all: a row for each. The ring holds those after them.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Real
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,16 +35,91 @@ from dilated_attention.plumbing import Mesh, checks, context_group, from_rank, f
 _DRIFT = 4
 
 
+HeadRuns = list[slice]
+"""Key-value heads, as slices."""
+
+
+class _Buffer(Protocol):
+    """Which rows of a buffer of keys hold which tokens."""
+
+    @property
+    def heads(self) -> HeadRuns:
+        """All heads that the buffer holds."""
+
+    def rows(self, max_len: int | None) -> int:
+        """The size of the buffer, for texts of at most this many tokens."""
+
+    def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
+        """The heads in which the token at a position takes part, the row that it gets, and the rows that it sees."""
+
+    def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
+        """Of the first tokens of a text: heads, the tokens that the buffer holds for them, and the first one's row."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Branch:
-    """heads: for each offset, the runs of key-value heads that have it, as slices."""
+class _Segments:
+    """by_offset: for each offset, the runs of key-value heads that have it."""
 
     segment: int
     rate: int
-    heads: dict[int, list[slice]]
+    by_offset: dict[int, HeadRuns]
+
+    @property
+    def heads(self) -> HeadRuns:
+        return [run for runs in self.by_offset.values() for run in runs]
 
     def rows(self, max_len: int | None) -> int:
         return -(-(self.segment if max_len is None else min(self.segment, max_len)) // self.rate)
+
+    def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
+        row, offset = divmod(position % self.segment, self.rate)
+        return self.by_offset.get(offset, []), row, slice(0, row + 1)
+
+    def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
+        for offset, runs in self.by_offset.items():
+            yield runs, range(length - length % self.segment + offset, length, self.rate), 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    before: int
+    rate: int
+    leading: int
+    heads: HeadRuns
+
+    @property
+    def size(self) -> int:
+        return (self.before + 1) * self.rate
+
+    def rows(self, max_len: int | None) -> int:
+        return self.size if max_len is None else min(self.size, max_len)
+
+    def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
+        number = position - self.leading
+        if number < 0:
+            return [], None, slice(0, 0)
+        return self.heads, number % self.size, slice(number % self.rate, min(number + 1, self.size), self.rate)
+
+    def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
+        stop = length - self.leading
+        first, turn = max(0, stop - self.size), stop - stop % self.size  # the token of row 0
+        for start, end in ((first, min(turn, stop)), (max(first, turn), stop)):
+            yield self.heads, range(start + self.leading, end + self.leading), start % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class _Leading:
+    count: int
+    heads: HeadRuns
+
+    def rows(self, max_len: int | None) -> int:
+        return self.count if max_len is None else min(self.count, max_len)
+
+    def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
+        return self.heads, position if position < self.count else None, slice(0, min(position + 1, self.count))
+
+    def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
+        yield self.heads, range(min(length, self.count)), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +140,41 @@ class _Span:
     held: tuple[int, int]
 
 
-def _branches(config: LongNetConfig, max_len: int | None) -> list[_Branch]:
+def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
     pattern = config.pattern or Dilated((max_len or 1,), (1,))  # dense attention is one segment
-    found = []
-    table = pattern.offset_table(config.kv_heads)
-    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
-        heads = {
+    branches, found = pattern.branches(config.kv_heads), list[_Buffer]()
+    every = slice(0, config.kv_heads, 1)
+    for i, (segment, rate, offsets) in enumerate(zip(*branches[:3], strict=True)):
+        low, _ = branches.bands[i] if branches.bands else (None, None)
+        if low is not None:
+            leading = branches.leading[i]
+            found += [_Leading(leading, [every])] if leading else []
+            found.append(_Ring(-low, rate, leading, [every]))
+            continue
+        by_offset = {
             offset: [
                 slice(first, first + (count - 1) * step + 1, step)
                 for first, count, step in progressions([h for h, o in enumerate(offsets) if o == offset])
             ]
             for offset in sorted(set(offsets) - {-1})
         }
-        found.append(_Branch(segment, rate, heads))
+        found.append(_Segments(segment, rate, by_offset))
     return found
 
 
 class _Layer:
-    """The cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every branch.
+    """The cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
 
-    A branch holds the heads that it needs only, counted from `first`.
+    A buffer holds the heads that it needs only, counted from `first`.
     """
 
     def __init__(self, cache: KeyValueCache, make: Callable[..., Tensor]) -> None:
         self.cache = cache
-        self.branches: list[tuple[_Branch, int, Tensor, Tensor]] = []
-        for branch in cache.branches:
-            slices = [x for runs in branch.heads.values() for x in runs]
-            first, last = min(x.start for x in slices), max(x.stop for x in slices)
-            shape = (cache.batch_size, last - first, branch.rows(cache.max_len), cache.config.head_dim)
-            self.branches.append((branch, first, make(shape), make(shape)))
+        self.buffers: list[tuple[_Buffer, int, Tensor, Tensor]] = []
+        for buffer in cache.buffers:
+            first, last = min(x.start for x in buffer.heads), max(x.stop for x in buffer.heads)
+            shape = (cache.batch_size, last - first, buffer.rows(cache.max_len), cache.config.head_dim)
+            self.buffers.append((buffer, first, make(shape), make(shape)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         if self.cache.spans is None:
@@ -98,16 +184,15 @@ class _Layer:
         return attend(q, k, v)
 
     def _fill(self, span: _Span, k: Tensor, v: Tensor) -> None:
-        held, end = span.held
-        for branch, first, *buffers in self.branches:
-            for offset, runs in branch.heads.items():
-                token = span.length - span.length % branch.segment + offset  # the open segment's first that takes part
-                row = max(0, -((token - held) // branch.rate))  # and the first row of those held
-                rows = slice(span.start + token + row * branch.rate, span.start + end, branch.rate)
-                for heads in runs if rows.start < rows.stop else ():
-                    for buffer, x in zip(buffers, (k, v), strict=True):
+        for buffer, first, *held in self.buffers:
+            for runs, tokens, row in buffer.kept(span.length):
+                skipped = max(0, -((tokens.start - span.held[0]) // tokens.step))  # tokens before those that are here
+                here = range(tokens.start + skipped * tokens.step, min(tokens.stop, span.held[1]), tokens.step)
+                rows = slice(span.start + here.start, span.start + here.stop, here.step)
+                for heads in runs if here else ():
+                    for keys, x in zip(held, (k, v), strict=True):
                         seen = x[span.batch, rows, heads].transpose(1, 2)
-                        buffer[span.samples, _shifted(heads, first), row : row + seen.shape[2]] = seen
+                        keys[span.samples, _shifted(heads, first), row + skipped : row + skipped + len(here)] = seen
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, _, heads, head_dim = q.shape
@@ -117,13 +202,13 @@ class _Layer:
         out = torch.zeros_like(grouped)
         lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=statistic)
         for samples, position in self.cache.runs:
-            for branch, first, keys, values in self.branches:
-                row, offset = divmod(position % branch.segment, branch.rate)
-                for heads_ in branch.heads.get(offset, ()):
+            for buffer, first, keys, values in self.buffers:
+                runs, row, seen = buffer.step(position)
+                for heads_ in runs:
                     held = _shifted(heads_, first)
-                    keys[samples, held, row] = k[samples, 0, heads_]
-                    values[samples, held, row] = v[samples, 0, heads_]
-                    seen = slice(0, row + 1)
+                    if row is not None:
+                        keys[samples, held, row] = k[samples, 0, heads_]
+                        values[samples, held, row] = v[samples, 0, heads_]
                     part, part_lse = fused.forward(
                         fused.Scores(False, head_dim**-0.5),
                         grouped[samples, heads_],
@@ -146,9 +231,10 @@ class KeyValueCache:
     Attributes:
         positions: how many tokens each sample has.
         max_len: the most that a sample may have; None: any number.
-        nbytes: of the keys and values: 2 layers x batch x sum (ceil(min(w, max_len) / r) x heads) x head_dim
-            x bytes of the dtype, fixed when it is made. heads: the key-value heads that take part in the branch, all
-            but with head groups or an offset of -1.
+        nbytes: of the keys and values: 2 layers x batch x sum (rows x heads) x head_dim x bytes of the dtype, fixed
+            when it is made. rows: ceil(min(w, max_len) / r) of a branch (w, r), min((before + 1) rate, max_len) and
+            `leading` of a window. heads: the key-value heads that take part in the branch, all but with head groups or
+            an offset of -1.
     """
 
     def __init__(
@@ -169,7 +255,7 @@ class KeyValueCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.positions = [0] * batch_size
-        self.branches = _branches(config, max_len)
+        self.buffers = _buffers(config, max_len)
         self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.source: Source | None = None  # of cross-attention
@@ -183,7 +269,7 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for layer in self.layers for *_, k, v in layer.branches for x in (k, v))
+        return sum(x.nbytes for layer in self.layers for *_, k, v in layer.buffers for x in (k, v))
 
     @property
     def runs(self) -> Iterator[tuple[slice, int]]:
@@ -217,7 +303,7 @@ class KeyValueCache:
     def join(self, mesh: Mesh) -> None:
         """Every rank has filled the rows of its shard; now each has all."""
         for layer in self.layers:
-            for *_, keys, values in layer.branches:
+            for *_, keys, values in layer.buffers:
                 for rows in (keys, values):  # 0 where others fill
                     dist.all_reduce(rows, group=context_group(mesh))
 
@@ -242,7 +328,7 @@ class KeyValueCache:
         moved = torch.tensor(distances, device=self.device)
         factor = rotary.growth(moved).to(self.device)[:, None]  # batch, 1, 1, head_dim
         for layer in self.layers:
-            for _, _, keys, _ in layer.branches:
+            for _, _, keys, _ in layer.buffers:
                 keys.copy_(keys.to(torch.promote_types(keys.dtype, torch.float32)) * factor)
         self.origins = self.origins + moved[:, None]
 

@@ -20,7 +20,7 @@ from dilated_attention.functional import dilated_attention
 from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Sum, Window
 from dilated_attention.torch_internals import hooked
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         num_kv_heads: int,
-        pattern: Dilated | None,
+        pattern: Dilated | Window | Sum | None,
         backend: str = "auto",
         *,
         bias: bool = False,
@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         dropped = self.training and self.dropout > 0
-        if self.pattern is None or self.mesh is not None or is_causal or dropped:
+        if not isinstance(self.pattern, Dilated) or self.mesh is not None or is_causal or dropped:
             return first_tokens(attend(q, k, v), cu_seqlens)
         first = partial(first_token_attention, pattern=self.pattern)
         query = first_tokens(q, cu_seqlens)
@@ -268,7 +268,7 @@ class TransformerBlock(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         mlp_dim: int,
-        pattern: Dilated | None,
+        pattern: Dilated | Window | Sum | None,
         backend: str = "auto",
         *,
         bias: bool = False,

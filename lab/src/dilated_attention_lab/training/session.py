@@ -287,6 +287,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
     context = training.recipe.context
     pattern = training.config.pattern or Dilated((context,), (1,))
+    assert isinstance(pattern, Dilated)  # the command makes no other
     save_pattern(out / "pattern.png", name, pattern, context, training.config.kv_heads)
     console.print(f"held-out text: {bits:.3f} bits per byte (8 = knowing nothing)")
     if sample_bytes:

@@ -202,7 +202,7 @@ def cache_at(config: LongNetConfig, position: int, room: int, device: torch.devi
     cache = KeyValueCache(config, 1, max_len=position + room, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for layer in cache.layers:
-        for _, _, keys, values in layer.branches:
+        for _, _, keys, values in layer.buffers:
             keys.normal_(generator=generator)
             values.normal_(generator=generator)
     cache.positions = [position]
@@ -211,7 +211,7 @@ def cache_at(config: LongNetConfig, position: int, room: int, device: torch.devi
 
 def cache_bound(config: LongNetConfig) -> float:
     """Most bytes that the keys and values of a sample's segments take in float32, however long it grows."""
-    assert config.pattern is not None
+    assert isinstance(config.pattern, Dilated)
     branches = zip(config.pattern.segment_lengths, config.pattern.dilation_rates, strict=True)
     return 2 * config.num_layers * sum(w / r for w, r in branches) * config.embed_dim * 4
 
@@ -234,7 +234,7 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=most)
 
     def parameters(name: str, position: int) -> dict[str, Any]:
-        pattern = None if name == "dense" else LANGUAGE.pattern
+        pattern = None if name == "dense" else cast(Dilated, LANGUAGE.pattern)
         return {
             "method": name,
             "seq_len": position,
