@@ -136,7 +136,7 @@ class Call:
         checks.tensors(q, k, v, placed)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-        if ranks is not None and not isinstance(pattern, Dilated):
+        if ranks is not None and isinstance(pattern, (BlockLayout, Product)):
             for name, given, remedy in (
                 ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
                 ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
@@ -156,10 +156,6 @@ class Call:
         ]
         if placed:
             _check_placed(pattern, mesh, lengths, cu_seqlens)
-        if branches.bands and ranks is not None:
-            raise UnsupportedError(
-                f"a {type(pattern).__name__} over a mesh is not supported yet; give a Dilated pattern, or one device"
-            )
         needs = {
             "key_padding_mask": key_padding_mask is not None,
             "dropout_p": dropout_p > 0,
