@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import gcd
 
 import numpy as np
@@ -190,23 +190,19 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     lower, upper = sharding.shard(rank)
     if lower == upper:
         return ()
-    found, branches = [], sharding.branches
+    made, branches = [], sharding.branches
     for branch, segment in enumerate(sharding.segment_lengths):
-        segments = {_straddling(sharding, segment, edge) for edge in (lower, upper)}
-        for origin, start, stop in sorted(x for x in segments if x is not None):
+        cut = {found for edge in (lower, upper) if (found := _straddling(sharding, segment, edge))}
+        for (origin, start, stop), (offset, heads) in product(sorted(cut), _classes(branches.offsets[branch]).items()):
             at = start - origin, stop - origin
-            for offset, heads in _classes(sharding.offsets[branch]).items():
-                for sight in sights(branches, branch, offset, at, at, sharding.is_causal):
-                    queries, keys = (
-                        range(x.start + origin, x.start + origin + x.count * x.stride, x.stride)
-                        for x in (sight.queries, sight.keys)
-                    )
-                    own, shown = clip(queries, lower, upper), clip(keys, lower, upper)
-                    if own or shown:
-                        seen = _seen(own, keys, sight.band)
-                        sides = clip(seen, start, lower), clip(seen, upper, stop)
-                        found.append(Crossing(branch, heads, queries, keys, sight.band, own, shown, *sides))
-    return tuple(found)
+            for sight in sights(branches, branch, offset, at, at, sharding.is_causal):
+                queries, keys = (_tokens(x, origin) for x in (sight.queries, sight.keys))
+                own, shown = clip(queries, lower, upper), clip(keys, lower, upper)
+                if own or shown:
+                    seen = _seen(own, keys, sight.band)
+                    sides = clip(seen, 0, lower), clip(seen, upper, stop)
+                    made.append(Crossing(branch, heads, queries, keys, sight.band, own, shown, *sides))
+    return tuple(made)
 
 
 def local_plan(sharding: Sharding, rank: int) -> Plan:
@@ -221,9 +217,9 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     def parts(branch: int, offset: int) -> Iterator[Part]:
         segment, rate = sharding.segment_lengths[branch], sharding.dilation_rates[branch]
         for grid in sharding.grids():
-            if sharding.bands and sharding.bands[branch] != EVERY:
-                origin, at = grid[0], tuple([min(max(x, grid[0]), grid[1]) - grid[0] for x in (lower, upper)])
-                yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (lower - origin,) * 2)
+            if branches.bands and branches.bands[branch] != EVERY:
+                at, origin = (max(lower, grid[0]) - grid[0], min(upper, grid[1]) - grid[0]), lower - grid[0]
+                yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (origin, origin))
                 continue
             for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
@@ -270,8 +266,7 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
         for part in parts:
             if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
                 queries, seen, band = found
-                tokens = seen.start + lower + np.arange(seen.count) * seen.stride
-                runs.setdefault((queries, band), []).append(tokens)
+                runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
         heads = np.array(crossing.heads)
         for (queries, (low, high)), found_tokens in runs.items():
             tokens = np.concatenate(found_tokens)
@@ -285,6 +280,15 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
+
+
+def _tokens(rows: Rows, origin: int) -> range:
+    start = rows.start + origin
+    return range(start, start + rows.count * rows.stride, rows.stride)
+
+
+def _numbers(tokens: range) -> Integers:
+    return np.arange(tokens.start, tokens.stop, tokens.step)
 
 
 def _rows(tokens: range, origin: int) -> Rows:
@@ -314,9 +318,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
     """The sorted keys of a union of (tokens, heads)."""
     keys = [
-        (np.arange(part.start, part.stop, part.step)[:, None] * sharding.num_heads + np.array(heads)).ravel()
-        for part, heads in parts
-        if len(part)
+        (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
     ]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
