@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -488,9 +489,42 @@ def test_ranks_compute_together_what_one_device_does(pattern, is_causal):
     assert 4 * 16 * entries == pattern.flops(500, 3, 16, is_causal)
 
 
-def test_what_a_window_over_a_mesh_refuses():
+def composed():
+    """Explained, compiled in one graph and recomputed; and what ranks raise whose windows differ."""
+    mesh, rank, found = dist.group.WORLD, dist.get_rank(), []
+    options = {"is_causal": True, "mesh": mesh}
+    q, k, v = (torch.randn(1, 30, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    pattern = Window(40, leading=2) + Dilated((16,), (1,))
+
+    def gradient(attend):
+        return torch.autograd.grad(attend(q, k, v).sin().sum(), k)[0]
+
+    def attend(q, k, v):
+        return attention(q, k, v, pattern, **options)
+
+    plain = gradient(attend)
+    found.append(torch.equal(gradient(torch.compile(attend, fullgraph=True, backend="aot_eager")), plain))
+    again = gradient(lambda *x: torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False))
+    found.append(torch.equal(again, plain))
+    found.append(explain(q, k, v, pattern, **options).exchange.rows_received == 2 * 30 * (rank > 0))
+    try:
+        attention(q, k, v, Window(40 + rank), **options)
+    except ValueError as error:
+        found.append("rank 1 has windows=((-41, 41),), elsewhere windows=((-40, 40),)" in str(error))
+    return found
+
+
+def test_composes_over_a_mesh():
+    assert processes.run(2, composed) == [[True] * 4] * 2
+
+
+def test_transports_of_windows():
     for pattern in (Window(5), Window(5) + Dilated((64,), (1,))):
         with pytest.raises(
             ValueError, match="transport='doubling' does not serve this call: doubling passes on all rows"
         ):
             exchange_plan(pattern, 64, 4, 4, 0, transport="doubling")
+    # Leading tokens see the rows of all ranks, which the first would have to hold at once.
+    first = exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto")
+    assert (first.transport, first.rows_received, first.rounds) == ("ring", 3 * 60, 15)
+    assert exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto", is_causal=True).transport == "exchange"

@@ -188,7 +188,7 @@ class TransportChoice:
 
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """The transport of a call, from the cache. The same on every rank, since it looks at one fixed rank: the last when
-    causal, else the middle.
+    causal, the first when its leading tokens see all, else the middle.
 
     `auto` takes the transport with the least modelled time among those whose received rows fit in a few times the
     shard's keys and values, else `ring`.
@@ -206,7 +206,7 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
         return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
-    rank = sharding.world_size - 1 if sharding.is_causal else sharding.world_size // 2
+    rank = sharding.world_size - 1 if sharding.is_causal else 0 if any(sharding.leading) else sharding.world_size // 2
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}
