@@ -2005,6 +2005,15 @@ def _(told):
     assert attention(q, k, v, Window(4) + pattern).isfinite().all()
 
 
+@remedy("its layouts are calls of their own; give each of pattern.parts")
+def _(told):
+    q, k, v = tensors()
+    pattern = Window(4) + BlockLayout.local(16, 4, 4)
+    with told():
+        explain(q, k, v, pattern)
+    assert all(explain(q, k, v, part).flops > 0 for part in pattern.parts)
+
+
 @remedy("leave q_start and k_start out: the shards say where tokens lie", ON_TWO_RANKS)
 def _(told, mesh):
     q, k, v = tensors(8)

@@ -1,9 +1,9 @@
-"""Who needs which rows: a dilated pattern over a sequence cut into contiguous shards, as pure functions of integers.
+"""Who needs which rows: a pattern over a sequence cut into contiguous shards, as pure functions of integers.
 
 Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
 bounds[j] or bounds[j + 1], so a rank has at most two in a branch. The one segment of a window is the whole sequence.
 In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low <= i <= high: all
-of the segment (no bounds), those up to the query (high = 0), or a window of them. A rank's queries are a contiguous run
+of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a contiguous run
 of the class, so the keys that they see are one too, and attention of that run splits into
 
     its own rows         a group of the *local* plan, over k and v of the shard, with a band;
@@ -60,7 +60,7 @@ def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A dilated pattern in normal form over a sharded sequence: what every rank knows.
+    """A pattern in normal form over a sharded sequence: what every rank knows.
 
     Args:
         offsets, bands, leading: as in `Branches`.
