@@ -372,7 +372,7 @@ def sharded_calls(size, number):
     draw = random.Random(size)
     for _ in range(number):
         seq_len = draw.choice([1, size, 23, 60, 90])
-        reach = lambda: draw.choice([0, 1, 3, 9, 30, 200])  # noqa: E731
+        reach = lambda: draw.choice([0, 1, 3, 9, 30, 1 << 61])  # noqa: E731
         window = Window(reach(), reach(), rate=draw.choice([1, 1, 2, 7]), leading=draw.choice([0, 0, 2, 25]))
         dilated = Dilated((draw.choice([4, 16]), draw.choice([30, 128])), (1, draw.choice([2, 5])))
         near = Window(draw.choice([2, 40]))

@@ -336,12 +336,12 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
     start += (queries.start - start) % queries.step
     asks = start < stop
     asks[rank] = False
-    first = np.zeros_like(start) if low is None else start + low * queries.step - rows.start
-    last = np.full_like(stop, len(rows) * rows.step) if high is None else stop + high * queries.step - rows.start
-    # In rows: peers that see the same ones are one number.
-    first = np.maximum(first // rows.step, 0)
-    last = np.minimum(-(-last // rows.step), len(rows))
-    asks &= first < last
+    far = sharding.seq_len  # a window may be longer than int64
+    back = far if low is None else min(-low * rows.step, far)
+    forth = far if high is None else min(high * rows.step, far)
+    first = np.maximum((start - back - rows.start) // rows.step, 0)
+    last = np.minimum(-((rows.start - stop - forth) // rows.step), len(rows))
+    asks &= first < last  # in rows: peers that see the same ones are one number
     pairs, numbers = np.unique(np.where(asks, first * (len(rows) + 1) + last, 0), return_inverse=True)
     return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
 
