@@ -252,7 +252,7 @@ def sights(
 ) -> Iterator[Sight]:
     """Yield what the queries at positions [start, stop) see of the keys at others, for the heads of one offset.
 
-    Some of it may be empty. Rows start at positions.
+    Rows start at positions. A sight may be empty.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
