@@ -17,7 +17,10 @@ from dilated_attention.parallel import exchange_plan
 from dilated_attention.parallel.partition import (
     Sharding,
     balanced_bounds,
+    contributed_keys,
+    contributed_rows,
     count_union,
+    crosses,
     crossings,
     local_plan,
     owner_splits,
@@ -27,7 +30,7 @@ from dilated_attention.parallel.partition import (
     rows_to,
     sent_keys,
 )
-from dilated_attention.plan import Plan, Rows
+from dilated_attention.plan import ALL, EVERY, WHOLE, Plan, Rows
 
 
 def members(rows: Rows) -> torch.Tensor:
@@ -43,7 +46,16 @@ def definition(sharding: Sharding) -> torch.Tensor:
     for i, (start, stop) in enumerate(sharding.grids()):
         grid[start:stop], position[start:stop] = i, token[start:stop] - start
     counts = torch.zeros(sharding.num_heads, n, n, dtype=torch.int64)
-    for segment, rate, offsets in zip(sharding.segment_lengths, sharding.dilation_rates, sharding.offsets, strict=True):
+    bands = sharding.bands or (EVERY,) * len(sharding.offsets)
+    leading = sharding.leading or (0,) * len(sharding.offsets)
+    for segment, rate, offsets, (low, high), first in zip(
+        sharding.segment_lengths, sharding.dilation_rates, sharding.offsets, bands, leading, strict=True
+    ):
+        if (low, high) != EVERY:  # a window
+            distance = position - position[:, None]
+            shown = (distance % rate == 0) & (low <= distance // rate) & (distance // rate <= high)
+            counts += (grid[:, None] == grid) & (shown | (position < first) | (position < first)[:, None])
+            continue
         same = (grid[:, None] == grid) & (position[:, None] // segment == position // segment)
         for head, offset in enumerate(offsets):
             part = (position % segment) % rate == offset
@@ -80,8 +92,8 @@ def check(sharding: Sharding) -> None:
         counts = torch.zeros_like(expected)
         own = torch.arange(lower, upper)[:, None].expand(-1, heads)
         plan = local_plan(sharding, rank)
-        assert plan.square
-        assert all(group.queries == group.keys for group in plan.groups)
+        assert plan.square == all(group.queries == group.keys for group in plan.groups)
+        assert plan.square or any(sharding.leading)
         add_plan(counts, plan, own, lower)
 
         part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
@@ -102,6 +114,10 @@ def check(sharding: Sharding) -> None:
             flat, counted = sent[peer]
             assert message.tolist() == np.split(flat, np.cumsum(counted)[:-1])[rank].tolist()
         assert sent[rank][1] == rows_to(sharding, rank).tolist()
+        contributed = contributed_keys(sharding, rank)
+        assert contributed.tolist() == np.unique(sent[rank][0]).tolist()
+        assert len(contributed) == contributed_rows(sharding, rank)
+    assert crosses(sharding) or not any(len(keys) for keys, _ in sent)
 
 
 @st.composite
@@ -120,7 +136,17 @@ def shardings(draw: st.DrawFn) -> tuple:
     balanced = tuple([j * seq_len // world_size for j in range(world_size + 1)])
     bounds = draw(st.one_of(st.just(balanced), edges.map(lambda e: (0, *e, seq_len))))
     samples = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=4).map(lambda e: (0, *sorted(e), seq_len)))
-    return tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
+    bands, leading = [EVERY] * branches, [0] * branches
+    for _ in range(draw(st.integers(0, 2))):
+        segments.append(WHOLE)
+        rates.append(draw(st.sampled_from([1, 1, 2, 3, 7])))
+        table.append([ALL if rates[-1] > 1 else 0] * heads)
+        reach = st.sampled_from([0, 1, 2, 5, 20, 90])
+        bands.append((-draw(reach), draw(reach)))
+        leading.append(draw(st.sampled_from([0, 0, 1, 4, 30, 80])))
+    windows = (tuple(bands), tuple(leading)) if len(bands) > branches else ((), ())
+    fields = tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
+    return (*fields, None, (), *windows)
 
 
 @pytest.mark.slow

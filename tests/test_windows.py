@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import random
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
+import processes
 from conformance import Conformance, excesses, random_calls
 from dilated_attention import (
     BackendError,
@@ -21,10 +27,17 @@ from dilated_attention import (
     attention,
     dilated_attention,
     explain,
+    operators,
 )
 from dilated_attention.backends import cpu
+from dilated_attention.call import Call
 from dilated_attention.decoding import cached_attention
+from dilated_attention.merge import with_sinks
+from dilated_attention.parallel import exchange_plan, over_mesh, sequence_range, traffic
+from dilated_attention.parallel.comm import Traffic, link_of
+from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.plan import plan_of
+from tolerances import TOLERANCE, relative_error
 
 BACKENDS = ["native", "reference", *(() if cpu.missing() else ("cpu",))]
 
@@ -302,3 +315,216 @@ def test_compiles_in_one_graph(fresh_python):
         )
         """
     )
+
+
+# ---- over a mesh
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One call over ranks. bounds: the edges of uneven shards."""
+
+    pattern: Any
+    seq_len: int
+    bounds: tuple[int, ...] | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (4, 2)
+    dtype: torch.dtype = torch.float64
+    hidden: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self):
+        """q, k, v, sinks; and the gradients of out and lse."""
+        (heads, kv_heads), generator = self.heads, torch.Generator().manual_seed(self.seq_len)
+        shapes = [(self.batch, self.seq_len, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
+        shapes += [(heads,), (self.batch, heads, self.seq_len)]
+        q, k, v, d_out, sinks, d_lse = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+        return [x.to(self.dtype) for x in (q, k, v, sinks)], [d_out.to(self.dtype), d_lse]
+
+    def attend(self, tensors, own, **mesh):
+        """out, lse and the call, of the whole sequence or, over a mesh, of a shard."""
+        *tensors, sinks = tensors
+        torch.manual_seed(1)  # the ranks draw one seed of dropout
+        options = self.options | mesh
+        if self.hidden:
+            options["key_padding_mask"] = (torch.arange(self.seq_len)[None] % 5 == 1).expand(self.batch, -1)[:, own]
+        if not mesh or self.bounds is None:
+            return attention(*tensors, self.pattern, sinks=sinks, return_lse=True, **options)
+        call = Call.of(*tensors, self.pattern, **options)
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, ()) if call.dropout_p else None
+        call = replace(call, shards=replace(call.shards, bounds=self.bounds), seed=seed)
+        out, lse = operators.attend(*tensors, call)
+        return with_sinks(out, lse, sinks), lse.transpose(1, 2)
+
+
+def results(case, own, **mesh):
+    """out, lse and the gradients of q, k, v and the sinks, of the rows `own`."""
+    tensors, (d_out, d_lse) = case.tensors()
+    leaves = [*(x[:, own] for x in tensors[:3]), tensors[3]]
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out, lse = case.attend(leaves, own, **mesh)
+    gradients = torch.autograd.grad((out, lse), leaves, (d_out[:, own], d_lse[:, :, own].to(lse.dtype)))
+    return [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
+
+
+def sharded_calls(size, number):
+    """Random windows and sums over `size` ranks, as (case, transport)."""
+    draw = random.Random(size)
+    for _ in range(number):
+        seq_len = draw.choice([1, size, 23, 60, 90])
+        reach = lambda: draw.choice([0, 1, 3, 9, 30, 1 << 61])  # noqa: E731
+        window = Window(reach(), reach(), rate=draw.choice([1, 1, 2, 7]), leading=draw.choice([0, 0, 2, 25]))
+        dilated = Dilated((draw.choice([4, 16]), draw.choice([30, 128])), (1, draw.choice([2, 5])))
+        near = Window(draw.choice([2, 40]))
+        pattern = draw.choice([window, window, window + dilated, dilated + near, window + near])
+        options = {"is_causal": draw.choice([True, False]), "scale": draw.choice([None, -0.4])}
+        bounds, batch, ragged = None, draw.choice([1, 2]), draw.choice(["none", "none", "bounds", "lengths", "packed"])
+        if ragged == "bounds":
+            bounds = (0, *sorted(draw.randint(0, seq_len) for _ in range(size - 1)), seq_len)
+        elif ragged == "lengths":
+            options["lengths"] = torch.tensor([draw.randint(0, seq_len) for _ in range(batch)])
+        elif ragged == "packed":
+            batch = 1
+            options["cu_seqlens"] = torch.tensor([0, *sorted(draw.randint(0, seq_len) for _ in range(2)), seq_len])
+        hidden = bounds is None and draw.choice([True, False, False])
+        if draw.random() < 0.3 and ragged != "lengths":
+            options["dropout_p"] = 0.3
+        elif draw.random() < 0.3 and not hidden:
+            options["softcap"] = 0.7
+        kv_heads = draw.choice([1, 2, size])
+        heads = kv_heads * draw.choice([1, 2]), kv_heads
+        served = ["auto", "exchange", "ring", "all_gather", *(["ulysses"] if kv_heads == size else [])]
+        yield Sharded(pattern, seq_len, bounds, batch, heads, torch.float64, hidden, options), draw.choice(served)
+
+
+def over_ranks(calls):
+    """For each call this rank's results, what forward and backward moved, and what was counted to move."""
+    mesh, found = dist.group.WORLD, []
+    link, rank = link_of(mesh), dist.get_rank()
+    for case, transport in calls:
+        own = slice(*(case.bounds[rank : rank + 2] if case.bounds else sequence_range(case.seq_len, mesh)))
+        link.traffic = Traffic()
+        arguments = {"mesh": mesh, "seq_len": case.seq_len, "transport": transport}
+        pieces = results(case, own, **arguments)
+        counted = None
+        if not {"lengths", "dropout_p"} & case.options.keys() and not case.hidden and transport != "auto":
+            sizes = case.seq_len, case.heads[0], dist.get_world_size(), rank
+            samples = case.options.get("cu_seqlens")
+            if samples is None:
+                counted = exchange_plan(
+                    case.pattern, *sizes, num_kv_heads=case.heads[1], head_dim=8, batch=case.batch, dtype=case.dtype,
+                    is_causal=case.options["is_causal"], transport=transport, bounds=case.bounds,
+                )  # fmt: skip
+            else:
+                q, k, v = (x[:, own] for x in case.tensors()[0][:3])
+                counted = over_mesh.account(Call.of(q, k, v, case.pattern, **case.options, **arguments), q, k)[1]
+        found.append(([x.numpy() for x in pieces], link.traffic, counted))
+    return found
+
+
+def check_ranks(calls, answers):
+    for (case, transport), *ranks in zip(calls, *answers, strict=True):
+        expected = results(case, slice(None))
+        *whole, sinks = zip(*[[torch.from_numpy(x) for x in rank[0]] for rank in ranks], strict=True)
+        found = [*(torch.cat(pieces, 1) for pieces in whole), torch.stack(sinks).sum(0)]
+        for name, x, right in zip(("out", "lse", "dq", "dk", "dv", "sinks"), found, expected, strict=True):
+            assert relative_error(x, right) <= TOLERANCE[case.dtype], (name, case, transport)
+        for _, moved, plan in ranks:
+            if plan is not None:
+                assert moved.bytes_sent == plan.bytes_sent + plan.backward_bytes_sent, (case, transport)
+                assert moved.bytes_received == plan.bytes_received + plan.backward_bytes_received, (case, transport)
+
+
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 5, 6, 7))]
+)  # fmt: skip
+def test_random_calls_over_ranks_equal_one_device_and_move_the_bytes_of_the_formula(size):
+    calls = list(sharded_calls(size, 60))
+    check_ranks(calls, processes.run(size, over_ranks, calls))
+
+
+def test_every_transport_in_both_dtypes():
+    both = Window(9, 4, leading=3) + Dilated((16, 48), (1, 3))
+    patterns = [Window(70), Window(2, 3, rate=7), both, Window(5) + BlockLayout.local(70, 9, 16)]
+    calls = [
+        (Sharded(pattern, 70, options={"is_causal": causal}, dtype=dtype), transport)
+        for pattern in patterns for causal in (True, False) for dtype in (torch.float64, torch.float32)
+        for transport in ("auto", "exchange", "ring", "all_gather", "ulysses")
+    ]  # fmt: skip
+    check_ranks(calls, processes.run(2, over_ranks, calls))
+
+
+def test_a_rank_receives_what_its_queries_see():
+    for before, after, is_causal in ((4095, 0, True), (4095, 900, False), (300_000, 0, True)):
+        window, tokens = Window(before, after), 1 << 30
+        plan = exchange_plan(window, tokens, 12, 8192, 5000, is_causal=is_causal, head_dim=64)
+        assert plan.rows_received == plan.rows_sent == 12 * (before + after)
+        assert plan.peers_received == -(-before // (1 << 17)) + (after > 0)
+        rows = 12 * (before + after) + plan.peers_received * traffic.seal_rows(256)
+        assert plan.bytes_received == plan.bytes_sent == rows * 256
+    last = exchange_plan(Window(4095), 1 << 30, 12, 8192, 8191, is_causal=True)
+    assert (last.rows_received, last.rows_sent, last.peers_received) == (12 * 4095, 0, 1)
+    # 4 tokens a shard: those of 4 residues modulo 7, 3 of each; 100 tokens: 3 of each residue
+    assert exchange_plan(Window(3, rate=7), 400, 1, 100, 50, is_causal=True).rows_received == 3 * 4
+    assert exchange_plan(Window(3, rate=7), 400, 1, 4, 2, is_causal=True).rows_received == 3 * 7
+    assert exchange_plan(Window(9, leading=5), 400, 1, 4, 2, is_causal=True).rows_received == 9 + 5
+    assert exchange_plan(Window(9, leading=5), 400, 1, 4, 0).rows_received == 300  # leading tokens see all
+    # a row that both terms show travels once: rows 150 to 199 of the segment, 191 to 199 of the window
+    assert exchange_plan(Window(9) + Dilated((150,), (1,)), 400, 1, 4, 2, is_causal=True).rows_received == 50
+    layout = BlockLayout.local(400, 20, 20)
+    apart = [exchange_plan(x, 400, 2, 4, 2, is_causal=True).bytes_received for x in (Window(9), layout)]
+    assert exchange_plan(Window(9) + layout, 400, 2, 4, 2, is_causal=True).bytes_received == sum(apart)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "pattern", [Window(70, 5), Window(3, rate=11), Window(4, leading=130), Window(9) + Dilated([64], [2])]
+)
+def test_ranks_compute_together_what_one_device_does(pattern, is_causal):
+    """A band of received rows is no rectangle: no pair is computed that nobody sees."""
+    branches = pattern.branches(3)
+    bounds = balanced_bounds(500, 7)
+    sharding = Sharding(*branches[:3], bounds, is_causal, bands=branches.bands, leading=branches.leading)
+    entries = sum(group.entries() for rank in range(7) for group in rank_groups(sharding, rank))
+    assert 4 * 16 * entries == pattern.flops(500, 3, 16, is_causal)
+
+
+def composed():
+    """Explained, compiled in one graph and recomputed; and what ranks raise whose windows differ."""
+    mesh, rank, found = dist.group.WORLD, dist.get_rank(), []
+    options = {"is_causal": True, "mesh": mesh}
+    q, k, v = (torch.randn(1, 30, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    pattern = Window(40, leading=2) + Dilated((16,), (1,))
+
+    def gradient(attend):
+        return torch.autograd.grad(attend(q, k, v).sin().sum(), k)[0]
+
+    def attend(q, k, v):
+        return attention(q, k, v, pattern, **options)
+
+    plain = gradient(attend)
+    found.append(torch.equal(gradient(torch.compile(attend, fullgraph=True, backend="aot_eager")), plain))
+    again = gradient(lambda *x: torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False))
+    found.append(torch.equal(again, plain))
+    found.append(explain(q, k, v, pattern, **options).exchange.rows_received == 2 * 30 * (rank > 0))
+    try:
+        attention(q, k, v, Window(40 + rank), **options)
+    except ValueError as error:
+        found.append("rank 1 has windows=((-41, 41),), elsewhere windows=((-40, 40),)" in str(error))
+    return found
+
+
+def test_composes_over_a_mesh():
+    assert processes.run(2, composed) == [[True] * 4] * 2
+
+
+def test_transports_of_windows():
+    for pattern in (Window(5), Window(5) + Dilated((64,), (1,))):
+        with pytest.raises(
+            ValueError, match="transport='doubling' does not serve this call: doubling passes on all rows"
+        ):
+            exchange_plan(pattern, 64, 4, 4, 0, transport="doubling")
+    # Leading tokens see the rows of all ranks, which the first would have to hold at once.
+    first = exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto")
+    assert (first.transport, first.rows_received, first.rounds) == ("ring", 3 * 60, 15)
+    assert exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto", is_causal=True).transport == "exchange"

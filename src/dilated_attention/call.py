@@ -147,7 +147,7 @@ class Call:
         checks.tensors(q, k, v, placed)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-        if ranks is not None and not isinstance(pattern, Dilated):
+        if ranks is not None and isinstance(pattern, (BlockLayout, Product)):
             for name, given, remedy in (
                 ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
                 ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
@@ -167,10 +167,6 @@ class Call:
         ]
         if placed:
             _check_placed(pattern, mesh, lengths, cu_seqlens)
-        if branches.bands and ranks is not None:
-            raise UnsupportedError(
-                f"a {type(pattern).__name__} over a mesh is not supported yet; give a Dilated pattern, or one device"
-            )
         needs = {
             "key_padding_mask": key_padding_mask is not None,
             "dropout_p": dropout_p > 0,
@@ -399,6 +395,8 @@ def _check_placed(pattern: Pattern, mesh: Any, lengths: Any, cu_seqlens: Any) ->
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
     """The factor of a pattern that has branches; a block layout alone has one segment of all tokens."""
+    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
+        raise UnsupportedError(f"pattern={pattern!r}: its layouts are calls of their own; give each of pattern.parts")
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):

@@ -238,56 +238,74 @@ WHOLE = 2**62
 """The segment length of a branch that has no segments."""
 
 
+class Sight(NamedTuple):
+    """Queries and keys of one stride: a query at position p sees the keys at p + i * stride for low <= i <= high."""
+
+    queries: Rows
+    keys: Rows
+    band: Band
+    phantoms: int = 0
+
+
+def sights(
+    branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool
+) -> Iterator[Sight]:
+    """Yield what the queries at positions [start, stop) see of the keys at others, for the heads of one offset.
+
+    Rows start at positions. A sight may be empty.
+    """
+    leading = branches.leading[branch] if branches.leading else 0
+    low, high = branches.bands[branch] if branches.bands else EVERY
+    if leading:
+        first, later = (queries[0], min(leading, queries[1])), (max(leading, queries[0]), queries[1])
+        yield Sight(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
+        yield Sight(_interval(*first), _interval(*keys), (None, 0 if is_causal else None))
+    if is_causal:
+        high = 0 if high is None else min(high, 0)
+    some_queries, some_keys = ((max(start, leading), stop) for start, stop in (queries, keys))
+    rate, end = branches.dilation_rates[branch], max(queries[1], keys[1])
+    segment = min(branches.segment_lengths[branch], end)
+    for start, segments in _runs(segment, some_queries, some_keys):
+        stop = min(start + segment, end)
+        for residue in range(min(rate, stop - start)) if offset == ALL else (offset,):
+            rows, columns = (
+                _rows(start + residue, rate, max(start, lower), min(stop, upper), segment, segments)
+                for lower, upper in (some_queries, some_keys)
+            )
+            short = -(-segment // rate) - max(0, -(-(stop - start - residue) // rate))
+            yield Sight(rows, columns, (low, high), 0 if is_causal or branches.compat is None else short)
+
+
+def parts_of(
+    branches: Branches,
+    branch: int,
+    offset: int,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    is_causal: bool,
+    origins: tuple[int, int],
+) -> Iterator[Part]:
+    """Yield the parts in which some query sees some key; arguments as of `sights`.
+
+    Args:
+        origins: the positions of row 0 of q and of row 0 of k.
+    """
+    first = not (branches.leading and branches.leading[branch])
+    for some_queries, some_keys, band, zeros in sights(branches, branch, offset, queries, keys, is_causal):
+        found = visible(some_queries, some_keys, band)
+        if found is not None:
+            rows, columns, band = found
+            rows, columns = (replace(x, start=x.start - y) for x, y in zip((rows, columns), origins, strict=True))
+            yield Part(rows, [(columns, band)], zeros, first)
+
+
 def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Plan:
     """Return the plan of the queries at positions [start, stop) over the keys at positions [start, stop)."""
     if queries == keys and queries[0] == 0 and not branches.bands:
         return _compile_square(branches, queries[1], is_causal)
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        rate = branches.dilation_rates[branch]
-        leading = branches.leading[branch] if branches.leading else 0
-        band = branches.bands[branch] if branches.bands else EVERY
-        if leading:
-            yield from _of_leading(leading)
-        later = [(max(start, leading), stop) for start, stop in (queries, keys)]
-        for residue in range(rate) if offset == ALL else (offset,):
-            for part in _segments(branch, residue, band, *later):
-                yield part._replace(first=not leading)
-
-    def _segments(
-        branch: int, offset: int, band: Band, some_queries: tuple[int, int], some_keys: tuple[int, int]
-    ) -> Iterator[Part]:
-        rate, end = branches.dilation_rates[branch], max(queries[1], keys[1])
-        segment = min(branches.segment_lengths[branch], end)
-        for start, segments in _runs(segment, some_queries, some_keys):
-            stop = min(start + segment, end)
-            rows, columns = (
-                _rows(start + offset, rate, max(start, lower), min(stop, upper), segment, segments)
-                for lower, upper in (some_queries, some_keys)
-            )
-            short = -(-segment // rate) - max(0, -(-(stop - start - offset) // rate))
-            zeros = 0 if is_causal or branches.compat is None else short
-            yield from _visible(rows, columns, band, zeros)
-
-    def _of_leading(count: int) -> Iterator[Part]:
-        later, first = (max(queries[0], count), queries[1]), (queries[0], min(count, queries[1]))
-        for (lower, upper), (start, stop) in ((later, (keys[0], min(count, keys[1]))), (first, keys)):
-            rows = _rows(lower, 1, lower, upper, WHOLE, 1)
-            yield from _visible(rows, _rows(start, 1, start, stop, WHOLE, 1), EVERY, 0)
-
-    def _visible(rows: Rows, columns: Rows, band: Band, zeros: int) -> Iterator[Part]:
-        """The part of two progressions in which some row sees some column, in rows of q and of k."""
-        if rows.count <= 0 or columns.count <= 0:
-            return
-        shift = (columns.start - rows.start) // rows.stride
-        low, high = (None if x is None else x - shift for x in band)
-        if is_causal:
-            high = -shift if high is None else min(high, -shift)
-        found = trimmed(rows, columns, low, high)
-        if found is not None:
-            rows, columns, band = found
-            rows, columns = (replace(x, start=x.start - first) for x, first in ((rows, queries[0]), (columns, keys[0])))
-            yield Part(rows, [(columns, band)], zeros)
+        return parts_of(branches, branch, offset, queries, keys, is_causal, (queries[0], keys[0]))
 
     groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, queries[1] - queries[0])
     square = queries == keys and all(group.queries == group.keys for group in groups)
@@ -331,6 +349,23 @@ def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segment
     """The numbers of first + stride * {0, 1, ...} in [lower, upper), and in as many segments after it."""
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
+
+
+def _interval(start: int, stop: int) -> Rows:
+    return _rows(start, 1, start, stop, WHOLE, 1)
+
+
+def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
+    """Return the queries that see a key, the keys that some query sees, and the band by row; None if there are none.
+
+    Args:
+        band: by position, as in a `Sight`.
+    """
+    if queries.count <= 0 or keys.count <= 0:
+        return None
+    shift = (keys.start - queries.start) // queries.stride
+    low, high = (None if x is None else x - shift for x in band)
+    return trimmed(queries, keys, low, high)
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:

@@ -54,7 +54,7 @@ class Backend:
         """Why it cannot serve a call; None if it can."""
         if facts.over_mesh and not self.over_mesh:
             return "it sees one device, and the call has a mesh"
-        given = [name for name in facts.needs if name != "a block layout"]
+        given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]
         if facts.over_mesh and given and not self.masks_over_mesh:
             return f"over a mesh it takes no {' and no '.join(given)}; native does"
         return self.refusal(facts)

@@ -23,7 +23,7 @@ Interval = tuple[int, int]
 
 def _indices(crossing: Crossing, own: range) -> Interval:
     """Which rows of a crossing segment's subsequence [a, b) some of its tokens are."""
-    first = (own.start - crossing.before.start) // own.step
+    first = (own.start - crossing.keys.start) // own.step
     return first, first + len(own)
 
 
@@ -50,7 +50,7 @@ def _needed(
     sharding: Sharding, crossing: Crossing, rows: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
     """(heads, rows of the subsequence inside the intervals `within`, ascending) that the queries `rows` list."""
-    layout = sharding.layout(crossing.rows)
+    layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         blocks = np.unique(np.concatenate([part for head in lists for part in _lists(layout, head, rows)]))
         wanted = (blocks[:, None] * layout.k_block + np.arange(layout.k_block)).ravel()
@@ -61,14 +61,14 @@ def _needed(
 
 
 def _keys(sharding: Sharding, crossing: Crossing, heads: tuple[int, ...], rows: Integers) -> Integers:
-    tokens = crossing.before.start + rows * crossing.own.step
+    tokens = crossing.keys.start + rows * crossing.own.step
     return (tokens[:, None] * sharding.num_heads + np.array(heads)).ravel()
 
 
 def _others(sharding: Sharding, crossing: Crossing) -> list[Interval]:
     """The rows of a segment's subsequence that lie on other ranks and may be seen."""
     start, stop = _indices(crossing, crossing.own)
-    return [(0, start)] if sharding.is_causal else [(0, start), (stop, crossing.rows)]
+    return [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
 
 
 def _distinct(keys: list[Integers]) -> Integers:
@@ -92,10 +92,10 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
     """The keys that a rank sends, peer after peer, each peer's sorted; and how many go to each peer."""
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
-        mine, rate, first = _indices(crossing, crossing.own), crossing.own.step, crossing.before.start
+        mine, rate, first = _indices(crossing, crossing.own), crossing.own.step, crossing.keys.start
         for peer in range(rank + 1 if sharding.is_causal else 0, sharding.world_size):
             lower, upper = sharding.shard(peer)
-            start, stop = max(lower, first), min(upper, crossing.stop)
+            start, stop = max(lower, first), min(upper, crossing.keys.stop)
             theirs = range(start + (first - start) % rate, stop, rate)
             if peer != rank and len(theirs):
                 for heads, rows in _needed(sharding, crossing, _indices(crossing, theirs), [mine]):
@@ -150,7 +150,7 @@ class BlockProblem:
 
 def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval]) -> BlockProblem | None:
     """The problem over the keys among `tokens`, intervals of the global sequence; None where no list has any."""
-    first, rate, length = crossing.before.start, crossing.own.step, crossing.rows
+    first, rate, length = crossing.keys.start, crossing.own.step, len(crossing.keys)
     layout = sharding.layout(length)
     q_block, k_block, unit = layout.q_block, layout.k_block, lcm(layout.q_block, layout.k_block)
     own = _indices(crossing, crossing.own)

@@ -27,7 +27,7 @@ from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.comm import Agreed, Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import StridedGroup
+from dilated_attention.plan import EVERY, StridedGroup
 from dilated_attention.torch_internals import group_named
 
 State = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ def sharding_of(call: Call, size: int) -> Sharding:
     bounds, branches = call.shards.bounds, call.branches
     layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
     edges = balanced_bounds(bounds[0], size) if len(bounds) == 1 else bounds
-    return Sharding(*branches[:3], edges, call.is_causal, call.shards.samples, branches.compat, layouts)
+    return Sharding(*branches[:3], edges, call.is_causal, call.shards.samples, branches.compat, layouts, *branches[4:])
 
 
 class _Rank:
@@ -94,7 +94,7 @@ class _Rank:
                 f"q has {q.shape[1]} tokens; rank {link.rank}'s shard of seq_len={sharding.seq_len} over {link.size} "
                 f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
             )
-        scores = self.call.scale, self.call.key_padding_mask is not None, self.call.dropout_p
+        scores = self.call.scale, self.call.softcap, self.call.key_padding_mask is not None, self.call.dropout_p
         key = ("description", sharding, len(shards.bounds), shards.lengths, self.shape, scores, self.transport)
         description = plan_cache.get(key, self._describe)
         link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
@@ -111,6 +111,8 @@ class _Rank:
             "segment_lengths": list(sharding.segment_lengths),
             "dilation_rates": list(sharding.dilation_rates),
             "offsets": sharding.offsets,
+            "windows": sharding.bands,
+            "leading": sharding.leading,
             "cu_seqlens": sharding.samples,
             "lengths": self.shards.lengths,
             "is_causal": sharding.is_causal,
@@ -122,13 +124,18 @@ class _Rank:
             "head_dim": shape.head_dim,
             "dtype": shape.dtype,
             "scale": self.call.scale,
+            "softcap": self.call.softcap,
             "key_padding_mask": "None" if self.call.key_padding_mask is None else "given",
             "dropout_p": self.call.dropout_p,
             "transport": self.transport,
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
+        bands = sharding.bands or (EVERY,) * len(sharding.offsets)
         branches = ", ".join(
-            [f"{w}/{r}" for w, r in zip(sharding.segment_lengths, sharding.dilation_rates, strict=True)]
+            [
+                f"{w if band == EVERY else f'{band[0]}..{band[1]}'}/{r}"
+                for w, r, band in zip(sharding.segment_lengths, sharding.dilation_rates, bands, strict=True)
+            ]
         )
         plan = f"{self.transport} of {sharding.seq_len} tokens, branches {branches}"
         return _Description(text, plan, len(text) + len(plan) + sharding.nbytes)
@@ -197,7 +204,7 @@ class _Compute:
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.scale = rank.scale
+        self.scale, self.softcap = rank.scale, rank.call.softcap
         self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: parts.Part, state: State | None) -> State:
@@ -247,12 +254,12 @@ class _Compute:
 
     def _problem(self, part: parts.Part) -> Problem:
         if part.queries is None:
-            problem = Problem(part.plan, self.scale, layouts=self.layouts)
+            problem = Problem(part.plan, self.scale, layouts=self.layouts, softcap=self.softcap)
             return self.pairs.of(problem, self.q, keys=part.tokens)
         layout, hidden = part.queries.layout, part.queries.hidden
         if hidden is not None:
             hidden = hidden.expand(self.q.shape[0], -1)
-        return Problem(part.plan, self.scale, hidden, {layout.seq_len: layout})
+        return Problem(part.plan, self.scale, hidden, {layout.seq_len: layout}, softcap=self.softcap)
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
@@ -292,7 +299,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
     """All tokens, for the heads of q that this rank has of each other one's."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
-    problem = Problem(heads.plan, rank.scale, layouts=heads.layouts or None)
+    problem = Problem(heads.plan, rank.scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 

@@ -1,11 +1,17 @@
-"""Who needs which rows: a dilated pattern over a sequence cut into contiguous shards, as pure functions of integers.
+"""Who needs which rows: a pattern over a sequence cut into contiguous shards, as pure functions of integers.
 
 Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
-bounds[j] or bounds[j + 1], so a rank has at most two in a branch. In a crossing segment [s, e) a rank's own rows are a
-contiguous run [a, b) of the segment's strided subsequence, and attention of that run splits into
+bounds[j] or bounds[j + 1], so a rank has at most two in a branch. The one segment of a window is the whole sequence.
+In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low <= i <= high: all
+of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a contiguous run
+of the class, so the keys that they see are one too, and attention of that run splits into
 
-    its own rows      a square (causal: lower triangle) over k and v of the shard: a group of the *local* plan;
-    rows before, after   all visible (after: only when not causal): a group of the *remote* plan, over received rows.
+    its own rows         a group of the *local* plan, over k and v of the shard, with a band;
+    rows before, after   groups of the *remote* plan, over received rows: the same band, shifted. Where a bound hides
+                         nothing it is left out, so that whole segments are groups without a band.
+
+The rows that a peer sees of a rank's own keys follow in the same way, for all peers at once. `plan.sights` says what a
+branch shows; nothing here knows of windows or leading tokens.
 
 Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one key-value
 head: token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row
@@ -18,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import gcd
 
 import numpy as np
@@ -26,15 +32,20 @@ import numpy as np
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import (
     EVERY,
+    Band,
+    Branches,
     OffsetTable,
     Part,
     Plan,
     Rows,
     StridedGroup,
     compile_groups,
+    parts_of,
     progressions,
     rows_of,
+    sights,
     spans,
+    visible,
 )
 
 Integers = np.ndarray
@@ -49,10 +60,10 @@ def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A dilated pattern in normal form over a sharded sequence: what every rank knows.
+    """A pattern in normal form over a sharded sequence: what every rank knows.
 
     Args:
-        offsets: branch x key-value head, -1 where the head takes no part.
+        offsets, bands, leading: as in `Branches`.
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
         compat: `"torchscale"` adds its zero keys when not causal.
@@ -67,6 +78,8 @@ class Sharding:
     samples: tuple[int, ...] | None = None
     compat: str | None = None
     layouts: tuple[BlockLayout, ...] = ()
+    bands: tuple[Band, ...] = ()
+    leading: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, edges in (("bounds", self.bounds), ("samples", self.samples or (0, self.bounds[-1]))):
@@ -86,6 +99,11 @@ class Sharding:
     @property
     def num_heads(self) -> int:
         return len(self.offsets[0])
+
+    @property
+    def branches(self) -> Branches:
+        lengths, rates = self.segment_lengths, self.dilation_rates
+        return Branches(lengths, rates, self.offsets, self.compat, self.bands, self.leading)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """The tokens [start, stop) of a rank."""
@@ -107,45 +125,57 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The heads of one offset in one segment [start, stop) that an edge of a rank's shard cuts; tokens are global.
+    """What the heads of one offset see in one segment that an edge of a rank's shard cuts; tokens are global.
+
+    A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
-        own: the rank's rows that take part: queries, and keys.
-        before, after: the rows of other ranks that the queries see.
+        queries, keys: the rows of the segment, over all ranks.
+        band: low, high.
+        own, shown: the queries and the keys of the rank.
+        before, after: the keys of other ranks that `own` sees.
     """
 
     branch: int
-    start: int
-    stop: int
     heads: tuple[int, ...]
+    queries: range
+    keys: range
+    band: Band
     own: range
+    shown: range
     before: range
     after: range
 
-    @property
-    def rows(self) -> int:
-        """How many rows the segment has, over all ranks."""
-        return len(range(self.before.start, self.stop, self.own.step))
+
+def clip(rows: range, start: int, stop: int) -> range:
+    """The numbers of an ascending range that lie in [start, stop)."""
+    start = max(start, rows.start)
+    return range(start + (rows.start - start) % rows.step, min(stop, rows.stop), rows.step)
 
 
-def _within(first: int, stride: int, start: int, stop: int) -> range:
-    """The numbers of first + stride * Z in [start, stop)."""
-    return range(start + (first - start) % stride, stop, stride)
+def _seen(queries: range, keys: range, band: Band) -> range:
+    """The keys that some neighbouring queries see."""
+    if not queries:
+        return keys[:0]
+    low, high = band
+    start = keys.start if low is None else max(keys.start, queries.start + low * queries.step)
+    stop = keys.stop if high is None else min(keys.stop, queries.stop + high * queries.step)
+    return range(start, stop, keys.step)
 
 
-def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int] | None:
-    """The segment with tokens on both sides of a shard edge."""
+def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, int] | None:
+    """The [start, stop) of the segment with tokens on both sides of a shard edge, after the start of its grid."""
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
-            return None if begin == edge else (begin, min(begin + segment, stop))
+            return None if begin == edge else (start, begin, min(begin + segment, stop))
     return None
 
 
 def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
     classes: dict[int, tuple[int, ...]] = {}
     for head, offset in enumerate(offsets):
-        if offset >= 0:
+        if offset != -1:
             classes[offset] = (*classes.get(offset, ()), head)
     return classes
 
@@ -160,17 +190,19 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     lower, upper = sharding.shard(rank)
     if lower == upper:
         return ()
-    found = []
-    for branch, (segment, rate) in enumerate(zip(sharding.segment_lengths, sharding.dilation_rates, strict=True)):
-        spans = {_straddling(sharding, segment, edge) for edge in (lower, upper)} - {None}
-        for start, stop in sorted(span for span in spans if span is not None):
-            for offset, heads in _classes(sharding.offsets[branch]).items():
-                own = _within(start + offset, rate, max(start, lower, start + offset), min(stop, upper))
-                if len(own):
-                    before = range(start + offset, max(lower, start + offset), rate)
-                    after = range(0) if sharding.is_causal else _within(start + offset, rate, upper, max(stop, upper))
-                    found.append(Crossing(branch, start, stop, heads, own, before, after))
-    return tuple(found)
+    made, branches = [], sharding.branches
+    for branch, segment in enumerate(sharding.segment_lengths):
+        cut = {found for edge in (lower, upper) if (found := _straddling(sharding, segment, edge))}
+        for (origin, start, stop), (offset, heads) in product(sorted(cut), _classes(branches.offsets[branch]).items()):
+            at = start - origin, stop - origin
+            for sight in sights(branches, branch, offset, at, at, sharding.is_causal):
+                queries, keys = (_tokens(x, origin) for x in (sight.queries, sight.keys))
+                own, shown = clip(queries, lower, upper), clip(keys, lower, upper)
+                if own or shown:
+                    seen = _seen(own, keys, sight.band)
+                    sides = clip(seen, 0, lower), clip(seen, upper, stop)
+                    made.append(Crossing(branch, heads, queries, keys, sight.band, own, shown, *sides))
+    return tuple(made)
 
 
 def local_plan(sharding: Sharding, rank: int) -> Plan:
@@ -180,10 +212,15 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     With layouts the whole segments alone: crossing ones are `block_partition.problem`s.
     """
     lower, upper = sharding.shard(rank)
+    branches = sharding.branches
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
         segment, rate = sharding.segment_lengths[branch], sharding.dilation_rates[branch]
         for grid in sharding.grids():
+            if branches.bands and branches.bands[branch] != EVERY:
+                at, origin = (max(lower, grid[0]) - grid[0], min(upper, grid[1]) - grid[0]), lower - grid[0]
+                yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (origin, origin))
+                continue
             for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
                     rows = replace(own, start=own.start - lower)
@@ -192,7 +229,8 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 
     groups, covered = compile_groups(sharding.dilation_rates, sharding.offsets, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
-    return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=True)
+    square = all(group.queries == group.keys for group in groups)
+    return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +262,37 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     keys: list[Integers] = []
     slots: list[Integers] = []
     for crossing, parts in wanted:
-        parts = [part for part in parts if len(part)]
-        if not parts:
-            continue
-        own = crossing.own
-        tokens = np.concatenate([np.arange(part.start, part.stop, part.step) for part in parts])
-        base, count = max(level[head] for head in crossing.heads), len(tokens)
+        runs: dict[tuple[Rows, Band], list[Integers]] = {}  # parts that the same queries see whole are one
+        for part in parts:
+            if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
+                queries, seen, band = found
+                runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
         heads = np.array(crossing.heads)
-        keys.append((tokens[:, None] * heads_total + heads).ravel())
-        slots.append((np.arange(base, base + count)[:, None] * heads_total + heads).ravel())
-        queries = Rows(own.start - lower, len(own) * own.step, 1, own.step, len(own))
-        for head, number, step in progressions(list(crossing.heads)):
-            groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step))
-        for head in crossing.heads:
-            level[head] = base + count
+        for (queries, (low, high)), found_tokens in runs.items():
+            tokens = np.concatenate(found_tokens)
+            base, count = max(level[head] for head in crossing.heads), len(tokens)
+            keys.append((tokens[:, None] * heads_total + heads).ravel())
+            slots.append((np.arange(base, base + count)[:, None] * heads_total + heads).ravel())
+            for head, number, step in progressions(list(crossing.heads)):
+                groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step, low, high))
+            for head in crossing.heads:
+                level[head] = base + count
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
+
+
+def _tokens(rows: Rows, origin: int) -> range:
+    start = rows.start + origin
+    return range(start, start + rows.count * rows.stride, rows.stride)
+
+
+def _numbers(tokens: range) -> Integers:
+    return np.arange(tokens.start, tokens.stop, tokens.step)
+
+
+def _rows(tokens: range, origin: int) -> Rows:
+    return Rows(tokens.start - origin, len(tokens) * tokens.step, 1, tokens.step, len(tokens))
 
 
 def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
@@ -266,9 +318,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
     """The sorted keys of a union of (tokens, heads)."""
     keys = [
-        (np.arange(part.start, part.stop, part.step)[:, None] * sharding.num_heads + np.array(heads)).ravel()
-        for part, heads in parts
-        if len(part)
+        (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
     ]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
@@ -279,30 +329,32 @@ def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
 
-def _askers(sharding: Sharding, rank: int, crossing: Crossing) -> Integers:
-    """Which ranks see this rank's rows of one of its crossing segments: bool, `(world_size,)`."""
-    bounds = np.array(sharding.bounds)
-    rate = sharding.dilation_rates[crossing.branch]
-    first = crossing.before.start
-    lower, upper = np.maximum(bounds[:-1], first), np.minimum(bounds[1:], crossing.stop)
-    ask = lower + (first - lower) % rate < upper
-    ask[rank] = False
-    if sharding.is_causal:
-        ask[:rank] = False
-    return ask
+def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
+    """Which of this rank's rows of one of its crossing segments each rank sees: some ranges, and each rank's number."""
+    bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
+    start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
+    start += (queries.start - start) % queries.step
+    asks = start < stop
+    asks[rank] = False
+    far = sharding.seq_len  # a window may be longer than int64
+    back = far if low is None else min(-low * rows.step, far)
+    forth = far if high is None else min(high * rows.step, far)
+    first = np.maximum((start - back - rows.start) // rows.step, 0)
+    last = np.minimum(-((rows.start - stop - forth) // rows.step), len(rows))
+    asks &= first < last  # in rows: peers that see the same ones are one number
+    pairs, numbers = np.unique(np.where(asks, first * (len(rows) + 1) + last, 0), return_inverse=True)
+    return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
     """The keys that a rank sends, peer after peer, each peer's sorted: int64; and how many go to each peer."""
     lower, upper = sharding.shard(rank)
     span = max((upper - lower) * sharding.num_heads, 1)
-    messages = []
+    messages = [np.empty(0, dtype=np.int64)]
     for crossing in crossings(sharding, rank):
-        keys = _union(sharding, [(crossing.own, crossing.heads)]) - lower * sharding.num_heads
-        peers = np.flatnonzero(_askers(sharding, rank, crossing))
-        messages.append((peers[:, None] * span + keys).ravel())
-    if not messages:
-        return np.empty(0, dtype=np.int64), [0] * sharding.world_size
+        for number, rows in enumerate((asked := _asked(sharding, rank, crossing))[0]):
+            keys = _union(sharding, [(rows, crossing.heads)]) - lower * sharding.num_heads
+            messages.append((np.flatnonzero(asked[1] == number)[:, None] * span + keys).ravel())
     flat = np.unique(np.concatenate(messages))
     splits = np.bincount(flat // span, minlength=sharding.world_size).tolist()
     return flat % span + lower * sharding.num_heads, splits
@@ -319,10 +371,27 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
     return residue % (m // common * n), m // common * n
 
 
+def _joined(parts: Iterable[range]) -> Iterator[range]:
+    """The same numbers; all residue classes of a rate that begin and end side by side become one range."""
+    by_step: dict[int, list[range]] = {}
+    for part in sorted({part for part in parts if part}, key=lambda part: part.start):
+        by_step.setdefault(part.step, []).append(part)
+    for step, same in by_step.items():
+        while same:
+            classes, last = same[:step], {part[-1] for part in same[:step]}
+            first = {part.start for part in classes}
+            if len(first) == len(last) == step == max(first) - min(first) + 1 == max(last) - min(last) + 1:
+                yield range(min(first), max(last) + 1)
+            else:
+                classes = classes[:1]
+                yield classes[0]
+            del same[: len(classes)]
+
+
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
     """How many numbers of a union of arithmetic progressions lie between neighbouring edges: int64, one fewer than
     `edges`."""
-    parts = [part for part in set(parts) if len(part)]
+    parts = list(_joined(parts))
     total = np.zeros(len(edges) - 1, dtype=np.int64)
     for low, high in pairwise(sorted({x for part in parts for x in (part.start, part.stop)})):
         classes = {(part.start % part.step, part.step) for part in parts if part.start <= low and high <= part.stop}
@@ -366,21 +435,22 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
     edges = np.array(sharding.shard(rank))
     rows = np.zeros(sharding.world_size, dtype=np.int64)
     found = crossings(sharding, rank)
-    asked = {crossing: _askers(sharding, rank, crossing) for crossing in found}
+    if not found:
+        return rows
+    asked = [_asked(sharding, rank, crossing) for crossing in found]
+    # Peers that ask for the same rows are served alike.
+    requested = np.stack([numbers for _, numbers in asked], 1)
+    peers = np.flatnonzero(requested.any(1))  # number 0 is no row: the rank itself asks for it
+    requests, kind = np.unique(requested[peers], axis=0, return_inverse=True)
     for head, number in _by_head(sharding):
-        mine = [crossing for crossing in found if head in crossing.heads]
-        if mine:
-            # Peers that ask for the same segments are served alike.
-            requests, kind = np.unique(np.stack([asked[c] for c in mine], 1), axis=0, return_inverse=True)
-            counts = [
-                count_union([c.own for c, ask in zip(mine, r, strict=True) if ask], edges) for r in requests.tolist()
-            ]
-            rows += number * np.concatenate(counts)[kind.ravel()]
+        mine = [i for i, crossing in enumerate(found) if head in crossing.heads]
+        counts = [count_union([asked[i][0][request[i]] for i in mine], edges) for request in requests.tolist()]
+        rows[peers] += number * np.concatenate([edges[:0], *counts])[kind.ravel()]
     return rows
 
 
 def crosses(sharding: Sharding) -> bool:
-    """Whether any rank's rows are seen by another: the same answer on every rank."""
+    """Whether any rank's rows may be seen by another: the same answer on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
         for segment in sharding.segment_lengths
@@ -399,6 +469,8 @@ def doubling_refusal(sharding: Sharding) -> str | None:
         return f"doubling needs equal shards; {sharding.seq_len} tokens on {size} ranks are not"
     if sharding.samples is not None:
         return "doubling needs one segment grid; packed samples have one each"
+    if sharding.bands:
+        return "doubling passes on all rows of a segment; windows need few of them"
     if sharding.layouts:
         return "doubling passes on all rows of a branch; block layouts need few of them"
     for segment in sharding.segment_lengths:
@@ -428,7 +500,7 @@ def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tupl
         if doubling_level(sharding, branch) > level:
             segment, rate = min(sharding.segment_lengths[branch], sharding.seq_len), sharding.dilation_rates[branch]
             for offset, heads in _classes(offsets).items():
-                yield _within(start // segment * segment + offset, rate, start, stop), heads
+                yield clip(range(start // segment * segment + offset, stop, rate), start, stop), heads
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
@@ -446,15 +518,24 @@ def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
     )
 
 
+def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[int, ...]]]:
+    """A rank's rows that the queries before it and those after it see: what it hands to an all-gather."""
+    lower, upper = sharding.shard(rank)
+    for crossing in crossings(sharding, rank):
+        for start, stop in ((0, lower), (upper, sharding.seq_len)):
+            seen = _seen(clip(crossing.queries, start, stop), crossing.keys, crossing.band)
+            yield clip(seen, lower, upper), crossing.heads
+
+
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """The sorted keys of a rank's rows that lie in any crossing segment: what it hands to an all-gather."""
-    return _union(sharding, ((crossing.own, crossing.heads) for crossing in crossings(sharding, rank)))
+    """The sorted keys of a rank's rows that some other rank sees."""
+    return _union(sharding, _contributed(sharding, rank))
 
 
 def contributed_rows(sharding: Sharding, rank: int) -> int:
     """The number of `contributed_keys`, in closed form."""
-    edges = np.array(sharding.shard(rank))
+    parts, edges = list(_contributed(sharding, rank)), np.array(sharding.shard(rank))
     return sum(
-        number * int(count_union((c.own for c in crossings(sharding, rank) if head in c.heads), edges)[0])
+        number * int(count_union((rows for rows, heads in parts if head in heads), edges)[0])
         for head, number in _by_head(sharding)
     )

@@ -266,7 +266,8 @@ def gathers_of(
 ) -> Gathers:
     """The parts over other ranks' rows among `tokens`, of a buffer that holds the keys `held` in rows `positions`."""
     if not sharding.layouts:
-        remote = partition.remote(sharding, rank, _wanted(found, *tokens))
+        wanted_rows = [(c, [partition.clip(part, *tokens) for part in (c.before, c.after)]) for c in found]
+        remote = partition.remote(sharding, rank, wanted_rows)
         gather = Gather.of(remote, held, positions, device)
         return () if gather is None else (gather,)
     lower, upper = sharding.shard(rank)
@@ -281,13 +282,3 @@ def gathers_of(
 
 def on_device(table: Integers, device: torch.device) -> Tensor:
     return torch.from_numpy(table).to(device)
-
-
-def _wanted(found: Sequence[Crossing], start: int, stop: int) -> list[tuple[Crossing, tuple[range, ...]]]:
-    """Each crossing segment with the rows before and after it that lie in the tokens [start, stop)."""
-
-    def clip(part: range) -> range:
-        first = part.start if part.start >= start else start + (part.start - start) % part.step
-        return range(first, min(part.stop, stop), part.step)
-
-    return [(crossing, (clip(crossing.before), clip(crossing.after))) for crossing in found]

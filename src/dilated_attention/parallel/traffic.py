@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from dilated_attention import checks
 from dilated_attention.cache import plan_cache
-from dilated_attention.call import branched_factor
-from dilated_attention.errors import UnsupportedError
+from dilated_attention.call import Pattern, branched_factor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import TRANSPORTS, check_transport
 from dilated_attention.parallel import block_partition, partition
 from dilated_attention.parallel.comm import seal_rows
 from dilated_attention.parallel.partition import Sharding
-from dilated_attention.patterns import Dilated, Product
+from dilated_attention.patterns import Product, Sum
 from dilated_attention.plan import row_counts
 
 _LATENCY = 5e-6  # seconds a message, and
@@ -188,7 +188,7 @@ class TransportChoice:
 
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """The transport of a call, from the cache. The same on every rank, since it looks at one fixed rank: the last when
-    causal, else the middle.
+    causal, the first when its leading tokens see all, else the middle.
 
     `auto` takes the transport with the least modelled time among those whose received rows fit in a few times the
     shard's keys and values, else `ring`.
@@ -206,7 +206,7 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
         return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
-    rank = sharding.world_size - 1 if sharding.is_causal else sharding.world_size // 2
+    rank = sharding.world_size - 1 if sharding.is_causal else 0 if any(sharding.leading) else sharding.world_size // 2
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}
@@ -227,7 +227,7 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
 
 
 def exchange_plan(
-    pattern: Dilated | Product | BlockLayout,
+    pattern: Pattern,
     seq_len: int,
     num_heads: int,
     world_size: int,
@@ -242,6 +242,8 @@ def exchange_plan(
     bounds: tuple[int, ...] | None = None,
 ) -> ExchangePlan:
     """What one rank of a context parallel call would move: bytes, peers, rounds, rows. No process, no tensor.
+
+    A sum with block layouts is several calls, whose counts add up.
 
     Args:
         num_heads: of q; `num_kv_heads` of k and v, default the same.
@@ -258,9 +260,12 @@ def exchange_plan(
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
+    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
+        options: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "dtype": dtype}
+        options |= {"is_causal": is_causal, "transport": transport, "bounds": bounds}
+        sizes = seq_len, num_heads, world_size, rank
+        return total([exchange_plan(part, *sizes, **options) for part in pattern.parts])
     branches, layouts = branched_factor(pattern, seq_len).branches(kv_heads), []
-    if branches.bands:
-        raise UnsupportedError(f"a {type(pattern).__name__} over a mesh is not supported yet; give a Dilated pattern")
     if isinstance(pattern, BlockLayout):
         pattern.check(batch, seq_len, num_heads)
         layouts = [pattern]
@@ -274,6 +279,8 @@ def exchange_plan(
         edges,
         is_causal,
         layouts=tuple([layout.causal() if is_causal else layout for layout in layouts]),
+        bands=branches.bands,
+        leading=branches.leading,
     )
     shape = Shape(batch, num_heads, head_dim, dtype)
     return count(choose(transport, sharding, shape).transport, sharding, rank, shape)
