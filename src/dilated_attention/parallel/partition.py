@@ -352,9 +352,10 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
     span = max((upper - lower) * sharding.num_heads, 1)
     messages = [np.empty(0, dtype=np.int64)]
     for crossing in crossings(sharding, rank):
-        for number, rows in enumerate((asked := _asked(sharding, rank, crossing))[0]):
+        requests, numbers = _asked(sharding, rank, crossing)
+        for number, rows in enumerate(requests):
             keys = _union(sharding, [(rows, crossing.heads)]) - lower * sharding.num_heads
-            messages.append((np.flatnonzero(asked[1] == number)[:, None] * span + keys).ravel())
+            messages.append((np.flatnonzero(numbers == number)[:, None] * span + keys).ravel())
     flat = np.unique(np.concatenate(messages))
     splits = np.bincount(flat // span, minlength=sharding.world_size).tolist()
     return flat % span + lower * sharding.num_heads, splits
