@@ -328,7 +328,7 @@ def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Bran
     return Branches(pattern.segment_lengths, pattern.dilation_rates, table, pattern.compat)
 
 
-_kept_branches = lru_cache(maxsize=1024)(_branches)
+_kept_branches = lru_cache(maxsize=1024, typed=True)(_branches)
 
 
 def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
