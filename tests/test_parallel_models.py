@@ -20,7 +20,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import processes
-from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention, explain
+from dilated_attention import (
+    BlockLayout,
+    Dilated,
+    Window,
+    attention,
+    block_sparse_attention,
+    dilated_attention,
+    explain,
+)
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
@@ -622,3 +630,18 @@ def sharded_arguments():
 
 def test_what_is_sharded_by_pytorch():
     processes.run(2, sharded_arguments)
+
+
+def windowed_model() -> tuple[float, bool]:
+    """How far a model's loss over the mesh is from one device's, and whether it writes the same tokens."""
+    torch.manual_seed(0)
+    pattern = Window(9, leading=2) + Dilated((32,), (4,))
+    model = LongNetLM(LongNetConfig(vocab_size=31, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern)).double()
+    tokens = torch.randint(31, (1, 50))
+    loss, written = model.loss(tokens), model.eval().generate(tokens, 6, temperature=0.0)
+    set_context_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return abs(float(model.loss(tokens) - loss)), torch.equal(model.generate(tokens, 6, temperature=0.0), written)
+
+
+def test_a_model_with_windows():
+    assert all(distance < 1e-12 and same for distance, same in processes.run(3, windowed_model))
