@@ -53,7 +53,7 @@ _POINTERS = {
     **dict.fromkeys(("INDPTR", "INDICES"), "*i64"),
     **dict.fromkeys(("TILES", "WQ", "WK"), "*i32"),
 }
-_SCALARS = {"scale": "fp32", "keep_scale": "fp32"}
+_SCALARS = {"scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
 
 CALLS: dict[str, dict[str, Any]] = {
     "even": {},
@@ -64,6 +64,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "dropout": {"words": True, "EDGE": 1, "EVEN": False},
     "padding": {"HIDDEN": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
+    "window": {"CAUSAL": True, "WINDOW": True, "EDGE": 1, "EVEN": False, "CHAIN": True},
+    "softcap": {"softcap": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
 """What a call may ask of a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
@@ -129,7 +131,7 @@ def variants(targets: Sequence[str]) -> Iterator[Variant]:
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
-    masked = "words" in call or "HIDDEN" in call
+    masked = not call.keys().isdisjoint(("words", "HIDDEN", "softcap"))
     shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, "lists" in call)
     return shape.cut(call.get("own", shape.own), shape.loop)
 
@@ -152,11 +154,11 @@ def code_of(variant: Variant) -> Any:
     side = side_of(variant.kernel)
     queries, keys = (shape.own, shape.loop) if side == "queries" else (shape.loop, shape.own)
     constants = {
-        "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "G": 1, "UNIT": 16,
+        "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "WINDOW": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
         "WIDE": False,
         "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
-        "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
+        "softcap": None, "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
     }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
@@ -166,7 +168,7 @@ def code_of(variant: Variant) -> Any:
         if name == "EDGE" and side == "keys":
             value = int(bool(constants["CAUSAL"]))
         for argument in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
-            if argument in _POINTERS:
+            if argument in _POINTERS | _SCALARS:
                 del constants[argument]
             else:
                 constants[argument] = value

@@ -91,6 +91,7 @@ def excesses(
     counts: Tensor,
     *,
     scale: float,
+    softcap: float = 0.0,
     phantoms: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -103,6 +104,7 @@ def excesses(
     """
     q, k, v = inputs
     apart = max(1, counts.shape[-3] // k.shape[2])
+    options = {"scale": scale, "softcap": softcap, "phantoms": phantoms, "keep": keep, "dropout_p": dropout_p}
     generator = torch.Generator().manual_seed(seed)
     shapes = {"out": (*q.shape[:3], v.shape[3]), "lse": (q.shape[0], q.shape[2], q.shape[1])}
     dtypes = {"out": q.dtype, "lse": torch.promote_types(q.dtype, torch.float32)}
@@ -111,7 +113,7 @@ def excesses(
 
     def oracle(q, k, v):
         k, v = (x.repeat_interleave(apart, 2) for x in (k, v))
-        out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
+        out, lse = attend(q, k, v, counts, **options)
         return out, lse.transpose(1, 2)
 
     actual = evaluate(run, inputs, cotangents)
@@ -121,10 +123,7 @@ def excesses(
     expected = evaluate(oracle, doubles, cotangents)
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     apart_keys = (x.repeat_interleave(apart, 2) for x in doubles[1:])
-    sizes = magnitudes(
-        doubles[0], *apart_keys, counts, *(zeros | cotangents).values(), scale=scale, phantoms=phantoms, keep=keep,
-        dropout_p=dropout_p,
-    )  # fmt: skip
+    sizes = magnitudes(doubles[0], *apart_keys, counts, *(zeros | cotangents).values(), **options)
     sizes |= {name: sizes[name].unflatten(2, (-1, apart)).sum(3) for name in ("dk", "dv")}
     return {name: excess(actual[name], expected[name], sizes[name], q.dtype) for name in expected}
 
@@ -138,6 +137,7 @@ def magnitudes(
     d_lse: Tensor,
     *,
     scale: float,
+    softcap: float = 0.0,
     phantoms: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -153,10 +153,12 @@ def magnitudes(
         dq̄ = scale dS̄ |k|        dk̄ = scale dS̄ᵀ |q|        dv̄ = P̄ᵀ |dout|.
 
     With dropout, P v, dout v and P dout have the factor K / (1 - p) of each pair, a product more: P̄ + P stands for P̄
-    in them, and 2 |dout| |v| for |dout| |v|.
+    in them, and 2 |dout| |v| for |dout| |v|. With a softcap c, t = tanh(scale q k / c) and its slope f = 1 - t²,
+
+        f s̄ + c |t| stands for s̄,   and   f dS̄ + |dS| (1 + 2 |t| (f s̄ + c |t|) / c) for dS̄ in dq̄ and dk̄.
     """
     kv_heads = k.shape[2]
-    out, lse = attend(q, k, v, counts, scale=scale, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
+    out, lse = attend(q, k, v, counts, scale=scale, softcap=softcap, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
     kept = 1.0 if keep is None else keep.unflatten(1, (kv_heads, -1)) / (1 - dropout_p)
     # h: KV head, g: query head of it, n: query, m: key, d: head_dim
     q, d_out, out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, out, d_lse.transpose(1, 2)))
@@ -164,12 +166,16 @@ def magnitudes(
     scores, keys = "bnhgd,bmhd->bhgnm", "bhgnm,bmhd->bnhgd"
 
     counts = counts[(None,) * (4 - counts.ndim)][:, :, None]
-    p = torch.where(counts > 0, counts * (scale * torch.einsum(scores, q, k) - lse).exp(), 0.0)
+    score = scale * torch.einsum(scores, q, k)
+    tangent = (score / softcap).tanh() if softcap else torch.zeros_like(score)
+    slope = 1 - tangent.square()
+    p = torch.where(counts > 0, counts * ((softcap * tangent if softcap else score) - lse).exp(), 0.0)
     ds = (kept * torch.einsum(scores, d_out, v) - (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None] + d_lse).abs()
 
     scale = abs(scale)
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
-    score = q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k)
+    tangent = tangent.abs()
+    score = slope * q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k) + softcap * tangent
     lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * score).sum(-1, keepdim=True)
     p_size = p * (score + lse)
     p_kept, dp = p_size, torch.einsum(scores, d_out, v)
@@ -177,7 +183,9 @@ def magnitudes(
         p_kept, dp = kept * (p_size + p), 2 * kept * dp
     out = torch.einsum(keys, p_kept, v)
     delta = (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None]
-    ds = p_size * ds + p * (dp + delta + d_lse)
+    ds, exact = p_size * ds + p * (dp + delta + d_lse), p * ds
+    if softcap:
+        ds = slope * ds + exact * (1 + 2 * tangent * score / softcap)
     return {
         "out": out.flatten(2, 3),
         "lse": lse.squeeze(-1).flatten(1, 2),

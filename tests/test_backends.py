@@ -55,7 +55,7 @@ CASES = [
     Facts(torch.device(device), dtype, head_dim, 4096, needs, work)
     for device in ("cuda", "cpu")
     for dtype, head_dim in ((torch.bfloat16, 64), (torch.float32, 128), (torch.float64, 64), (torch.float16, 320))
-    for needs in ((), ("dropout_p",), ("key_padding_mask", "a block layout"))
+    for needs in ((), ("dropout_p",), ("key_padding_mask", "a block layout"), ("a window", "softcap"))
     for work in (10, 10**9)
 ] + [
     Facts(torch.device("cuda"), torch.bfloat16, 64, 2**31),
@@ -80,7 +80,7 @@ def test_auto_decides_alike_eager_and_compiled(monkeypatch):
 
         chosen.append(names(torch.zeros(1))[1])
         assert torch.compile(names, backend="eager", fullgraph=True)(torch.zeros(1))[1] == chosen[-1]
-    assert len(CASES) == 50
+    assert len(CASES) == 66
     taken = [{facts for facts, name in zip(CASES, names, strict=True) if name == "triton"} for names in chosen]
     served = {x for x in CASES if x.device.type == "cuda" and x.dtype != torch.float64 and x.head_dim < 320}
     served -= {x for x in served if x.seq_len > triton.MAX_TOKENS}

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 import test_bad_input
 import test_dropout
 import test_properties
-from conformance import band_of, causal, evaluate, excesses, problem
+import test_windows
+from conformance import band_of, causal, evaluate, excesses, problem, survivors
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
@@ -31,7 +32,7 @@ from dilated_attention.backends.reference import attend, count_matrix, phantom_c
 from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.profile import profile
@@ -136,14 +137,14 @@ class _Attention(torch.autograd.Function):
         return *(x.to(q.dtype) for x in gradients), None, None
 
 
-def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
+def check(inputs, plans, counts, *, phantoms=None, scale=None, softcap=0.0, gradient_of=("out", "lse"), **options):
     """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
     scale = scale or inputs[0].shape[-1] ** -0.5
-    options = {"is_causal": False, "scale": scale} | options
+    options = {"is_causal": False, "scale": scale, "softcap": softcap} | options
     assert cpu.refusal(Facts(inputs[0].device, inputs[0].dtype, inputs[0].shape[-1], inputs[0].shape[1])) is None
     errors = excesses(
         lambda q, k, v: _Attention.apply(q, k, v, plans, options),
-        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+        inputs, counts, scale=scale, softcap=softcap, phantoms=phantoms, gradient_of=gradient_of,
     )  # fmt: skip
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
@@ -386,6 +387,55 @@ class TestFeatures(Forced):
             assert relative_error(found["dv"][:, 21:], wanted["dv"][:, 21:]) <= TOLERANCE[dtype]
 
 
+@sets_and_types(ALL)
+@five_and_seven
+class TestSoftcap(Forced):
+    @both
+    @pytest.mark.parametrize("softcap", [0.5, 2.0, 1e6])
+    def test_patterns(self, softcap, is_causal, dtype):
+        check_dilated(2, 129, 4, 2, 24, (64, 128, 129), (1, 3, 2), dtype, is_causal, softcap=softcap, scale=0.5)
+
+    @both
+    @pytest.mark.parametrize("block", [32, 1])
+    def test_layouts(self, block, is_causal, dtype):
+        lists = layout(100, block, block, is_causal, samples=2)
+        plan, _ = dilated(100, 2, (100,), (1,))
+        counts = lists.dense_mask().int().expand(2, 2, -1, -1)
+        options = {"is_causal": is_causal, "layouts": {100: lists}, "softcap": 0.5}
+        check(tensors(2, 100, 4, 2, 16, dtype), [plan], counts, **options)
+
+    @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e30])
+    def test_windows_masks_and_dropout(self, scale, dtype):
+        q, k, v = tensors(2, 150, 4, 2, 24, dtype)
+        hidden = torch.rand(2, 150) < 0.2
+        counts = test_windows.seen(150, 150, 20, 3, leading=5) & ~hidden[:, None, None]
+
+        def run(*inputs):
+            torch.manual_seed(0)
+            return attention(
+                *inputs, Window(20, 3, leading=5), key_padding_mask=hidden, dropout_p=0.3, scale=scale, softcap=0.5,
+                return_lse=True, backend="cpu",
+            )  # fmt: skip
+
+        errors = excesses(
+            run, (q, k, v), counts.int().expand(-1, 2, -1, -1), scale=scale, softcap=0.5,
+            keep=survivors(q, k, 0.3, 0, 0), dropout_p=0.3,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("name", "qkv")
+    def test_what_sees_a_number_that_is_not_finite(self, name, number, dtype):
+        inputs = dict(zip("qkv", tensors(1, 50, 1, 1, 16, dtype), strict=True))
+        inputs[name][0, 20, 0, 3] = number
+        plan, offsets = dilated(50, 1, (50,), (1,))
+        found = cpu.forward(problem(plan, is_causal=True, scale=0.25, softcap=0.5), *inputs.values())
+        counts = count_matrix((50,), (1,), offsets, 50, is_causal=True)
+        wanted = attend(*(x.double() for x in inputs.values()), counts, scale=0.25, softcap=0.5)
+        for actual, expected in zip(found, wanted, strict=True):
+            assert relative_error(actual, expected) <= TOLERANCE[dtype]
+
+
 def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
     """A random layout with rows that see nothing."""
     rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
@@ -425,6 +475,22 @@ def test_the_error_of_the_exponential():
     assert (
         out.flatten() / (p / (1 + p)) - 1
     ).abs().max() < 2e-7 + 3 * 2**-24  # and the roundings of 1 + p and p / (1 + p)
+
+
+@pytest.mark.parametrize("instruction_set", [*IN_FLOAT32, FEW])
+@pytest.mark.parametrize("softcap", [1e-40, 1.0, 50.0, 1e38, 1e300])
+def test_the_error_of_the_hyperbolic_tangent(softcap, instruction_set, monkeypatch):
+    """The lse of a query that sees one key is its capped score."""
+    force(instruction_set, monkeypatch)
+    x = torch.logspace(-20, 25, 4001)
+    x = torch.cat([x, -x, torch.tensor([0.0])])
+    group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 1, 1, 1, 1), 0, 1, 1, first=True)
+    plan = Plan(len(x), 1, (group,), covered=True, square=False)
+    one = torch.ones(1, 1, 1, 1)
+    _, lse = cpu.forward(problem(plan, scale=1.0, softcap=softcap), x[None, :, None, None], one, one)
+    torch.testing.assert_close(
+        lse.flatten().double(), softcap * (x.double() / softcap).tanh(), rtol=3e-7 + 3 * 2**-24, atol=1e-12
+    )
 
 
 @both
@@ -763,6 +829,8 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype):
         return
     assert cpu.instruction_set_of(dtype) in chosen(dtype, 256, 256).reason
     assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
+    q = torch.empty(1, 256, 2, 16, dtype=dtype)
+    assert explain(q, q, q, Dilated((256,), (1,)), softcap=2.0).backend == "cpu"
     for head_dim in (16, 128):
         few = cpu.least_keys(dtype, head_dim) - 1
         short = chosen(dtype, few, 256, head_dim)

@@ -28,8 +28,9 @@ import test_bad_input
 import test_blocks
 import test_dropout
 import test_properties
-from conformance import band_of, causal, excesses, problem, random_calls
-from dilated_attention import dilated_attention
+import test_windows
+from conformance import band_of, causal, excesses, problem, random_calls, survivors
+from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.facts import Facts
@@ -37,9 +38,9 @@ from dilated_attention.backends.reference import count_matrix, phantom_counts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.cache import PlanCache
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
+from dilated_attention.kernels.configurations import ARCHITECTURES, Architecture, Shape
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
 
@@ -81,17 +82,17 @@ class _Attention(torch.autograd.Function):
         return *(x.to(q.dtype) for x in gradients), None, None, None
 
 
-def check(inputs, plans, counts, *, phantoms=None, scale=None, gradient_of=("out", "lse"), **options):
+def check(inputs, plans, counts, *, phantoms=None, scale=None, softcap=0.0, gradient_of=("out", "lse"), **options):
     """out, lse and gradients of the plans, chained, against the oracle of the count matrix."""
     scale = scale or inputs[0].shape[-1] ** -0.5
-    options = {"is_causal": False, "scale": scale} | options
+    options = {"is_causal": False, "scale": scale, "softcap": softcap} | options
     assert why(inputs[0]) is None
     state = None
     for plan in plans:
         state = backend.forward(problem(plan, **options), *inputs, state=state)
     errors = excesses(
         lambda q, k, v: _Attention.apply(q, k, v, state, plans, options),
-        inputs, counts, scale=scale, phantoms=phantoms, gradient_of=gradient_of,
+        inputs, counts, scale=scale, softcap=softcap, phantoms=phantoms, gradient_of=gradient_of,
     )  # fmt: skip
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
@@ -115,7 +116,14 @@ def dilated(seq_len, kv_heads, w, r, **options):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
-    "names", [("TestDilated",), ("TestTypes", "TestGroups", "TestBlocks"), ("TestDropout", "TestNotFinite")], ids=str
+    "names",
+    [
+        ("TestDilated",),
+        ("TestTypes", "TestGroups", "TestBlocks"),
+        ("TestDropout", "TestNotFinite"),
+        ("TestWindows", "TestSoftcap"),
+    ],
+    ids=str,
 )
 def test_in_the_interpreter(names):
     in_a_child_process(*(f"{__file__}::{name}" for name in names))
@@ -503,6 +511,118 @@ class TestDropout:
         dilated_attention(q, k, v, (16, 40), (1, 2), lengths=[40, 7, 0], backend="triton")
         assert len(plans) == 1
         assert len(tiles.tables(causal(plans[0]), "queries", Shape(16, 16, 1, 1), None, q.device)) == 2  # branches
+
+
+@interpreted
+class TestWindows:
+    @pytest.fixture(autouse=True, params=[(16, 32), (32, 16)], ids=str)
+    def small_tiles(self, request, monkeypatch):
+        shapes = dict.fromkeys(ARCHITECTURES["interpreter"].shapes, (Shape(*request.param, 1, 1),) * 3)
+        monkeypatch.setitem(ARCHITECTURES, "interpreter", Architecture(shapes))
+
+    @pytest.mark.parametrize(
+        ("window", "is_causal"),
+        [
+            (Window(40), True),
+            (Window(3), True),
+            (Window(20, 45), False),
+            (Window(0, 70), False),
+            (Window(300), False),
+            (Window(7, 2, rate=3), False),
+            (Window(30, leading=20), True),
+        ],
+        ids=str,
+    )
+    def test_every_edge(self, window, is_causal):
+        counts = test_windows.seen(130, 130, window.before, window.after, window.rate, window.leading, is_causal)
+        errors = excesses(
+            lambda q, k, v: attention(q, k, v, window, is_causal=is_causal, return_lse=True, backend="triton"),
+            tensors(1, 130, 2, 1, 16), counts.int().expand(1, -1, -1), scale=0.25,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+    @random_calls(2)
+    @given(call=test_windows.calls())
+    def test_random_calls(self, call):
+        test_windows.check(call, "triton")
+
+    @pytest.mark.parametrize("low", [-40, 5, None])
+    @pytest.mark.parametrize("high", [20, 60, None])
+    def test_no_tile_is_visited_that_a_window_hides(self, low, high, monkeypatch):
+        """And no tile that it shows whole has a mask."""
+        from dilated_attention.kernels import strided
+
+        visited = Counter()
+
+        def counted(name, of):
+            def step(*arguments):
+                visited[name, arguments[-3]] += 1
+                return of(*arguments)
+
+            return step
+
+        for name in ("attend", "attend_dq", "attend_dkdv"):
+            monkeypatch.setattr(strided, name, counted(name, getattr(strided, name)))
+        group = StridedGroup(*(Rows(0, 128, 1, 1, 128),) * 2, 0, 1, 1, first=True, low=low, high=high)
+        plan = Plan(128, 1, (group,), covered=True, square=False)
+        q, k, v = tensors(1, 128, 1, 1, 16)
+        out, lse = backend.forward(problem(plan), q, k, v)
+        backend.backward(problem(plan), out, None, q, k, v, out, lse)
+        shape = ARCHITECTURES["interpreter"].shapes["forward", 4][0]
+        band, expected = band_of(group), Counter()
+        for name, shown in (("attend", band), ("attend_dq", band), ("attend_dkdv", band.T)):
+            for rows in shown.split(shape.own):
+                for tile in rows.split(shape.loop, 1):
+                    expected[name, not tile.all()] += bool(tile.any())
+        assert visited == +expected
+
+
+@interpreted
+class TestSoftcap:
+    @both
+    @pytest.mark.parametrize("softcap", [0.5, 1e6])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_branches(self, softcap, is_causal, dtype):
+        plan, table = dilated(100, 2, (32, 100), (1, 2))
+        counts = count_matrix((32, 100), (1, 2), table, 100, is_causal=is_causal)
+        check(tensors(1, 100, 4, 2, 16, dtype), [plan], counts, is_causal=is_causal, softcap=softcap, scale=0.7)
+
+    def test_layouts(self):
+        lists = layout(100, 64, 32, True)
+        plan, _ = dilated(100, 2, (100,), (1,))
+        options = {"is_causal": True, "layouts": {100: lists}, "softcap": 0.5}
+        check(tensors(1, 100, 2, 2, 16), [plan], lists.dense_mask()[0].int().expand(2, -1, -1), **options)
+
+    @pytest.mark.parametrize("scale", [-0.7, 1e30])
+    def test_windows_masks_and_dropout(self, scale):
+        q, k, v = tensors(1, 100, 4, 2, 16)
+        hidden = torch.rand(1, 100) < 0.2
+        counts = test_windows.seen(100, 100, 20, 3, leading=5) & ~hidden[:, None, None]
+
+        def run(*inputs):
+            torch.manual_seed(0)
+            return attention(
+                *inputs, Window(20, 3, leading=5), key_padding_mask=hidden, dropout_p=0.3, scale=scale, softcap=0.5,
+                return_lse=True, backend="triton",
+            )  # fmt: skip
+
+        errors = excesses(
+            run, (q, k, v), counts.int().expand(-1, 2, -1, -1), scale=scale, softcap=0.5,
+            keep=survivors(q, k, 0.3, 0, 0), dropout_p=0.3,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+    def test_the_error_of_the_hyperbolic_tangent(self):
+        """The lse of a query that sees one key is its capped score."""
+        x = torch.logspace(-20, 25, 501)
+        x = torch.cat([x, -x, torch.tensor([0.0])])
+        group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 1, 1, 1, 1), 0, 1, 1, first=True)
+        plan = Plan(len(x), 1, (group,), covered=True, square=False)
+        one = torch.ones(1, 1, 1, 1)
+        for softcap in (1e-40, 1.0, 50.0, 1e300):
+            _, lse = backend.forward(problem(plan, softcap=softcap), x[None, :, None, None], one, one)
+            expected = softcap * (x.double() / softcap).tanh()
+            torch.testing.assert_close(lse.flatten().double(), expected, rtol=5e-7, atol=1e-12)
 
 
 @interpreted

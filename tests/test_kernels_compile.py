@@ -50,7 +50,7 @@ REPORTS = Path(__file__).parents[1] / "results/aot"
 EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
     for target, head_dim, calls in [
-        ("sm_90", 128, ("even", "union", "causal", "causal blocks")),
+        ("sm_90", 128, ("even", "union", "causal", "causal blocks", "window", "softcap")),
         ("sm_90", 64, ("causal",)),
         ("sm_80", 128, ("causal",)),
         ("sm_100", 128, ("causal",)),
@@ -170,6 +170,7 @@ def compiled(monkeypatch):
 CALLS_OF_THE_BACKEND = {
     "branches in one launch": {"is_causal": False},
     "branches one after another": {"is_causal": True},
+    "softcap": {"is_causal": False, "softcap": 30.0},
     "blocks": {"is_causal": True, "layouts": {1024: BlockLayout.local(1024, 256, 64).causal()}},
     "dropout and hidden keys": {
         "is_causal": False,

@@ -232,7 +232,6 @@ FOLLOWED_ELSEWHERE = {
 NOT_FOLLOWED = {
     "use float16, bfloat16 or float32": "needs a GPU",
     "use float16 or bfloat16": "needs a GPU",
-    "the kernels do not serve {}; use native": "needs a GPU",
     "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",
     "then ask for it by name": "needs a GPU",

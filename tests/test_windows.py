@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import processes
 from conformance import Conformance, excesses, random_calls
 from dilated_attention import (
-    BackendError,
     BlockLayout,
     Dilated,
     Sum,
@@ -109,17 +108,16 @@ def calls(draw):
         k_start, first = choose(0, 3, 40), draw(st.integers(0, keys - 1))
         queries = draw(st.integers(1, keys - first))
         options |= {"k_start": k_start, "q_start": max(0, k_start + first + choose(0, 0, -5, 90))}
+    if softcap := choose(None, None, 0.5, 5.0):
+        options["softcap"] = softcap
     hidden = choose(False, True)
     kv_heads, ratio = choose(1, 2, 3), choose(1, 2)
     return (choose(1, 2), queries, keys, kv_heads * ratio, kv_heads, choose(8, 24, 64)), pattern, options, hidden
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@random_calls(60)
-@given(call=calls())
-def test_random_calls(backend, call):
+def check(call, backend):
     (batch, queries, keys, heads, kv_heads, dim), pattern, options, hidden = call
-    dtype = torch.float32 if backend == "cpu" else torch.float64
+    dtype = torch.float32 if backend in ("cpu", "triton") else torch.float64
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(batch, n, h, dim, generator=generator, dtype=torch.float64).to(dtype)
@@ -147,9 +145,16 @@ def test_random_calls(backend, call):
             q, k, v, pattern, key_padding_mask=mask, return_lse=True, backend=backend, **options
         ),
         (q, k, v), counts, scale=dim**-0.5 if options["scale"] is None else options["scale"],
-        gradient_of=("out", "lse"),
+        softcap=options.get("softcap", 0.0), gradient_of=("out", "lse"),
     )  # fmt: skip
     assert all(error <= 1 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@random_calls(60)
+@given(call=calls())
+def test_random_calls(backend, call):
+    check(call, backend)
 
 
 def test_a_window_is_a_value():
@@ -260,9 +265,6 @@ def test_what_is_refused():
         dilated_attention(q, k, v, [8], [1], compat="torchscale", q_start=12)
     with pytest.raises(ValueError, match="q_start must be a non-negative integer; got -1"):
         attention(q, k, v, Window(3), q_start=-1)
-    if not cpu.missing():
-        with pytest.raises(BackendError, match="the kernels do not cap scores; native does"):
-            attention(k, k, v, Window(3), softcap=2.0, backend="cpu")
 
 
 def test_a_window_costs_what_it_shows():

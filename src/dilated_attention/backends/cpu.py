@@ -57,8 +57,6 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels run on CPUs, not {facts.device.type}"
     if (why := missing()) is not None:
         return why
-    if "softcap" in facts.needs:
-        return "the kernels do not cap scores; native does"
     if facts.dtype not in TYPES:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
@@ -378,6 +376,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _INTEGERS),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
         ("keep_scale", ctypes.c_double),
     ]
 
@@ -405,6 +404,7 @@ class _Arguments:
         self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
+            softcap=problem.softcap,
             threads=1 if entries * head_dim <= ONE_THREAD else torch.get_num_threads(),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}

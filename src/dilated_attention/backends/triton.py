@@ -61,6 +61,7 @@ RULES = (
          " 128, 540 calls and 6.7 GB"),
     Rule("dropout_p", "multiplies in hundreds of chunks"),
     Rule("key_padding_mask", "multiplies in hundreds of chunks"),
+    Rule("softcap", "multiplies in hundreds of chunks"),
     Rule("", "makes a call a branch and merges", least={}),
 )  # fmt: skip
 """The first whose `asks` the call has counts."""
@@ -74,8 +75,6 @@ def refusal(facts: Facts) -> str | None:
     """Why this backend cannot serve a call, and what would serve; None if it can."""
     if (why := _refusal_of(facts.device)) is not None:
         return why
-    if unserved := {"a window", "softcap"} & set(facts.needs):
-        return f"the kernels do not serve {' or '.join(sorted(unserved))}; use native"
     if facts.dtype not in DTYPES:
         return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
     if facts.head_dim > MAX_HEAD_DIM:
@@ -281,6 +280,8 @@ class Launch:
     def __call__(self, problem: Problem, tensors: Tensors, chain: bool) -> None:
         """`tensors`: the kernel's, by name, but for the lists of a layout; `chain` as in kernels/strided.py."""
         scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
+        # One beyond these bounds is 0 or infinite in single precision, or makes what it divides so.
+        softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
         layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
         lists = None if layout is None else _lists(layout, self.kernel)
         indptr, indices = (None, None) if lists is None else (lists.indptr, lists.indices)
@@ -293,11 +294,11 @@ class Launch:
             function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
             heads = q if side_of(self.kernel) == "queries" else k
             programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
-            settled = _numbers(tensors, scale, dropout) | self._of_lists(layout, indptr, q)
+            settled = _numbers(tensors, scale, dropout) | self._of_lists(layout, indptr, q) | {"softcap": softcap}
             return Bound(function, programs, settled | self._constants(tensors["HIDDEN"] is not None, chain, settled))
 
         probability = 0.0 if dropout is None else dropout.probability
-        also = scale, chain, probability, _precision(q.dtype), WIDE_FROM
+        also = scale, softcap, chain, probability, _precision(q.dtype), WIDE_FROM
         shapes = q.shape, k.shape, None if indptr is None else indptr.shape
         _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
 
@@ -309,7 +310,7 @@ class Launch:
         else:
             sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
         return sizes | {
-            "TILES": table.lines, "CAUSAL": table.is_causal, "SPANS": table.spans,
+            "TILES": table.lines, "CAUSAL": table.is_causal, "WINDOW": table.banded, "SPANS": table.spans,
             "EDGE": -1 if has_bias and side_of(self.kernel) == "queries" else table.edge,
             "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
@@ -342,7 +343,7 @@ class _Launches:
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     plan, layouts = problem.plan, problem.layouts
-    masked = problem.dropout is not None or problem.hidden is not None
+    masked = problem.dropout is not None or problem.hidden is not None or problem.softcap > 0
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())

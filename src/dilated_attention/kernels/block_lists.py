@@ -31,7 +31,7 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The part of a tile's list that one pass visits; passes as in `read_spans`.
 
-    Returns the number of steps, and: the address of the part, start, stride, count and diagonal of the span.
+    Returns the number of steps, and: the address of the part, start, stride, count and diagonal `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -51,8 +51,8 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """As `locate` in strided.py; ceil(SIZE / R) steps a block."""
-    LISTED, start, stride, count, diagonal = part
+    """As `locate` in strided.py, for layouts without `far`; ceil(SIZE / R) steps a block."""
+    LISTED, start, stride, count, near = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R
     low = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within
@@ -61,7 +61,7 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
     if SIZE % R:
         seen &= within + tl.arange(0, R) < SIZE
     base, ahead = tokens(start, stride, low, R, WIDE)
-    return j, base, ahead, seen, diagonal
+    return j, base, ahead, seen, near, near
 
 
 @triton.jit

@@ -57,7 +57,7 @@ class Architecture:
     of_lists: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]] = field(default_factory=dict)
 
     def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
-        """Dropout and hidden keys take registers: `masked` by either, the streamed tile is half as long."""
+        """Dropout, hidden keys and caps take registers: `masked` by one, the streamed tile is half as long."""
         shapes = self.of_lists if has_lists and (kernel, element_size) in self.of_lists else self.shapes
         shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
         return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape

@@ -7,7 +7,8 @@ Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are
   m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z
   lse, delta       of merged rows: the natural logarithm; rowsum(dout · out) - dlse
   b, h, g          sample, KV head, query head within the KV head (query head h · G + g)
-Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves: `scale` comes times log2 e.
+Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves. A `softcap` c takes c tanh(s / c) in
+place of the scores s; None: scores stay.
 
 Dropout keeps a pair by a hash of two words of its query and one of its key, as backends/dropout.py says.
 """
@@ -127,10 +128,32 @@ def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, m, z, acc, scale, visible, keep, keep_scale, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-           PRECISION: tl.constexpr):  # fmt: skip
-    """One step of the online softmax; needs scale > 0."""
+def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
+    """The scores of two tiles, short of a factor, and that factor; with a softcap they are hyperbolic tangents."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if softcap is None:
+        return s, scale * LOG2E
+    else:
+        return tanh(s * tl.minimum(scale / softcap, 1e38)), softcap * LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """tanh x, by a polynomial near 0, where 1 - 2^y would cancel."""
+    size = tl.abs(x)
+    square = x * x
+    y = (-0.00570498872745 * square + 0.0206390887954) * square - 0.0537397155531
+    y = (y * square + 0.133314422036) * square - 0.333332819422
+    power = tl.exp2(size * (-2 * LOG2E))
+    far = (1 - power) / (1 + power)
+    return tl.where(size < 0.625, y * square * x + x, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
+           DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One step of the online softmax; needs scale > 0."""
+    s, scale = scores(q, k, scale, softcap, PRECISION)
     if MASKED:
         s = tl.where(visible, s, -INF)
     top = tl.maximum(m, tl.max(s, 1) * scale)
@@ -148,10 +171,11 @@ def attend(q, k, v, m, z, acc, scale, visible, keep, keep_scale, MASKED: tl.cons
 
 
 @triton.jit
-def attend_dq(q, k, v, do, lse, delta, dq, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
+def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do vᵀ - delta)."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
+    """dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do vᵀ - delta), times the slope of a cap."""
+    t, scale = scores(q, k, scale, softcap, PRECISION)
+    s = t * scale - lse[:, None]
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
@@ -159,14 +183,17 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, visible, keep, keep_scale, MAS
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
+    if softcap is not None:
+        ds *= 1 - t * t
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
-def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scale, MASKED: tl.constexpr,
+def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dv += pᵀ do and dk += dsᵀ q (short of the scale); scores, `visible` and `keep` are transposed."""
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :]
+    t, scale = scores(k, q, scale, softcap, PRECISION)
+    s = t * scale - lse[None, :]
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
@@ -177,8 +204,10 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, visible, keep, keep_scal
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    return tl.dot(ds, q, dk, input_precision=PRECISION), dv
+    ds = p * (dp - delta[None, :])
+    if softcap is not None:
+        ds *= 1 - t * t
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])

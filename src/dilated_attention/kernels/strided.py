@@ -4,12 +4,13 @@
 A launch is an int32 table with one line per tile:
 
     head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i · stride, 0 <= i < rows
-    start  stride  count  diagonal                           span 1:   tokens start + j · stride, 0 <= j < count
+    start  stride  count  near  far                          span 1:   tokens start + j · stride, 0 <= j < count
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
 of score and value 0. `list` and INDPTR thin out the one span, see block_lists.py. If CAUSAL, row i of the tile sees key
-j of the span iff j <= i + diagonal; in dk/dv, where the tile holds keys and the spans queries, iff j >= i + diagonal.
+j of the span iff j <= i + near and, in a WINDOW, j >= i + far. In dk/dv, where the tile holds keys and the spans
+queries: iff j >= i + near and j <= i + far.
 
 The loops stand in `if steps > 0`, since where a loop may not run at all, ptxas lets every wgmma end before the next one
 begins (its warning C7515).
@@ -20,6 +21,7 @@ Legend beyond online.py's.
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
   a, w, x          dropout: the two words of queries and the one of keys; WK has the strides wsn, wsh
   SPANS            spans per tile
+  WINDOW           both diagonals of a span count, not the first alone
   CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
   EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
   EVEN             dk/dv: no tile, held or streamed, reaches past its rows
@@ -36,7 +38,6 @@ import triton.language as tl
 
 from dilated_attention.kernels.block_lists import locate_block, read_list, tokens
 from dilated_attention.kernels.online import (
-    LOG2E,
     attend,
     attend_dkdv,
     attend_dq,
@@ -78,14 +79,15 @@ def read_rows(T, i):
 
 
 @triton.jit
-def read_spans(T, CAUSAL: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr,
-               SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
+def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
+               KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The tiles of R tokens that one pass over the spans of a line visits.
 
-    One pass visits the tiles that need no mask, the pass MASKED the others, on the diagonal or past the end. Spans hold
-    KEYS or queries; only the diagonal masks queries (past the end their p is 0).
+    One pass visits the tiles that need no mask, the pass MASKED the others, on a diagonal or past the end. Spans hold
+    KEYS or queries; only diagonals mask queries (past the end their p is 0).
 
-    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, diagonal.
+    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, near, far. In a
+    WINDOW the pass MASKED has two such parts per span: the tiles before those without a mask, and those after.
     """
     steps = 0
     spans = ()
@@ -93,54 +95,74 @@ def read_spans(T, CAUSAL: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr
     for n in tl.static_range(SPANS):
         S = T + TILE_FIELDS + n * SPAN_FIELDS
         count = tl.load(S + 2)
-        diagonal = tl.load(S + 3)
+        near = tl.load(S + 3)
+        far = tl.load(S + 4) if WINDOW else near
         low = 0
         high = tl.cdiv(count, R)
-        if KEYS:
-            split = 0 if EDGE < 0 else count // R
-            if CAUSAL:
-                split = tl.minimum(split, tl.maximum(diagonal + 1, 0) // R)
-                high = tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size, 0), R))
+        if WINDOW:
+            lower, upper = (far, near) if KEYS else (near, far)
+            low = tl.minimum(high, tl.maximum(lower, 0) // R)
+            high = tl.maximum(low, tl.minimum(high, tl.cdiv(tl.maximum(upper + size, 0), R)))
+            # The tiles from `begin` to `end` need no mask.
+            begin = tl.minimum(high, tl.cdiv(tl.maximum(lower + size - 1, 0), R))
+            end = begin if EDGE < 0 else tl.maximum(upper + 1, 0) // R
+            if KEYS:
+                end = tl.minimum(end, count // R)
+            end = tl.maximum(begin, tl.minimum(high, end))
+            if MASKED:
+                spans += ((steps, low, tl.load(S), tl.load(S + 1), count, near, far),)
+                steps += begin - low
+                low = end
+            else:
+                low = begin
+                high = end
         else:
-            split = high if EDGE < 0 else 0
-            if CAUSAL:
-                split = tl.maximum(split, tl.minimum(high, tl.cdiv(tl.maximum(diagonal + size - 1, 0), R)))
-                low = tl.minimum(high, tl.maximum(diagonal, 0) // R)
-        if MASKED == KEYS:
-            low = split
-        else:
-            high = split
-        spans += ((steps, low, tl.load(S), tl.load(S + 1), count, diagonal),)
+            if KEYS:
+                split = 0 if EDGE < 0 else count // R
+                if CAUSAL:
+                    split = tl.minimum(split, tl.maximum(near + 1, 0) // R)
+                    high = tl.minimum(high, tl.cdiv(tl.maximum(near + size, 0), R))
+            else:
+                split = high if EDGE < 0 else 0
+                if CAUSAL:
+                    split = tl.maximum(split, tl.minimum(high, tl.cdiv(tl.maximum(near + size - 1, 0), R)))
+                    low = tl.minimum(high, tl.maximum(near, 0) // R)
+            if MASKED == KEYS:
+                low = split
+            else:
+                high = split
+        spans += ((steps, low, tl.load(S), tl.load(S + 1), count, near, far),)
         steps += high - low
     return steps, spans
 
 
 @triton.jit
-def locate(spans, step, SPANS: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """The positions in its span that a step visits, their tokens as base + ahead, which exist, the span's diagonal.
+def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
+    """The positions in its span that a step visits, their tokens as base + ahead, which exist, the span's diagonals.
 
-    The span is picked by selects, without a branch, so that the loop over all spans pipelines as one.
+    The span is picked by selects, without a branch, so that the loop over all parts of spans pipelines as one.
     """
-    _, tile, start, stride, count, diagonal = spans[0]
+    _, tile, start, stride, count, near, far = spans[0]
     tile += step
-    for n in tl.static_range(1, SPANS):
+    for n in tl.static_range(1, len(spans)):
         S = spans[n]
         here = step >= S[0]
         tile = tl.where(here, S[1] + step - S[0], tile)
         start = tl.where(here, S[2], start)
         stride = tl.where(here, S[3], stride)
         count = tl.where(here, S[4], count)
-        diagonal = tl.where(here, S[5], diagonal)
+        near = tl.where(here, S[5], near)
+        far = tl.where(here, S[6], far)
     j = tile * R + tl.arange(0, R)
     base, ahead = tokens(start, stride, tile * R, R, WIDE)
-    return j, base, ahead, j < count, diagonal
+    return j, base, ahead, j < count, near, far
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale, B, N, M, H,
-            qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
-            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-            CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale, softcap,
+            B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
+            G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+            EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """out and lse, contiguous. HIDDEN (B, M), bytes: not 0 hides a key. WQ (B, N, H · G, 2), WK: dropout."""
@@ -159,24 +181,26 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
     for MASKED in tl.static_range(2):
         if EDGE != 0 if MASKED else EDGE >= 0:
             if INDPTR is None:
-                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+                steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, True, SPANS, BN)
             else:
                 steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
-                        j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
+                        j, base, ahead, seen, near, far = locate(where, step, BN, WIDE)
                     else:
-                        j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
+                        j, base, ahead, seen, near, far = locate_block(where, step, SIZE, BN, WIDE)
                     k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
-                        visible &= j[None, :] <= (i + diagonal)[:, None]
+                        visible &= j[None, :] <= (i + near)[:, None]
+                    if WINDOW and MASKED:
+                        visible &= j[None, :] >= (i + far)[:, None]
                     keep = visible
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
                         keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                    m, z, acc = attend(q, k, v, m, z, acc, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                    m, z, acc = attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED,
                                        WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     stats = (b * N + token) * (H * G) + n
@@ -185,11 +209,11 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
 
 @triton.jit(do_not_specialize=INTEGERS)
 def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale,
-                B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
-                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-                CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
+                G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
-            WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, contiguous: the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -208,24 +232,26 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
     for MASKED in tl.static_range(2):
         if EDGE != 0 if MASKED else EDGE >= 0:
             if INDPTR is None:
-                steps, where = read_spans(T, CAUSAL, EDGE, MASKED, True, SPANS, BN)
+                steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, True, SPANS, BN)
             else:
                 steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
-                        j, base, ahead, seen, diagonal = locate(where, step, SPANS, BN, WIDE)
+                        j, base, ahead, seen, near, far = locate(where, step, BN, WIDE)
                     else:
-                        j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BN, WIDE)
+                        j, base, ahead, seen, near, far = locate_block(where, step, SIZE, BN, WIDE)
                     k, v, seen = load_keys(K, V, HIDDEN, base, ahead, ksn * UNIT, vsn * UNIT, b * M, seen, d, D, MASKED)
                     visible = seen[None, :]
                     if CAUSAL and MASKED:
-                        visible &= j[None, :] <= (i + diagonal)[:, None]
+                        visible &= j[None, :] <= (i + near)[:, None]
+                    if WINDOW and MASKED:
+                        visible &= j[None, :] >= (i + far)[:, None]
                     keep = visible
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
                         keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                    dq = attend_dq(q, k, v, do, lse, delta, dq, scale * LOG2E, visible, keep, keep_scale, MASKED,
+                    dq = attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED,
                                    WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
@@ -233,9 +259,10 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
 
 @triton.jit(do_not_specialize=INTEGERS)
 def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
-                  scale, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
-                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-                  EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                  scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
+                  lsb, lsh, wsn, wsh,
+                  G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                  EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
@@ -260,7 +287,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
         for MASKED in tl.static_range(2):
             if EDGE != 0 if MASKED else EDGE >= 0:
                 if INDPTR is None:
-                    steps, where = read_spans(T, CAUSAL, EDGE, MASKED, False, SPANS, BM)
+                    steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, False, SPANS, BM)
                 else:
                     steps, where = read_list(
                         INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, SIZE, BM
@@ -272,20 +299,23 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                             n += step // steps
                             step = step % steps
                         if INDPTR is None:
-                            j, base, ahead, seen, diagonal = locate(where, step, SPANS, BM, True)
+                            j, base, ahead, seen, near, far = locate(where, step, BM, True)
                         else:
-                            j, base, ahead, seen, diagonal = locate_block(where, step, SIZE, BM, True)
+                            j, base, ahead, seen, near, far = locate_block(where, step, SIZE, BM, True)
                         query = base + ahead  # offsets of 32 bits would make this kernel spill
                         q = load_rows(Q + n * qsh * UNIT, query * (qsn * UNIT), d, seen, D, not EVEN)
                         do = load_rows(DOUT + n * dsh * UNIT, query * (dsn * UNIT), d, seen, D, not EVEN)
                         stats = query * (H * G) + n
                         lse, delta = load_stats(STATS, stats, seen, BM)
-                        visible = j[None, :] >= (i + diagonal)[:, None]
+                        if WINDOW:
+                            visible = (j[None, :] - (i + near)[:, None]).to(tl.uint32) <= (far - near).to(tl.uint32)
+                        else:
+                            visible = j[None, :] >= (i + near)[:, None]
                         keep = visible
                         if WQ is not None:
                             a, w = load_pairs(WQ, stats, seen, BM)
                             keep = survives(a[None, :], w[None, :], x[:, None], threshold)
-                        dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale * LOG2E, visible, keep,
+                        dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep,
                                              keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     if HIDDEN is not None:  # what the loop gave to hidden keys is theirs alone

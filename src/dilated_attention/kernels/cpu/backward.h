@@ -61,6 +61,7 @@ class BackwardDq {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
+  const Scaling scaling{call};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
@@ -103,8 +104,11 @@ class BackwardDq {
       for (int group = 0; group < held.groups(); group++) {
         const int64_t at = group * LANES;
         ahead.ask(group, held.groups());
-        attend_dq(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at, delta + at,
-                  dq + at * shape.columns, held, group, chunk, float(call.scale * double(LOG2E)), words, s, dp);
+        const auto attend = [&](auto capped) {
+          attend_dq<capped()>(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at,
+                              delta + at, dq + at * shape.columns, held, group, chunk, scaling, words, s, dp);
+        };
+        scaling.capped ? attend(std::true_type()) : attend(std::false_type());
       }
     });
     for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scale);
@@ -144,6 +148,7 @@ class BackwardDkdv {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
+  const Scaling scaling{call};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
@@ -223,8 +228,11 @@ class BackwardDkdv {
             ahead.ask(group, held.groups());
             const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
                             dv + at * shape.columns};
-            const Window w = attend_dkdv(shape, keys, queries, held, group, chunk, float(call.scale * double(LOG2E)),
-                                         words, s, dp, call.dq ? rows + i * WORDS : nullptr, ROW);
+            const auto attend = [&](auto capped) {
+              return attend_dkdv<capped()>(shape, keys, queries, held, group, chunk, scaling, words, s, dp,
+                                           call.dq ? rows + i * WORDS : nullptr, ROW);
+            };
+            const Window w = scaling.capped ? attend(std::true_type()) : attend(std::false_type());
             if (w.from < w.to) seen.from = int(least(seen.from, w.from)), seen.to = int(most(seen.to, w.to));
           }
           if (call.dq && seen.from < seen.to)

@@ -40,5 +40,5 @@ struct Call {
   int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
   int64_t few;               // whether tiles have few rows (few.h); `own` is then the most rows of a job
   int64_t threads;
-  double scale, keep_scale;
+  double scale, softcap, keep_scale;  // softcap: 0 for none
 };

@@ -107,8 +107,7 @@ class Few {
         G(call.G),
         heads(call.H * G),
         D(call.D),
-        columns(round_up(D, WIDTH)),
-        c(float(call.scale * double(LOG2E))) {}
+        columns(round_up(D, WIDTH)) {}
 
   int64_t count() const { return call.job_count * call.B; }
   int64_t floats() const {
@@ -146,10 +145,21 @@ class Few {
   const Call &call;
   const Inputs<Element> inputs{call};
   const int64_t G, heads, D, columns;
-  const float c;  // scale, in units of log 2
+  const Scaling scaling{call};
 
   void clear(float *row) const {
     for (int64_t d = 0; d < columns; d += WIDTH) store(row + d, zeros());
+  }
+
+  // s = tanh(s * inner) for a chunk, and its slopes. Not inlined: it is seldom called.
+  [[gnu::noinline]] void cap(int count, float *s, float *slopes) const {
+    for (int j = 0; j < count; j += WIDTH) {
+      const Lanes tangent = tanh_of(load(s + j) * all(scaling.inner));
+      store(s + j, tangent), store(slopes + j, slope(tangent));
+    }
+  }
+  [[gnu::noinline]] static void multiply(int count, const float *slopes, float *ds) {
+    for (int j = 0; j < count; j += WIDTH) store(ds + j, load(ds + j) * load(slopes + j));
   }
 
   void write_gradient(const float *row, float factor, void *to, bool add, int64_t b, int64_t head, int64_t tokens,
@@ -174,7 +184,8 @@ class Few {
   }
 
   // work(x, n, tokens, count) for each row x that is held and query head n: rows that it sees or that see it, at most a
-  // chunk at a time. Heads that share a list take the same rows one after another.
+  // chunk at a time. Heads that share a list take the same rows one after another. `work` is flattened: for a handful of
+  // rows, functions that it calls would cost as much as what they do.
   template <class Work>
   void stream(const Held &held, int64_t b, Parts parts, Work work) const {
     if (held.count == 0) return;
@@ -210,7 +221,7 @@ class Few {
   void forward(const Held &held, int64_t b, Parts parts) const {
     const int64_t rows = held.count * G;
     float *q = parts.take(rows * columns), *acc = parts.take(rows * columns), *m = parts.take(rows);
-    float *z = parts.take(rows), *s = parts.take(CHUNK);
+    float *z = parts.take(rows), *s = parts.take(CHUNK), *slopes = parts.take(CHUNK);
     const auto rise = [=](int64_t i, float to) {  // the maximum of a row
       const float decay = m[i] == -INF ? 0 : std::exp2(m[i] - to);
       m[i] = to, z[i] *= decay;
@@ -232,12 +243,13 @@ class Few {
       z[i] += float(row.tile->phantoms) * std::exp2(-m[i]);
     }
 
-    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) __attribute__((flatten)) {
       const int64_t h = held.rows[x].head, i = x * G + n - h * G;
       dots(q + i * columns, inputs.k(b, h), token, count, D, s);
+      if (scaling.capped) cap(count, s, slopes);
       Lanes top = all(-INF), sum = zeros();
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes y = choose(first_lanes(count - j), load(s + j) * all(c), all(-INF));
+        const Lanes y = choose(first_lanes(count - j), load(s + j) * all(scaling.scale), all(-INF));
         store(s + j, y);
         top = larger(top, y);
       }
@@ -268,6 +280,7 @@ class Few {
     const int64_t rows = held.count * G;
     float *q = parts.take(rows * columns), *dout = parts.take(rows * columns), *dq = parts.take(rows * columns);
     float *lse = parts.take(rows), *delta = parts.take(rows), *s = parts.take(CHUNK), *dp = parts.take(CHUNK);
+    float *slopes = parts.take(CHUNK);
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
       const int64_t n = row.head * G + i % G;
@@ -278,16 +291,18 @@ class Few {
       lse[i] = stats[0], delta[i] = stats[1];
     }
 
-    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) __attribute__((flatten)) {
       const int64_t h = held.rows[x].head, i = x * G + n - h * G;
       dots(q + i * columns, inputs.k(b, h), token, count, D, s);
+      if (scaling.capped) cap(count, s, slopes);
       dots(dout + i * columns, inputs.v(b, h), token, count, D, dp);
       const Drawn drawn(call, b, h, n, &held.rows[x].token, 1, token, count);
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), all(lse[i])));
+        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(scaling.scale), all(lse[i])));
         const Lanes dropped = drawn.template drop<Side::keys>(j, load(dp + j));
         store(s + j, p * (dropped - all(delta[i])));
       }
+      if (scaling.capped) multiply(count, slopes, s);
       add_rows(s, inputs.k(b, h), token, count, D, dq + i * columns);
     });
 
@@ -303,6 +318,7 @@ class Few {
     float *k = parts.take(rows * columns), *v = parts.take(rows * columns);
     float *dk = parts.take(rows * columns), *dv = parts.take(rows * columns);
     float *s = parts.take(CHUNK), *dp = parts.take(CHUNK), *lse = parts.take(CHUNK), *delta = parts.take(CHUNK);
+    float *slopes = parts.take(CHUNK);
     for (int64_t x = 0; x < rows; x++) {
       const Row &row = held.rows[x];
       read_row(inputs.k(b, row.head)[row.token], D, k + x * columns);
@@ -310,18 +326,20 @@ class Few {
       clear(dk + x * columns), clear(dv + x * columns);
     }
 
-    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) {
+    stream(held, b, parts, [&](int64_t x, int64_t n, const int64_t *token, int count) __attribute__((flatten)) {
       const auto Q = inputs.q(b, n), dO = inputs.dout(b, n);
       dots(k + x * columns, Q, token, count, D, s);
+      if (scaling.capped) cap(count, s, slopes);
       dots(v + x * columns, dO, token, count, D, dp);
       read_stats(inputs.stats(b, n), token, count, round_up(count, WIDTH), lse, delta);
       const Drawn drawn(call, b, held.rows[x].head, n, token, count, &held.rows[x].token, 1);
       for (int j = 0; j < count; j += WIDTH) {
-        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(c), load(lse + j)));
+        const Lanes p = power_of_2(multiply_subtract(load(s + j), all(scaling.scale), load(lse + j)));
         const Lanes dropped = drawn.template drop<Side::queries>(j, load(dp + j));
         store(dp + j, p * (dropped - load(delta + j)));
         store(s + j, drawn.template drop<Side::queries>(j, p));
       }
+      if (scaling.capped) multiply(count, slopes, dp);
       add_rows(s, dO, token, count, D, dv + x * columns);
       add_rows(dp, Q, token, count, D, dk + x * columns);
     });

@@ -33,6 +33,7 @@ class Forward {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
+  const Scaling scaling{call};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
@@ -68,7 +69,7 @@ class Forward {
         const int64_t at = group * LANES;
         ahead.ask(group, held.groups());
         attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
-               float(call.scale * double(LOG2E)), words, s);
+               scaling, words, s);
         if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
       }
     });

@@ -2,9 +2,11 @@
 // streams.
 //
 // Scores are [streamed rows][LANES]: a tile of queries streams keys, a tile of keys streams queries. So softmax, sums
-// and masks go lane by lane, without a sum across lanes. Scores stay as the product gives them; `scale` comes times
-// log2 e, so that p = 2^(s * scale - m), and m, lse are in units of log 2.
+// and masks go lane by lane, without a sum across lanes. Scores stay as the product gives them or, with a softcap, as
+// `cap` leaves them. Their `scale` comes times log2 e, so that p = 2^(s * scale - m), and m, lse are in units of log 2.
 #pragma once
+#include <cmath>
+
 #include "rows.h"
 
 namespace {
@@ -83,6 +85,28 @@ inline void hide(const Held &held, int group, const Chunk &chunk, Window w, floa
   }
 }
 
+// The factors of scores. With a softcap c a score is c tanh(product * scale / c): `inner` precedes tanh, `scale`
+// follows.
+struct Scaling {
+  bool capped;
+  float scale, inner;
+
+  explicit Scaling(const Call &call) : capped(call.softcap > 0) {
+    const double cap = capped ? std::fmin(call.softcap, 0x1p100) : 1;  // a greater one caps nothing
+    scale = float((capped ? cap : call.scale) * double(LOG2E));
+    inner = float(std::fmin(call.scale / cap, std::numeric_limits<float>::max()));
+  }
+};
+
+// s = tanh(s * inner) in the rows of a window. Not inlined: the loops around it want all registers.
+[[gnu::noinline]] void cap(Window w, int lanes, float inner, float *s) {
+  for (int j = w.from; j < w.to; j++)
+    for (int x = 0; x < lanes; x += WIDTH) store(s + j * LANES + x, tanh_of(load(s + j * LANES + x) * all(inner)));
+}
+
+// The derivative of a capped score, whose hyperbolic tangent is s.
+inline Lanes slope(Lanes s) { return all(1.f) - s * s; }
+
 // Words of dropout (backends/dropout.py): two a query, one a key.
 struct Words {
   bool any;                  // whether there is dropout
@@ -131,15 +155,16 @@ struct Running {
 // One step of the online softmax. v are values of the chunk, s is room for CHUNK rows.
 template <class Arithmetic>
 inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
-                   const Held &held, int group, const Chunk &chunk, float scale, const Words &words, float *s) {
+                   const Held &held, int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
            lanes);
+  if (scaling.capped) cap(w, lanes, scaling.inner, s);
   if (w.masked) hide(held, group, chunk, w, s);
   const bool drops = words.any;
-  const Lanes c = all(scale);
+  const Lanes c = all(scaling.scale);
   for (int x = 0; x < lanes; x += WIDTH) {
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
     for (int j = w.from; j < w.to; j += 4)
@@ -148,7 +173,7 @@ inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word 
     top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
     Lanes factor = c;
     if (any(greater(top[0], all(LARGE))) || any(greater(all(-LARGE), top[0]) & greater(top[0], all(-INF)))) {
-      scale_scores(w, scale, s + x);
+      scale_scores(w, scaling.scale, s + x);
       factor = all(1.f);
     }
     Lanes m = load(run.m + x), z = load(run.z + x);
@@ -186,10 +211,10 @@ inline Lanes where_seen(Lanes s, bool masked, Lanes x) { return masked ? only(in
 
 // dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
 // and dp room for CHUNK rows.
-template <class Arithmetic>
+template <bool CAPPED, class Arithmetic>
 inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
                       const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
-                      int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp) {
+                      int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s, float *dp) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
@@ -197,6 +222,7 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
            lanes);
   multiply(Arithmetic(), v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
            lanes);
+  if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
   if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
@@ -208,8 +234,10 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
         const Lanes score = load(s + (j + u) * LANES + x);
         Lanes y = load(dp + (j + u) * LANES + x);
         if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
-        const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scale), shift));
-        ds[u] = where_seen(score, masked, p * (y - offset));
+        const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scaling.scale), shift));
+        y = p * (y - offset);
+        if constexpr (CAPPED) y = y * slope(score);
+        ds[u] = where_seen(score, masked, y);
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
@@ -233,9 +261,9 @@ struct Keys {
 
 // dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
 // for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
-template <class Arithmetic>
+template <bool CAPPED, class Arithmetic>
 inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
-                          int group, const Chunk &chunk, float scale, const Words &words, float *s, float *dp,
+                          int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s, float *dp,
                           Word *rows, int64_t row_words) {
   const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;
@@ -251,6 +279,7 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
            count, lanes);
   multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
            count, lanes);
+  if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
   if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
@@ -262,10 +291,12 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
         const int lane = x * WIDTH, row = j + u;
         const Lanes score = load(s + row * LANES + lane);
         Lanes y = load(dp + row * LANES + lane);
-        p[u][x] =
-            where_seen(score, masked, Arithmetic::exp2(multiply_subtract(score, all(scale), all(queries.lse[row]))));
+        const Lanes power = multiply_subtract(score, all(scaling.scale), all(queries.lse[row]));
+        p[u][x] = where_seen(score, masked, Arithmetic::exp2(power));
         if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
-        ds[u][x] = where_seen(score, masked, p[u][x] * (y - all(queries.delta[row])));
+        y = p[u][x] * (y - all(queries.delta[row]));
+        if constexpr (CAPPED) y = y * slope(score);
+        ds[u][x] = where_seen(score, masked, y);
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
 #pragma GCC unroll 3

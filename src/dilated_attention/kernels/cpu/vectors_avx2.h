@@ -26,6 +26,8 @@ inline void store(float *x, Lanes y, Mask where) { _mm256_maskstore_ps(x, where,
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
 inline Lanes multiply_subtract(Lanes a, Lanes b, Lanes c) { return _mm256_fmsub_ps(a, b, c); }
 inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+inline Lanes magnitude(Lanes x) { return _mm256_andnot_ps(all(-0.f), x); }
+inline Lanes with_sign_of(Lanes x, Lanes y) { return _mm256_or_ps(_mm256_and_ps(all(-0.f), x), y); }  // y >= 0
 inline float sum_of(Lanes x) {
   const __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1), two = four + _mm_movehl_ps(four, four);
   return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
