@@ -139,7 +139,7 @@ def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh x, by a polynomial near 0, where 1 - 2^y would cancel."""
+    """tanh x; near 0, where 1 - 2^y would cancel, by the polynomial of tanhf in Cephes (Moshier)."""
     size = tl.abs(x)
     square = x * x
     y = (-0.00570498872745 * square + 0.0206390887954) * square - 0.0537397155531

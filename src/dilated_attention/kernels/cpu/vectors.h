@@ -58,7 +58,8 @@ inline Lanes power_of_2(Lanes exponent) {
   return times_power_of_2(y, whole);
 }
 
-// tanh x within 3e-7 of itself (tests/test_cpu_kernels.py), near 0 too; 1 at infinity, NaN at NaN.
+// tanh x within 3e-7 of itself (tests/test_cpu_kernels.py); 1 at infinity, NaN at NaN. Near 0, where 1 - 2^y would cancel, a
+// polynomial: the coefficients of tanhf in Cephes (Moshier).
 inline Lanes tanh_of(Lanes x) {
   const Lanes size = magnitude(x), square = x * x;
   Lanes y = multiply_add(all(-0.00570498872745f), square, all(0.0206390887954f));
