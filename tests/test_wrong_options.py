@@ -20,7 +20,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention_lab.bench import check, command, compare, simulate
 from dilated_attention_lab.bench.results import Row
-from dilated_attention_lab.bench.suites import Step
+from dilated_attention_lab.bench.suites import Step, strategies
 from dilated_attention_lab.commands import command_line, main
 from dilated_attention_lab.training import demo, session, writing
 from test_checkpoints import Golden
@@ -150,6 +150,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(simulate, "rehearse", lambda worlds: [ended[0](worlds[0], *ended[1:])])
     monkeypatch.setattr(compare, "measured", lambda *arguments: Suite.steps(*arguments)[0].measure())
     monkeypatch.setattr(compare, "ring_of_two", lambda *arguments, **options: iter(()))
+    monkeypatch.setattr(strategies, "measured", lambda case, *_: iter([Row("figure", case.parameters, 1.0, "x")]))
     monkeypatch.setattr(check, "GUARDS", ())
     monkeypatch.setitem(command.SUITES, "foundation", Suite)
 

@@ -140,8 +140,10 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
     if (first := parameters.get("from")) is not None:
         words.append(f"from byte {first:,}")
-    if source := parameters.get("activations") or (parameters.get("layers") and parameters.get("model")):
+    if source := parameters.get("activations") or parameters.get("model"):
         words.append(source)
+    if (before := parameters.get("before")) is not None:
+        words += [f"{before:,} keys before", f"head_dim {parameters['head_dim']}", parameters["dtype"]]
     if parameters.get("is_causal"):
         words.append("causal")
     if (seed := parameters.get("seed")) is not None:
