@@ -286,3 +286,51 @@ BAD = [
 def test_what_is_refused(message, call, unchecked):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+RAGGED = {
+    "topk": partial(routing.topk_blocks, density=0.4),
+    "topp": partial(routing.topp_blocks, mass=0.8),
+    "hashes": partial(routing.lsh_blocks, density=0.4),
+    "antidiagonals": partial(routing.antidiagonal_blocks, density=0.4, stride=4),
+    "lines": partial(routing.vertical_slash, density=0.4),
+    "pages": partial(routing.page_bounds, density=0.4, page_size=4),
+    "two stages": partial(routing.hierarchical_blocks, density=0.4, region=2),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("choose", RAGGED.values(), ids=RAGGED.keys())
+def test_a_sample_chooses_what_it_chooses_alone(choose, is_causal):
+    """Packed and padded, one sample without a token among them; padding holds what would be chosen if it were seen."""
+    choose = partial(choose, block_size=8, is_causal=is_causal)
+    tokens = [37, 5, 64, 0, 22]
+    edges = [sum(tokens[:i]) for i in range(len(tokens) + 1)]
+    samples = [[torch.randn(1, n, heads, 16) for heads in (4, 2)] for n in tokens]
+    alone = [choose(*sample) if n else None for sample, n in zip(samples, tokens, strict=True)]
+    packed = choose(*(torch.cat(x, 1) for x in zip(*samples, strict=True)), cu_seqlens=edges)
+    assert (packed.batch_size, packed.seq_len) == (5, 64)
+    padded = choose(
+        *(
+            torch.cat([torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 80 - y.shape[1]), value=9.0) for y in x])
+            for x in zip(*samples, strict=True)
+        ),
+        lengths=tokens,
+    )
+    assert (padded.batch_size, padded.seq_len) == (5, 80)
+    for i, (own, n) in enumerate(zip(alone, tokens, strict=True)):
+        for together in (packed, padded):
+            assert own is None or together.select(batch=[i]).prefix(n) == own
+            assert own is None or together.select(batch=[i]).nnz == own.nnz
+
+
+def test_samples_that_do_not_fit():
+    q = k = torch.randn(2, 16, 2, 4)
+    with pytest.raises(ValueError, match=r"lengths must lie in \[0, 16\]"):
+        routing.topk_blocks(q, k, 0.5, block_size=8, lengths=[3, 17])
+    with pytest.raises(ValueError, match="cu_seqlens must ascend from 0 to 16"):
+        routing.topk_blocks(q[:1], k[:1], 0.5, block_size=8, cu_seqlens=[0, 9])
+    with pytest.raises(ValueError, match="cu_seqlens packs samples along seq and needs batch 1"):
+        routing.topk_blocks(q, k, 0.5, block_size=8, cu_seqlens=[0, 16])
+    with pytest.raises(ValueError, match="lengths and cu_seqlens both given"):
+        routing.topk_blocks(q[:1], k[:1], 0.5, block_size=8, lengths=[3], cu_seqlens=[0, 16])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
@@ -227,13 +226,14 @@ class Call:
 
         Raises ValueError where the values do not fit: this is the first place that reads them.
         """
+        if self.lengths is not None and is_mapped(self.lengths):
+            raise UnsupportedError(
+                "lengths is mapped by torch.func.vmap, and a product and backend='reference' read its values; "
+                "fold the mapped dimension into the batch instead"
+            )
+        samples = checks.samples(seq_len, self.lengths, self.cu_seqlens)
         if self.cu_seqlens is not None:
-            bounds = self.cu_seqlens.tolist()
-            if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
-                raise ValueError(
-                    f"cu_seqlens must ascend from 0 to {seq_len}, the tokens of the sequence; got {bounds}"
-                )
-            longest = max([stop - start for start, stop in pairwise(bounds)], default=0)
+            longest = max([seq.stop - seq.start for _, seq in samples], default=0)
             for layout in self.layouts:
                 if 0 < longest < layout.seq_len:
                     raise ValueError(
@@ -241,21 +241,7 @@ class Call:
                         "every sample uses the lists of the first tokens, so later lists are never used. Give "
                         f"layout.prefix({longest}) if that is meant, or BlockLayout.stack of each sample's layout"
                     )
-            for start, stop in pairwise(bounds):
-                yield slice(0, 1), slice(start, stop)
-        elif self.lengths is not None:
-            if is_mapped(self.lengths):
-                raise UnsupportedError(
-                    "lengths is mapped by torch.func.vmap, and a product and backend='reference' read its values; "
-                    "fold the mapped dimension into the batch instead"
-                )
-            values = self.lengths.tolist()
-            if any(not 0 <= length <= seq_len for length in values):
-                raise ValueError(f"lengths must lie in [0, {seq_len}], the padded length; got {values}")
-            for i, length in enumerate(values):
-                yield slice(i, i + 1), slice(0, length)
-        else:
-            yield slice(None), slice(0, seq_len)
+        return iter(samples)
 
     def sample_count(self, q: Tensor) -> int:
         """How many samples the call has, each of which a layout may give lists of its own."""

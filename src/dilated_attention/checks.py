@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -106,6 +107,24 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
     return lengths, cu_seqlens
+
+
+def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
+    """Return the (batch, seq) slices of the samples of a ragged call; one of all rows where it is not ragged.
+
+    Raises ValueError where the values do not fit.
+    """
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens must ascend from 0 to {seq_len}, the tokens of the sequence; got {bounds}")
+        return [(slice(0, 1), slice(start, stop)) for start, stop in pairwise(bounds)]
+    if lengths is None:
+        return [(slice(None), slice(0, seq_len))]
+    values = lengths.tolist()
+    if any(not 0 <= length <= seq_len for length in values):
+        raise ValueError(f"lengths must lie in [0, {seq_len}], the padded length; got {values}")
+    return [(slice(i, i + 1), slice(0, length)) for i, length in enumerate(values)]
 
 
 def mask(k: Tensor, key_padding_mask: Tensor | None) -> None:

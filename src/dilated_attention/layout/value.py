@@ -282,15 +282,16 @@ class BlockLayout:
         return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
 
     @classmethod
-    def stack(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
+    def stack(cls, layouts: Sequence[BlockLayout], seq_len: int | None = None) -> BlockLayout:
         """One layout for a batch, or for samples that `cu_seqlens` packs: lists of its own for each sample.
 
-        Its length is that of the longest sample; the rows of a shorter one end earlier, so that the call with
-        `lengths` or `cu_seqlens` gives each sample what it gets alone.
+        The rows of a shorter sample end earlier, so that the call with `lengths` or `cu_seqlens` gives each sample
+        what it gets alone.
 
         Args:
             layouts: one per sample, of any lengths, each without a batch of its own; all of one block size, on one
                 device, causal or not together, with lists per head or shared.
+            seq_len: the length of a padded batch; default: that of the longest sample.
         """
         layouts = list(layouts)
         if not layouts:
@@ -302,10 +303,13 @@ class BlockLayout:
                 "layouts must agree in (block_size, is_causal, device), have one number of heads or 1, and no batch of "
                 f"their own; got {layouts}"
             )
-        longest = max(layouts, key=lambda x: x.seq_len)
+        longest = max(x.seq_len for x in layouts)
+        grid = replace(
+            layouts[0].grid, seq_len=longest if seq_len is None else checks.integer("seq_len", seq_len, longest)
+        )
         layouts = [x.select(heads=[0] * max(heads, default=1)) if x.num_heads == 1 else x for x in layouts]
-        counts = [F.pad(x.counts, (0, longest.query_blocks - x.query_blocks)) for x in layouts]
-        return cls._of(longest.grid, (torch.cat(counts), torch.cat([x.indices for x in layouts])))
+        counts = [F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts]
+        return cls._of(grid, (torch.cat(counts), torch.cat([x.indices for x in layouts])))
 
     # ---- shape and content
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,32 +17,56 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share, row_offsets
 from dilated_attention.ranking import stable_topk
 
-Options = ParamSpec("Options")
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
 Queries = Float[Tensor, "batch seq heads head_dim"]
 Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
-def selector(choose: Callable[Options, BlockLayout]) -> Callable[Options, BlockLayout]:
-    """A function of q, k and options that chooses without gradients, and without autocast: shares keep their dtype."""
+def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
+    """Make a selector of a function of q, k and options.
+
+    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths` and `cu_seqlens`
+    too, as `attention` does, and then chooses in each sample by itself, so that padding is never chosen and a sample's
+    lists are those that it gets alone.
+    """
+    signature = inspect.signature(choose)
+    ragged = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | Sequence[int] | None"
+        )
+        for name in ("lengths", "cu_seqlens")
+    ]
 
     @wraps(choose)
-    def chosen(*arguments: Options.args, **options: Options.kwargs) -> BlockLayout:
-        given = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
-        device = next((x.device.type for x in given if not x.is_meta), "cpu")
+    def chosen(*arguments: Any, lengths: Any = None, cu_seqlens: Any = None, **options: Any) -> BlockLayout:
+        given = signature.bind(*arguments, **options)
+        tensors = [x for x in given.arguments.values() if isinstance(x, Tensor)]
+        device = next((x.device.type for x in tensors if not x.is_meta), "cpu")
+
+        def one(q: Tensor, k: Tensor) -> BlockLayout:
+            given.arguments.update(q=q, k=k)
+            return choose(*given.args, **given.kwargs)
+
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            if any(x.ndim == 0 or len(x) for x in given):
-                return choose(*arguments, **options)
-            # A batch of none has no lists: those of a batch of one, all but that one.
-            one: Any = [_batch_of_one(x) for x in arguments], {name: _batch_of_one(x) for name, x in options.items()}
-            return choose(*one[0], **one[1]).select(batch=[])
+            q, k = given.arguments["q"], given.arguments["k"]
+            if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
+                return one(q, k)  # which says what is wrong
+            if not len(q):  # a batch of none has no lists: those of a batch of one, all but that one
+                return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
+            lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+            if lengths is None and cu_seqlens is None:
+                return one(q, k)
+            layouts = [
+                one(q[at], k[at])
+                if at[1].start < at[1].stop
+                else one(*(x.new_zeros(1, 1, *x.shape[2:]) for x in (q, k)))
+                for at in checks.samples(q.shape[1], lengths, cu_seqlens)
+            ]
+            return BlockLayout.stack(layouts, None if lengths is None else q.shape[1])
 
+    chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
     return chosen
-
-
-def _batch_of_one(x: Any) -> Any:
-    return x.new_zeros(1, *x.shape[1:]) if isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True, eq=False)
