@@ -52,7 +52,7 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
             q, k = given.arguments["q"], given.arguments["k"]
             if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
                 return one(q, k)  # which says what is wrong
-            if not len(q):  # a batch of none has no lists: those of a batch of one, all but that one
+            if not (len(q) or len(k)):  # a batch of none has no lists: those of a batch of one, all but that one
                 return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
             lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
             if lengths is None and cu_seqlens is None:
