@@ -75,9 +75,6 @@ def _shape(
     """The time of a model's forward, or forward and backward, with its own attention here over another's."""
 
     def run() -> Iterator[Row]:
-        from dilated_attention.integrations.huggingface import register
-
-        register()
         torch.manual_seed(0)
         model = make(**size).to(device).eval()
         tokens = torch.randint(256, (1, seq_len), device=device)
@@ -94,6 +91,10 @@ def _shape(
 
 def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Contender:
     """Phase `forward`, without gradients, or `forward+backward`."""
+
+    from dilated_attention.integrations.huggingface import register
+
+    register()
 
     def work() -> Iterator[str]:
         model.set_attn_implementation(implementation)
@@ -122,6 +123,7 @@ def _gemma(device: torch.device) -> Iterator[Row]:
     model.to(device)
     for seq_len, bar in ((1024, None), (8192, 0.75)):
         tokens = text[:, :seq_len].to(device)
+        contenders = {name: _call(model.model, name, tokens, False) for name in (OURS, "sdpa")}
         parameters = shape | {"seq_len": seq_len}
         logits = {}
         for name in (OURS, "sdpa"):
@@ -134,7 +136,6 @@ def _gemma(device: torch.device) -> Iterator[Row]:
         distance = (logits[OURS] - logits["sdpa"]).norm() / logits["sdpa"].norm()
         name = "logits of the last 1,024 tokens: relative distance to sdpa's"
         yield Row(name, parameters, distance.item(), "x", bar=2e-3, figures={"other argmax": int(other.sum())})
-        contenders = {name: _call(model.model, name, tokens, False) for name in (OURS, "sdpa")}
         rounds = measure.interleave(contenders, seconds=60, device=device, least=2, most=5)
         yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bar)
 
