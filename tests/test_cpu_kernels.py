@@ -24,7 +24,7 @@ import test_bad_input
 import test_dropout
 import test_properties
 import test_windows
-from conformance import band_of, causal, evaluate, excesses, problem, survivors
+from conformance import band_of, causal, evaluate, excesses, problem
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
@@ -32,7 +32,7 @@ from dilated_attention.backends.reference import attend, count_matrix, phantom_c
 from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Window
+from dilated_attention.patterns import Dilated
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.profile import profile
@@ -407,20 +407,7 @@ class TestSoftcap(Forced):
     @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e30])
     def test_windows_masks_and_dropout(self, scale, dtype):
         q, k, v = tensors(2, 150, 4, 2, 24, dtype)
-        hidden = torch.rand(2, 150) < 0.2
-        counts = test_windows.seen(150, 150, 20, 3, leading=5) & ~hidden[:, None, None]
-
-        def run(*inputs):
-            torch.manual_seed(0)
-            return attention(
-                *inputs, Window(20, 3, leading=5), key_padding_mask=hidden, dropout_p=0.3, scale=scale, softcap=0.5,
-                return_lse=True, backend="cpu",
-            )  # fmt: skip
-
-        errors = excesses(
-            run, (q, k, v), counts.int().expand(-1, 2, -1, -1), scale=scale, softcap=0.5,
-            keep=survivors(q, k, 0.3, 0, 0), dropout_p=0.3,
-        )  # fmt: skip
+        errors = test_windows.errors_of_capped_windows("cpu", q, k, v, scale)
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

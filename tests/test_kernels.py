@@ -29,7 +29,7 @@ import test_blocks
 import test_dropout
 import test_properties
 import test_windows
-from conformance import band_of, causal, excesses, problem, random_calls, survivors
+from conformance import band_of, causal, excesses, problem, random_calls
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -596,20 +596,7 @@ class TestSoftcap:
     @pytest.mark.parametrize("scale", [-0.7, 1e30])
     def test_windows_masks_and_dropout(self, scale):
         q, k, v = tensors(1, 100, 4, 2, 16)
-        hidden = torch.rand(1, 100) < 0.2
-        counts = test_windows.seen(100, 100, 20, 3, leading=5) & ~hidden[:, None, None]
-
-        def run(*inputs):
-            torch.manual_seed(0)
-            return attention(
-                *inputs, Window(20, 3, leading=5), key_padding_mask=hidden, dropout_p=0.3, scale=scale, softcap=0.5,
-                return_lse=True, backend="triton",
-            )  # fmt: skip
-
-        errors = excesses(
-            run, (q, k, v), counts.int().expand(-1, 2, -1, -1), scale=scale, softcap=0.5,
-            keep=survivors(q, k, 0.3, 0, 0), dropout_p=0.3,
-        )  # fmt: skip
+        errors = test_windows.errors_of_capped_windows("triton", q, k, v, scale)
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
     def test_the_error_of_the_hyperbolic_tangent(self):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import processes
-from conformance import Conformance, excesses, random_calls
+from conformance import Conformance, excesses, random_calls, survivors
 from dilated_attention import (
     BlockLayout,
     Dilated,
@@ -48,6 +48,24 @@ def seen(queries, keys, before, after, rate=1, leading=0, is_causal=False, q_sta
     shown = (rest == 0) & (-before <= step) & (step <= after)
     shown |= (p < leading) | (j < leading)
     return shown & (j <= p) if is_causal else shown
+
+
+def errors_of_capped_windows(backend, q, k, v, scale):
+    """Errors over their bars of a window with leading tokens, hidden keys, dropout and a softcap together."""
+    batch, tokens = q.shape[:2]
+    hidden = torch.rand(batch, tokens) < 0.2
+    counts = seen(tokens, tokens, 20, 3, leading=5) & ~hidden[:, None, None]
+
+    def run(*inputs):
+        torch.manual_seed(0)
+        return attention(
+            *inputs, Window(20, 3, leading=5), key_padding_mask=hidden, dropout_p=0.3, scale=scale, softcap=0.5,
+            return_lse=True, backend=backend,
+        )  # fmt: skip
+
+    keep = survivors(q, k, 0.3, 0, 0)
+    counts = counts.int().expand(-1, k.shape[2], -1, -1)
+    return excesses(run, (q, k, v), counts, scale=scale, softcap=0.5, keep=keep, dropout_p=0.3)
 
 
 class OfWindow(Conformance):

@@ -7,7 +7,6 @@ The public functions make a `Call`. `explain` prints it, `operators` carries it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -221,7 +220,7 @@ class Call:
         )
         return plan_of(self.branches, rows, columns, self.is_causal)
 
-    def samples(self, seq_len: int) -> Iterator[tuple[slice, slice]]:
+    def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
         """The (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
 
         Raises ValueError where the values do not fit: this is the first place that reads them.
@@ -241,7 +240,7 @@ class Call:
                         "every sample uses the lists of the first tokens, so later lists are never used. Give "
                         f"layout.prefix({longest}) if that is meant, or BlockLayout.stack of each sample's layout"
                     )
-        return iter(samples)
+        return samples
 
     def sample_count(self, q: Tensor) -> int:
         """How many samples the call has, each of which a layout may give lists of its own."""

