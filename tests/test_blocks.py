@@ -552,6 +552,18 @@ def test_lists_of_each_samples_own(backend, is_causal, ragged):
             torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=1e-5)
 
 
+def test_stacking_heads():
+    layouts = [BlockLayout.local(50, 9, 8), BlockLayout.random(50, 0.4, 1, 8), BlockLayout.global_(50, 5, 8)]
+    pair = BlockLayout.stack(layouts[:2], over="heads")
+    assert torch.equal(pair.dense_mask(), torch.cat([x.dense_mask() for x in layouts[:2]], 1))
+    stacked = BlockLayout.stack([pair, layouts[2]], over="heads")
+    q, k, v = torch.randn(3, 2, 50, 3, 8, dtype=torch.float64)
+    found = attention(q, k, v, stacked)
+    for head, layout in enumerate(layouts):
+        part = [x[:, :, head : head + 1] for x in (q, k, v)]
+        torch.testing.assert_close(found[:, :, head : head + 1], attention(*part, layout), rtol=0, atol=1e-12)
+
+
 def test_stacking_layouts_that_do_not_agree():
     layout = BlockLayout.local(16, 4, 4)
     with pytest.raises(ValueError, match="layouts is empty"):
@@ -563,6 +575,10 @@ def test_stacking_layouts_that_do_not_agree():
     ):
         with pytest.raises(ValueError, match="layouts must agree"):
             BlockLayout.stack([layout, other])
+    with pytest.raises(ValueError, match=r"layouts of heads must have one seq_len; got \[16, 12\]"):
+        BlockLayout.stack([layout, BlockLayout.local(12, 4, 4)], over="heads")
+    with pytest.raises(ValueError, match='over must be "batch" or "heads"; got "rows"'.replace('"rows"', "'rows'")):
+        BlockLayout.stack([layout], over="rows")
     q, k, v = torch.randn(3, 1, 16, 2, 8)
     with pytest.raises(ValueError, match="layout has lists for a batch of 3, got 2"):
         attention(q, k, v, BlockLayout.stack([layout] * 3), cu_seqlens=[0, 4, 16])

@@ -50,7 +50,7 @@ from dilated_attention import (
     dilated_attention as dilated,
 )
 from dilated_attention.backends import cpu
-from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
+from dilated_attention.decoding import first_token_attention
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
@@ -398,32 +398,18 @@ def _(told):
     same(first_token_attention(q[:, :1], k, v, PATTERN), oracle(q, k, v)[:, :1])
 
 
-@remedy("give q[:, -1:]")
-def _(told):
-    q, k, v = tensors()
-    blocks = torch.tensor([[[0, 2]]])
-    with told():
-        listed_attention(q, k, v, blocks, 4)
-    out = listed_attention(q[:, -1:], k, v, blocks, 4)
-    seen = [*range(4), *range(8, 12)]
-    same(out, _dense(q[:, -1:], k[:, seen], v[:, seen]))
-
-
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * q.shape[3] ** -0.5
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
 
 
-@remedy("give attention the whole sequence, or listed_attention the key blocks of its newest token")
+@remedy("give attention the whole sequence")
 def _(told):
     q, k, v = tensors()
     layout = BlockLayout.local(16, 5, 4)
     with told():
-        cached_attention(q[:, -1:], k, v, layout)
-    expected = oracle(q, k, v, layout, is_causal=True)[:, -1:]
-    same(attention(q, k, v, layout, is_causal=True)[:, -1:], expected)
-    last = layout.indices[layout.indptr[0, 0, -2] :]
-    same(listed_attention(q[:, -1:], k, v, last[None, None], 4), expected)
+        first_token_attention(q[:, :1], k, v, layout)
+    same(attention(q, k, v, layout)[:, :1], oracle(q, k, v, layout)[:, :1])
 
 
 @remedy("mesh under torch.func.vmap: fold the mapped dimension into the batch", ON_TWO_RANKS)
@@ -751,6 +737,16 @@ def _(told):
         attention(q, k, v, BlockLayout.local(8, 4, 4), **packed)
     layout = BlockLayout.local(12, 12, 4)
     same(attention(q, k, v, layout, **packed), oracle(q, k, v, Dilated((16,), (1,)), **packed))
+
+
+@remedy("but q or k reaches to position {}; build a longer one")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q[:, 8:], k, v, BlockLayout.local(12, 4, 4), is_causal=True, q_start=8)
+    layout = BlockLayout.local(16, 4, 4)
+    found = attention(q[:, 8:], k, v, layout, is_causal=True, q_start=8)
+    same(found, oracle(q, k, v, layout, is_causal=True)[:, 8:])
 
 
 @remedy("cannot unite a layout with is_causal={} and one with is_causal={}; take .causal() of both")
@@ -1991,13 +1987,23 @@ def _(told):
     torch.testing.assert_close(found, attention(q, k, v, exact, is_causal=True)[:, 8:])
 
 
-@remedy("give a Dilated, a Window or a sum of them")
+@remedy("give a Dilated, a Window, a BlockLayout or a sum of them")
 def _(told):
     q, k, v = tensors()
     with told():
-        attention(q[:, 8:], k, v, BlockLayout.local(16, 4, 4), is_causal=True, q_start=8)
-    found = attention(q[:, 8:], k, v, Window(4) + PATTERN, is_causal=True, q_start=8)
-    torch.testing.assert_close(found, attention(q, k, v, Window(4) + PATTERN, is_causal=True)[:, 8:])
+        attention(q[:, 8:], k, v, PATTERN * BlockLayout.local(16, 4, 4), is_causal=True, q_start=8)
+    pattern = Window(4) + BlockLayout.local(16, 4, 4)
+    found = attention(q[:, 8:], k, v, pattern, is_causal=True, q_start=8)
+    torch.testing.assert_close(found, attention(q, k, v, pattern, is_causal=True)[:, 8:])
+
+
+@remedy("explain the whole sequence")
+def _(told):
+    q, k, v = tensors()
+    layout = BlockLayout.local(16, 4, 4)
+    with told():
+        explain(q[:, 8:], k, v, layout, is_causal=True, q_start=8)
+    assert explain(q, k, v, layout, is_causal=True).flops > 0
 
 
 @remedy("make one call per sample")

@@ -147,6 +147,35 @@ def test_decoding_by_pages():
             torch.testing.assert_close(listed_attention(newest, k, v, again, size), found, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_newest_tokens_of_samples_of_different_lengths(heads, own):
+    """Several new tokens, sinks, lse: the last rows of each sample under a layout with their lists."""
+    new, size, lengths = 5, 4, [23, 9]
+    q, k, v = make(23, 4, 2)
+    sinks = torch.randn(4, dtype=q.dtype)
+    chosen = torch.randint(-1, 3, (2, heads, new if own else 1, 3))
+    q_new = torch.stack([q[i, n - new : n] for i, n in enumerate(lengths)])
+    out, lse = listed_attention(
+        q_new,
+        k,
+        v,
+        chosen if own else chosen[:, :, 0],
+        size,
+        sinks=sinks,
+        lengths=torch.tensor(lengths),
+        return_lse=True,
+    )
+    for sample, n in enumerate(lengths):
+        lists = torch.full((1, heads, n, 3), -1)
+        lists[0, :, n - new :] = chosen[sample]
+        layout = BlockLayout.from_topk(lists, (1, size), seq_len=n)
+        rows = [x[sample : sample + 1, :n] for x in (q, k, v)]
+        expected = block_sparse_attention(*rows, layout, is_causal=True, sinks=sinks, return_lse=True)
+        torch.testing.assert_close(out[sample], expected[0][0, -new:], rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse[sample], expected[1][0, :, -new:], rtol=0, atol=1e-12)
+
+
 def test_keys_that_no_list_names_reach_nothing():
     """NaN in their k and v changes neither out nor a gradient; an empty list gives 0."""
     q, k, v = make(23, 4, 2)
@@ -255,9 +284,12 @@ BAD = [
     (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
     ("top_k must be a positive integer; got 0", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
-    (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; got \(1, 3, 2\)",
+    (r"chosen must be .* a batch of 1 and 1, 2 or 4 lists; .* got \(1, 3, 2\)",
      lambda: listed_attention(Q[:, -1:], K, V, torch.zeros(1, 3, 2).long())),
-    (r"q must have one token, the newest; got 64: give q\[:, -1:\]", lambda: listed_attention(Q, K, V, LISTS)),
+    (r"chosen must be .* new is 64; got \(1, 1, 3, 2\)",
+     lambda: listed_attention(Q, K, V, torch.zeros(1, 1, 3, 2).long())),
+    (r"lengths must lie in \[2, 65\); got 1",
+     lambda: listed_attention(Q[:, -2:], K, V, LISTS, lengths=torch.tensor([1]))),
     (r"agree in batch .* got q \(1, 1, 4, 8\), k \(3,",
      lambda: listed_attention(Q[:, -1:], *(x.expand(3, -1, -1, -1) for x in (K, V)), torch.zeros(1, 1, 2).long())),
     ("heads that the key-value heads divide; got",

@@ -245,6 +245,68 @@ def test_a_prompt_in_chunks_and_a_token_at_a_time(pattern, backend):
         torch.testing.assert_close(cached_attention(q[:, 70:], k, v, pattern), whole[:, 70:], rtol=0, atol=1e-6)
 
 
+LAYOUT = BlockLayout.local(100, 24, 8) | BlockLayout.global_(100, 9, 8)
+WITH_LISTS_A_HEAD = BlockLayout.stack([BlockLayout.random(104, 0.4, seed, (8, 16)) for seed in range(4)], over="heads")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [None, (90, 37, 100)])
+@pytest.mark.parametrize("layout", [LAYOUT, WITH_LISTS_A_HEAD])
+def test_rows_of_a_layout_at_positions(layout, lengths, is_causal, backend):
+    """Out, lse and gradients of some rows equal these of the whole sequence; rows past the end are NaN in q."""
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    tensors = [torch.randn(3, 100, heads, 16, dtype=dtype) for heads in (4, 2, 2)]
+    options = {"is_causal": is_causal, "return_lse": True, "backend": backend}
+    for (start, stop), (first, last) in (
+        ((0, 1), (0, 100)),
+        ((31, 58), (0, 100)),
+        ((72, 100), (16, 92)),
+        ((9, 80), (41, 50)),
+    ):
+        results = []
+        for whole in (True, False):
+            q, k, v = (x.clone().requires_grad_() for x in tensors)
+            if lengths is not None:
+                options["lengths"] = torch.tensor(lengths)
+            if whole:
+                mask = torch.ones(3, 100, dtype=torch.bool)
+                mask[:, first:last] = False
+                out, lse = attention(q, k, v, layout.prefix(100), key_padding_mask=mask, **options)
+                out, lse = out[:, start:stop], lse[:, :, start:stop]
+            else:
+                q_, rest = q[:, start:stop], {"q_start": start, "k_start": first}
+                if lengths is not None:
+                    past = torch.arange(start, stop) >= options["lengths"][:, None]
+                    q_ = q_.masked_fill(past[..., None, None], torch.nan)
+                out, lse = attention(q_, k[:, first:last], v[:, first:last], layout, **options, **rest)
+            seen = lse.isfinite()
+            loss = (out * torch.linspace(-1, 1, 16, dtype=dtype)).sum() + lse.masked_fill(~seen, 0.0).sum()
+            results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 if backend == "cpu" else 1e-12)
+
+
+@pytest.mark.parametrize("pattern", [Window(30), Dilated([16, 64], [1, 2]) + Window(3, leading=2)])
+def test_samples_of_different_lengths_at_positions(pattern):
+    q, k, v = (torch.randn(3, 100, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    lengths = torch.tensor([0, 61, 100])
+    whole = attention(q, k, v, pattern, is_causal=True, lengths=lengths, return_lse=True)
+    for start, stop in ((0, 100), (40, 72), (99, 100)):
+        out, lse = attention(
+            q[:, start:stop], k[:, :stop], v[:, :stop], pattern, is_causal=True, lengths=lengths,
+            q_start=start, return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out, whole[0][:, start:stop], rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse, whole[1][:, :, start:stop], rtol=0, atol=1e-12)
+
+
+def test_explain_counts_the_keys_at_positions():
+    q, k = torch.empty(1, 8, 2, 16), torch.empty(1, 96, 2, 16)
+    found = explain(q, k, k, Window(9), is_causal=True, q_start=88)
+    assert found.flops == 4 * 16 * 2 * 8 * 10
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_softcap(backend):
     q, k, v = (torch.randn(2, 40, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
@@ -271,14 +333,22 @@ def test_what_is_refused():
     q, k, v = (torch.randn(1, n, 2, 8) for n in (4, 16, 16))
     with pytest.raises(ValueError, match="For fewer queries than keys give q_start"):
         attention(q, k, v, Window(3))
-    for options, words in (
-        ({"lengths": torch.tensor([4])}, "lengths with q_start or k_start is not supported; hide padding"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens with q_start"),
+    layout = BlockLayout.local(16, 4, 4)
+    for pattern, options, error, words in (
+        (Window(3), {"cu_seqlens": torch.tensor([0, 4])}, UnsupportedError, "cu_seqlens with q_start"),
+        (layout, {"cu_seqlens": torch.tensor([0, 4])}, UnsupportedError, "cu_seqlens with q_start"),
+        (Dilated([16], [1]) * layout, {}, UnsupportedError, "a product with q_start"),
+        (layout, {"k_start": 1}, ValueError, "layout is for 16 tokens, but q or k reaches to position 17"),
+        (
+            Window(3),
+            {"lengths": torch.tensor([-1])},
+            ValueError,
+            r"lengths must hold non-negative integers; got \[-1\]",
+        ),
+        (Window(3), {"lengths": torch.tensor([4, 4])}, ValueError, "lengths must hold 1 integers"),
     ):
-        with pytest.raises(UnsupportedError, match=words):
-            attention(q, k, v, Window(3), q_start=12, **options)
-    with pytest.raises(UnsupportedError, match="a block layout with q_start"):
-        attention(q, k, v, BlockLayout.local(16, 4, 4), q_start=12)
+        with pytest.raises(error, match=words):
+            attention(q, k, v, pattern, q_start=12, **options)
     with pytest.raises(UnsupportedError, match="compat with q_start"):
         dilated_attention(q, k, v, [8], [1], compat="torchscale", q_start=12)
     with pytest.raises(ValueError, match="q_start must be a non-negative integer; got -1"):

@@ -164,7 +164,11 @@ class Call:
             0 if x is None else checks.integer(name, x, 0) for name, x in (("q_start", q_start), ("k_start", k_start))
         ]
         if placed:
-            _check_placed(pattern, mesh, lengths, cu_seqlens)
+            check_placed(pattern, mesh, cu_seqlens)
+            if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has made other calls of these
+                raise UnsupportedError(
+                    "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
+                )
         needs = {
             "key_padding_mask": key_padding_mask is not None,
             "dropout_p": dropout_p > 0,
@@ -365,13 +369,12 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     return seq_len
 
 
-def _check_placed(pattern: Pattern, mesh: Any, lengths: Any, cu_seqlens: Any) -> None:
-    """Refuse what has no meaning yet where q_start or k_start is given."""
+def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:
+    """Refuse what has no meaning where q_start or k_start is given."""
     for name, given, remedy in (
-        ("a block layout", isinstance(pattern, (BlockLayout, Product)), "give a Dilated, a Window or a sum of them"),
+        ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
         ("mesh", mesh is not None, "leave q_start and k_start out: the shards say where tokens lie"),
-        ("lengths", lengths is not None, "hide padding by key_padding_mask"),
         ("cu_seqlens", cu_seqlens is not None, "make one call per sample"),
     ):
         if given:

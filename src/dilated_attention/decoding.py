@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
@@ -16,12 +17,12 @@ from dilated_attention.patterns import Dilated
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, scale: float | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """The last rows of causal dilated attention: queries of the newest tokens, keys of all tokens so far.
+    """The last rows of causal attention: queries of the newest tokens, keys of all tokens so far.
 
     Equals `attention(whole_q, k, v, pattern, is_causal=True)[:, -q.shape[1]:]`. A query reads only the keys that its
-    branches show, so that the cost of a token is bounded by the segments, not by its position. Differentiable.
+    pattern shows: the cost of a token is bounded by segments and windows, not by its position. Differentiable.
 
     Args:
         q: `(batch, new, heads, head_dim)`, the queries at positions seq - new to seq - 1.
@@ -33,7 +34,6 @@ def cached_attention(
     Returns:
         out, as q with the head_dim of v; 0 where a query sees no key.
     """
-    _check_pattern(pattern)
     _check(q, k, v, scale, sinks)
     with torch.autocast(q.device.type, enabled=False):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
@@ -66,7 +66,10 @@ def first_token_attention(
     Returns:
         out, as q with the head_dim of v; 0 for heads that see no key from token 0.
     """
-    _check_pattern(pattern)
+    if not isinstance(pattern, Dilated):
+        raise UnsupportedError(
+            f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence"
+        )
     _check(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
@@ -89,14 +92,6 @@ def first_token_attention(
     return out.to(q.dtype)
 
 
-def _check_pattern(pattern: Dilated) -> None:
-    if not isinstance(pattern, Dilated):
-        raise UnsupportedError(
-            f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence, or "
-            "listed_attention the key blocks of its newest token"
-        )
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> None:
     checks.dense(q, k, v)
     (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
@@ -113,11 +108,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor |
 
 def newest_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
-) -> Tensor:
-    """softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones; 0 where none is left.
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse; 0 where none is left.
 
     q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
-    divides heads.
+    divides heads; lse: `(batch, 1, heads)`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
@@ -125,58 +120,92 @@ def newest_attention(
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+        empty = None
         if hidden is not None:
             empty = hidden.all(-1, keepdim=True)  # no softmax of -inf alone
             scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
-        return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype)
+        lse = scores.logsumexp(-1)
+        if empty is not None:
+            lse = lse.masked_fill(empty, -torch.inf)
+        return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype), lse.flatten(1, 2)[:, None]
 
 
 def listed_attention(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int = 1, *, scale: float | None = None
-) -> Tensor:
-    """The last row of causal attention over the key blocks chosen for it: softmax(scale q·k) v over their tokens.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    block_size: int = 1,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The last rows of causal attention over the key blocks chosen for them: softmax(scale q·k) v over their tokens.
 
-    Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -1:]` where the layout's last row lists
+    Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -new:]` where the layout's last rows list
     these blocks. Reads only their keys and values. Plain differentiable operations.
 
     Args:
-        q: `(batch, 1, heads, head_dim)`, the query of the newest token.
+        q: `(batch, new, heads, head_dim)`, the queries of the newest tokens, new <= seq.
         k, v: `(batch, seq, kv_heads, head_dim)`, of all tokens so far.
-        chosen: int64 or int32 `(batch, lists, blocks)`, -1 for none; a list for each head, for each key-value head, or
-            one for all. The order does not matter, and a block that is named twice is seen once.
+        chosen: int64 or int32 `(batch, lists, new, blocks)`, -1 for none; a list for each head, for each key-value
+            head, or one for all. `(batch, lists, blocks)` serves all new tokens. The order does not matter, and a block
+            that is named twice is seen once.
         block_size: tokens of a block.
         scale: of the scores; default 1 / sqrt(head_dim).
+        sinks: as in `attention`.
+        lengths: `(batch,)` integers, how many of the rows of k and v each sample has; its queries are the last of
+            these. Default: all.
+        return_lse: also return lse.
 
     Returns:
-        out, as q with the head_dim of v; 0 where a list is empty.
+        out, as q with the head_dim of v; 0 where a list is empty. With `return_lse` also lse, `(batch, heads, new)`,
+        float32 (float64 for float64), natural logarithm.
 
     Raises ValueError where the arguments do not fit, on the CPU also for a block outside the sequence; other devices,
     which would have to wait to see it, leave it out.
     """
-    _check(q, k, v, scale)
-    if q.shape[1] != 1:
-        raise ValueError(f"q must have one token, the newest; got {q.shape[1]}: give q[:, -1:]")
+    _check(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)
     if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         kind = f"{chosen.dtype} on {chosen.device}" if isinstance(chosen, Tensor) else type(chosen).__name__
         raise ValueError(f"chosen must be an int64 or int32 tensor on q's device, {q.device}; got {kind}")
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if chosen.dim() != 3 or len(chosen) not in (1, len(q)) or chosen.shape[1] not in (1, heads, kv_heads):
+    batch, new, heads, _ = q.shape
+    seq_len, kv_heads = k.shape[1:3]
+    lists = chosen[:, :, None] if chosen.dim() == 3 else chosen
+    fits = lists.dim() == 4 and len(lists) in (1, batch) and lists.shape[1] in (1, heads, kv_heads)
+    if not fits or lists.shape[2] not in (1, new):
         raise ValueError(
-            f"chosen must be (batch, lists, blocks) with a batch of {len(q)} and 1, {kv_heads} or {heads} lists; got "
-            f"{tuple(chosen.shape)}"
+            f"chosen must be (batch, lists, blocks) or (batch, lists, new, blocks) with a batch of {batch} and 1, "
+            f"{kv_heads} or {heads} lists; new is {new}; got {tuple(chosen.shape)}"
         )
-    checks.indices("chosen, key blocks or -1 for none,", chosen, -1, -(-k.shape[1] // block_size))
-    lists = chosen.shape[1]
-    if lists < kv_heads:
-        chosen = chosen.expand(-1, kv_heads, -1)
+    checks.indices("chosen, key blocks or -1 for none,", chosen, -1, -(-seq_len // block_size))
+    lengths, _ = checks.ragged(q, lengths, None)
+    if lengths is None:
+        lengths = torch.tensor([seq_len], device=q.device)
+    else:
+        checks.indices("lengths", lengths, new, seq_len + 1)
+    position = lengths.to(q.device)[:, None] - new + torch.arange(new, device=q.device)
+    lists = lists.expand(batch, max(lists.shape[1], kv_heads), new, -1)
+    query = torch.arange(batch * new, device=q.device)[:, None, None]  # each with a batch element of its own
+    token, hidden = _tokens(lists.transpose(1, 2).flatten(0, 1), block_size, position.expand(batch, -1).reshape(-1))
+    head = torch.arange(lists.shape[1], device=q.device)[:, None] * kv_heads // lists.shape[1]
+    keys, values = (x[query // max(1, new), token, head] for x in (k, v))
+    out, lse = newest_attention(q.flatten(0, 1)[:, None], keys, values, hidden, scale=scale)
+    out, lse = out.view(batch, new, heads, -1), lse.view(batch, new, heads)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens `(queries, lists, tokens)` of chosen blocks, and which of them are none that a query at its position
+    sees, in whose place stands token 0."""
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]
-    token = (chosen.masked_fill(again, -1)[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(
-        2
-    )
-    hidden = (token < 0) | (token >= k.shape[1])
-    token = token.masked_fill(hidden, 0)
-    batch = torch.arange(len(q), device=q.device)[:, None, None]
-    head = torch.arange(chosen.shape[1], device=q.device)[:, None] * k.shape[2] // chosen.shape[1]
-    return newest_attention(q, k[batch, token, head], v[batch, token, head], hidden, scale=scale)
+    inside = torch.arange(block_size, device=chosen.device)
+    token = (chosen.masked_fill(again, -1)[..., None] * block_size + inside).flatten(2)
+    hidden = (token < 0) | (token > position[:, None, None])
+    return token.masked_fill(hidden, 0), hidden

@@ -108,7 +108,7 @@ def explain(
     q, k, v = as_one_width(q, k, v)
     chosen, exchange = None, None
     if call.shards is None:
-        work, layouts = _work(call, q)
+        work, layouts = _work(call, q, k)
     else:
         chosen, exchange, shared = over_mesh.account(call, q, k)
         batch = q.shape[0] if call.lengths is None else 1
@@ -141,14 +141,16 @@ def explain(
     )  # fmt: skip
 
 
-def _work(call: Call, q: Tensor) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
+def _work(
+    call: Call, q: Tensor, k: Tensor
+) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
     """Each group of each sample, for how many batch elements it runs, and the layout inside it; and all layouts."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)
     device = call.layouts[0].device if call.layouts else None  # q may be on meta
     for sample, (batch, seq) in enumerate(call.samples(q.shape[1])):
-        plan = call.plan(seq.stop - seq.start)
+        plan = call.plan(seq.stop - seq.start, k.shape[1] if batch == slice(None) else None)
         own = layouts_of(call, q, plan, None if batch == slice(None) else sample, device) or {}
         work += [(group, len(range(q.shape[0])[batch]), own.get(group.queries.count)) for group in plan.groups]
         layouts |= {(length, sample if per_sample else None): layout for length, layout in own.items()}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dilated_attention import checks, operators
-from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, layout_remedy
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, check_placed, layout_remedy
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
@@ -73,6 +74,7 @@ def attention(
         sinks: `(heads,)` logits: exp(sinks_h) is added to the denominator of out, with no value, so that a head may
             attend to nothing. lse leaves it out. Differentiable, so it can be learned.
         lengths: `(batch,)` integers, the tokens of each sample; later rows get out 0, lse -inf and influence nothing.
+            With q_start or k_start, the position at which each sample ends, now or later.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: the edges of samples packed one after another, batch 1.
             Each sample's segment grid starts at its own first token.
         key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). The
@@ -93,8 +95,8 @@ def attention(
             `Dilated(...).offset_table(total)`, of which each rank takes its own. Default: there are no other heads.
         layer: the calling layer's name, for error messages over a mesh.
         q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues,
-            windows and causality go by positions. With either given, q may have fewer tokens than k: a chunk of a
-            prompt, or new tokens over a cache, is q_start = k.shape[1] - q.shape[1].
+            windows, rows and columns of a layout, and causality go by positions. With either given, q may have fewer
+            tokens than k: a chunk of a prompt, or new tokens over a cache, is q_start = k.shape[1] - q.shape[1].
         softcap: c > 0 bounds the scores: c tanh(s / c) takes the place of s (Gemma 2). Backends that cannot refuse.
 
     Returns:
@@ -105,22 +107,28 @@ def attention(
         ValueError: names the argument, its value and what would be right; over a mesh, every rank raises it.
         ContextParallelError: a rank was lost, or sent something unexpected; the group cannot be used again.
     """
+    options: Options = {
+        "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "sinks": sinks, "lengths": lengths,
+        "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "backend": backend, "mesh": mesh,
+        "seq_len": seq_len, "head_offset": head_offset, "transport": transport, "layer": layer, "q_start": q_start,
+        "k_start": k_start, "softcap": softcap,
+    }  # fmt: skip
+    placed = q_start is not None or k_start is not None
+    other: Callable[..., tuple[Tensor, Tensor]] | None = None
     if isinstance(pattern, Sum) and len(pattern.parts) > 1:
-        return _sum_of_parts(
-            q, k, v, pattern, sinks, return_lse, is_causal=is_causal, scale=scale, dropout_p=dropout_p, lengths=lengths,
-            cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
-            head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
-            softcap=softcap,
-        )  # fmt: skip
+        other = _sum_of_parts
+    elif placed and lengths is not None:
+        other = _samples_at_positions
+    elif placed and isinstance(pattern, BlockLayout):
+        other = _layout_at_positions
+    if other is not None:
+        checks.boolean("return_lse", return_lse)
+        out, lse = other(q, k, v, pattern, options)
+        return (out, lse) if return_lse else out
     q, k, v = as_autocast(q, k, v)
     try:
         checks.boolean("return_lse", return_lse)
-        call = Call.of(
-            q, k, v, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, sinks=sinks, lengths=lengths,
-            cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, backend=backend, mesh=mesh, seq_len=seq_len,
-            head_offset=head_offset, transport=transport, layer=layer, q_start=q_start, k_start=k_start,
-            softcap=softcap,
-        )  # fmt: skip
+        call = Call.of(q, k, v, pattern, **options)
     except ValueError as error:
         refuse(mesh, error, q)
         raise
@@ -144,21 +152,69 @@ def attention(
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
-def _sum_of_parts(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Sum, sinks: Tensor | None, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
     """Attend to the terms of a sum apart, and merge."""
     if options["dropout_p"]:
         raise UnsupportedError(
             "dropout_p with a sum of block layouts and other patterns is not supported; train with dropout_p=0.0"
         )
-    checks.sinks(q, sinks)
+    checks.sinks(q, sinks := options["sinks"])
+    options = {**options, "sinks": None}
     out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
     for part in pattern.parts[1:]:
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
-    if sinks is not None:
-        out = with_sinks(out, lse.transpose(1, 2), sinks)
-    return (out, lse) if return_lse else out
+    return (out if sinks is None else with_sinks(out, lse.transpose(1, 2), sinks)), lse
+
+
+def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    """Attend in samples that end at positions `lengths`: keys from there on are hidden, and queries see nothing."""
+    check_placed(pattern, options["mesh"], options["cu_seqlens"])
+    checks.tensors(q, k, v, placed=True)
+    checks.mask(k, options["key_padding_mask"])
+    lengths, _ = checks.ragged(q, options["lengths"], None)
+    queries, keys = _positions(q, k, options)
+    assert lengths is not None
+    if checks.readable(lengths) and (lengths < 0).any():
+        raise ValueError(f"lengths must hold non-negative integers; got {lengths.tolist()}")
+    lengths = lengths.to(q.device)[:, None]
+    after, hidden = (torch.arange(x.start, x.stop, device=q.device) >= lengths for x in (queries, keys))
+    if options["key_padding_mask"] is not None:
+        hidden |= options["key_padding_mask"]
+    q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
+    options = {**options, "lengths": None, "key_padding_mask": hidden}
+    out, lse = attention(q, k, v, pattern, return_lse=True, **options)
+    return out.masked_fill(after[..., None, None], 0.0), lse.masked_fill(after[:, None], -torch.inf)
+
+
+def _layout_at_positions(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attend under the rows and columns of a layout at some positions.
+
+    q, k and v are filled up to the sequence so far, in which other query blocks list nothing and other keys are hidden.
+    """
+    check_placed(layout, options["mesh"], options["cu_seqlens"])
+    checks.tensors(q, k, v, placed=True)
+    checks.mask(k, mask := options["key_padding_mask"])
+    queries, keys = _positions(q, k, options)
+    stop = max(queries.stop, keys.stop)
+    if layout.seq_len < stop:
+        raise ValueError(
+            f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
+        )
+    if keys != range(stop):
+        mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
+        mask = pad(mask, (keys.start, stop - keys.stop), value=True)
+    options = {**options, "q_start": None, "k_start": None, "key_padding_mask": mask}
+    q, k, v = (pad(x, (0, 0, 0, 0, at.start, stop - at.stop)) for x, at in ((q, queries), (k, keys), (v, keys)))
+    out, lse = attention(q, k, v, layout.prefix(stop, queries.start), return_lse=True, **options)
+    return out[:, queries.start : queries.stop], lse[:, :, queries.start : queries.stop]
+
+
+def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[range, range]:
+    """The positions of the rows of q and of k."""
+    starts = [checks.integer(name, 0 if options[name] is None else options[name], 0) for name in ("q_start", "k_start")]
+    return range(starts[0], starts[0] + q.shape[1]), range(starts[1], starts[1] + k.shape[1])
 
 
 class CallOptions(Options, total=False):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -282,34 +282,43 @@ class BlockLayout:
         return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
 
     @classmethod
-    def stack(cls, layouts: Sequence[BlockLayout], seq_len: int | None = None) -> BlockLayout:
-        """One layout for a batch, or for samples that `cu_seqlens` packs: lists of its own for each sample.
+    def stack(
+        cls, layouts: Sequence[BlockLayout], over: Literal["batch", "heads"] = "batch", *, seq_len: int | None = None
+    ) -> BlockLayout:
+        """One layout of several: for a batch or the samples that `cu_seqlens` packs, or for the heads.
 
         The rows of a shorter sample end earlier, so that the call with `lengths` or `cu_seqlens` gives each sample
         what it gets alone.
 
         Args:
-            layouts: one per sample, of any lengths, each without a batch of its own; all of one block size, on one
-                device, causal or not together, with lists per head or shared.
-            seq_len: the length of a padded batch; default: that of the longest sample.
+            layouts: all of one block size, on one device, causal or not together. Over the batch one per sample, of any
+                lengths, with lists per head or shared; over the heads one per head or group of heads, of one length.
+                None may have a batch of its own.
+            over: `"batch"` or `"heads"`.
+            seq_len: the length of a padded batch; default: the longest layout's.
         """
         layouts = list(layouts)
         if not layouts:
-            raise ValueError("layouts is empty; give one layout per sample")
+            raise ValueError("layouts is empty; give one layout per sample or head")
+        if over not in ("batch", "heads"):
+            raise ValueError(f'over must be "batch" or "heads"; got {over!r}')
         kinds = {(x.block_size, x.is_causal, x.device) for x in layouts}
-        heads = {x.num_heads for x in layouts} - {1}
+        heads = {x.num_heads for x in layouts} - {1} if over == "batch" else {sum(x.num_heads for x in layouts)}
         if len(kinds) > 1 or len(heads) > 1 or any(x.batch_size > 1 for x in layouts):
             raise ValueError(
                 "layouts must agree in (block_size, is_causal, device), have one number of heads or 1, and no batch of "
                 f"their own; got {layouts}"
             )
         longest = max(x.seq_len for x in layouts)
+        if over == "heads" and any(x.seq_len != longest for x in layouts):
+            raise ValueError(f"layouts of heads must have one seq_len; got {[x.seq_len for x in layouts]}")
         grid = replace(
             layouts[0].grid, seq_len=longest if seq_len is None else checks.integer("seq_len", seq_len, longest)
         )
-        layouts = [x.select(heads=[0] * max(heads, default=1)) if x.num_heads == 1 else x for x in layouts]
-        counts = [F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts]
-        return cls._of(grid, (torch.cat(counts), torch.cat([x.indices for x in layouts])))
+        if over == "batch":
+            layouts = [x.select(heads=[0] * max(heads, default=1)) if x.num_heads == 1 else x for x in layouts]
+        counts = torch.cat([F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts], int(over == "heads"))
+        return cls._of(grid, (counts, torch.cat([x.indices for x in layouts])))
 
     # ---- shape and content
 
@@ -507,15 +516,21 @@ class BlockLayout:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
-    def prefix(self, seq_len: int) -> BlockLayout:
-        """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks."""
+    def prefix(self, seq_len: int, start: int = 0) -> BlockLayout:
+        """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks.
+
+        Args:
+            start: query blocks that end before this token list nothing.
+        """
         self._require_unchanged()
         if seq_len > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
-        if seq_len == self.seq_len:
+        first = start // self.q_block
+        if seq_len == self.seq_len and not first:
             return self
         rows, columns = -(-seq_len // self.q_block), -(-seq_len // self.k_block)
-        keep = (self.row % self.query_blocks < rows) & (self.indices < columns)
+        row = self.row % self.query_blocks
+        keep = (first <= row) & (row < rows) & (self.indices < columns)
         indptr = kept_before(keep)[self.indptr[..., : rows + 1]]
         return self._with(indptr, self.indices[keep], seq_len=seq_len)
 

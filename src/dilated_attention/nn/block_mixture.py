@@ -102,7 +102,9 @@ class BlockAttentionMixture(SelectingAttention):
         keys, values = cache.last("keys"), cache.last("values")
         if cache.length % self.block_size == 0:
             cache.append("means", self._means(keys[:, -self.block_size :]))
-        return self.output(listed_attention(q, keys, values, cache.chosen, self.block_size).flatten(-2))
+        out = listed_attention(q, keys, values, cache.chosen, self.block_size)
+        assert isinstance(out, Tensor)
+        return self.output(out.flatten(-2))
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

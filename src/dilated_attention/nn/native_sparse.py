@@ -185,10 +185,12 @@ class NativeSparseAttention(SelectingAttention):
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
         near_k, near_v = self._last(cache, "window", near)
+        listed = listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size)
+        assert isinstance(listed, Tensor)
         outs = [
-            newest_attention(q, key.transpose(1, 2), value.transpose(1, 2)),
-            listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size),
-            newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2)),
+            newest_attention(q, key.transpose(1, 2), value.transpose(1, 2))[0],
+            listed,
+            newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2))[0],
         ]
         if self.pattern is not None:
             outs.append(cached_attention(q, *self._last(cache, "pattern"), self.pattern))

@@ -63,7 +63,7 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
                 else one(*(x.new_zeros(1, 1, *x.shape[2:]) for x in (q, k)))
                 for at in checks.samples(q.shape[1], lengths, cu_seqlens)
             ]
-            return BlockLayout.stack(layouts, None if lengths is None else q.shape[1])
+            return BlockLayout.stack(layouts, seq_len=None if lengths is None else q.shape[1])
 
     chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
     return chosen
