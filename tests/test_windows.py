@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import warnings
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -202,6 +203,26 @@ def test_coverage_flops_and_pictures(pattern, is_causal):
     assert pattern.flops(40, 2, 16, is_causal) == 4 * 16 * 2 * counts.sum()
     (image,) = pattern.plot(40, is_causal=is_causal).get_images()
     assert torch.equal(torch.as_tensor(image.get_array()).round().long(), counts)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_coverage_and_flops_of_sums_with_layouts(is_causal):
+    layout, product = BlockLayout.random(40, 0.4, 0, 8), Dilated([8], [2]) * BlockLayout.local(4, 2, 2)
+    pattern = Window(5) + layout + product + Window(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [Window(5).coverage(40, 2, is_causal), Window(2).coverage(40, 2, is_causal)]
+        parts.append((layout.causal() if is_causal else layout).coverage(40, 2))
+        block = product.layout.dense_mask()[0, 0].long()
+        inside = (block.tril() if is_causal else block).sum(1)
+        parts.append(torch.zeros(2, 5, 8, dtype=torch.int64))
+        for head in range(2):
+            parts[-1][head, :, head::2] = inside
+    expected = sum([x.reshape(2, 40) for x in parts])
+    assert torch.equal(pattern.coverage(40, 2, is_causal), expected)
+    assert pattern.flops(40, 2, 16, is_causal) == 4 * 16 * expected.sum()
+    with pytest.raises(UnsupportedError, match="give each of pattern\\.parts"):
+        pattern.plot(40)
 
 
 def test_sums_with_layouts():

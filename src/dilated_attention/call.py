@@ -383,8 +383,6 @@ def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
     """The factor of a pattern that has branches; a block layout alone has one segment of all tokens."""
-    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
-        raise UnsupportedError(f"pattern={pattern!r}: its layouts are calls of their own; give each of pattern.parts")
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):

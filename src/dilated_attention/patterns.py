@@ -62,7 +62,12 @@ class _Branched:
             is_causal: count only the keys that do not come after the token.
         """
         checks.boolean("is_causal", is_causal)
-        seq_len, branches = checks.positive("seq_len", seq_len), self.branches(num_heads)
+        keys = self._counts(checks.positive("seq_len", seq_len), num_heads, is_causal)
+        self._warn_of_blind(keys)
+        return keys
+
+    def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
+        branches = self.branches(num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
             rows, count = group.queries, group.keys.count
@@ -74,7 +79,6 @@ class _Branched:
                 (group.head_stride * seq_len, rows.segment if rows.segments > 1 else 0, rows.stride),
                 group.head * seq_len + rows.start,
             ).add_(stop - start)
-        self._warn_of_blind(keys)
         return keys
 
     def _warn_of_blind(self, keys: Tensor) -> None:
@@ -346,6 +350,9 @@ class Sum(_Branched):
     terms: tuple[Any, ...]
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
+        """Raises UnsupportedError where a term has a layout, which is a call of its own."""
+        if len(self.parts) > 1:
+            raise UnsupportedError(f"pattern={self!r}: its layouts are calls of their own; give each of pattern.parts")
         parts = [term.branches(num_heads, head_offset) for term in self.terms]
         return Branches(
             tuple([w for part in parts for w in part.segment_lengths]),
@@ -362,6 +369,30 @@ class Sum(_Branched):
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
+
+    def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
+        first, *others = self.parts
+        if not others:
+            return super()._counts(seq_len, num_heads, is_causal)
+        keys = _counts_of(first, seq_len, num_heads, is_causal)
+        for part in others:
+            keys = keys + _counts_of(part, seq_len, num_heads, is_causal)
+        return keys
+
+    def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        if len(self.parts) == 1:
+            return super().flops(seq_len, num_heads, head_dim, is_causal)
+        return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
+
+
+def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
+    """How many keys each token of each head sees."""
+    if isinstance(part, BlockLayout):
+        return (part.causal() if is_causal else part).seen_by(seq_len, num_heads)
+    if isinstance(part, Product):
+        return part._seen(seq_len, num_heads, None, is_causal)
+    return part._counts(seq_len, num_heads, is_causal)
 
 
 def _sum(first: Any, second: Any) -> Sum:

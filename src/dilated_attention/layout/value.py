@@ -436,11 +436,15 @@ class BlockLayout:
 
         Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
         """
-        num_heads = checks.positive("num_heads", num_heads)
-        keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
+        keys = self.seen_by(seq_len, checks.positive("num_heads", num_heads))
         causal = ", is_causal=True" * self.is_causal
         local = f"BlockLayout.local({self.seq_len}, 1, {self.block_size}{causal})"
         warn_of_blind(keys, f"Unite with a layout that covers every row, such as {local}")
+        return keys
+
+    def seen_by(self, seq_len: int, num_heads: int) -> Tensor:
+        """`coverage`, without its warning."""
+        keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
         return keys if self.batch_size > 1 else keys[0]
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
