@@ -1046,6 +1046,22 @@ def _(told):
     same(layers[1](x, cache=SelectionCache()), layers[1](x))
 
 
+@remedy("got length={}: give SelectionCache a larger croppable, or compute the prompt anew")
+def _(told):
+    layer, x = NativeSparseAttention(16, 2, **SELECTION), torch.randn(1, 8, 16)
+    caches = [SelectionCache(croppable) for croppable in (2, 3)]
+    for cache in caches:
+        layer(x[:, :4], cache=cache)
+        layer(x[:, 4:], cache=cache)
+    with told():
+        caches[0].crop(5)
+    caches[1].crop(5)
+    same(layer(x[:, 5:], cache=caches[1]), layer(x)[:, 5:])
+    cache = SelectionCache()
+    layer(x[:, :5], cache=cache)
+    same(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+
+
 @remedy("runs on one device; over a mesh use nn.DilatedAttention")
 def _(told, one_rank):
     layer = NativeSparseAttention(16, 2, **SELECTION)

@@ -176,6 +176,37 @@ def test_newest_tokens_of_samples_of_different_lengths(heads, own):
         torch.testing.assert_close(lse[sample], expected[1][0, :, -new:], rtol=0, atol=1e-12)
 
 
+def test_pages_of_several_tokens_cropped_and_reordered():
+    """Each token chooses what it does alone; rejected keys leave nothing behind."""
+    q, k, _ = make(40, 4, 2)
+    junk = torch.randn(2, 8, *k.shape[2:], dtype=k.dtype) * 9
+    alone, bounds, at = routing.PageBounds(4), routing.PageBounds(4), 5
+    bounds.append(k[:, :at])
+    alone.append(k[:, :at])
+    for right, wrong in ((3, 4), (1, 1), (6, 3), (0, 4), (4, 0), (2, 2)):
+        bounds.append(torch.cat([k[:, at : at + right], junk[:, :wrong]], 1))
+        bounds.crop(at + right)
+        chosen = bounds.best(q[:, at : at + right], 3) if right > 1 else None
+        for i in range(right):
+            alone.append(k[:, at + i : at + i + 1])
+            own = alone.best(q[:, at + i : at + i + 1], 3)
+            if chosen is not None:
+                assert torch.equal(chosen[:, :, i][chosen[:, :, i] >= 0].view(2, 4, -1), own)
+        at += right
+        assert bounds.seq_len == alone.seq_len == at
+        assert torch.equal(bounds.bounds[:, :, : bounds.pages], alone.bounds[:, :, : alone.pages])
+    with pytest.raises(
+        ValueError, match="crop needs the keys of the page that it cuts, from token 16 on; got seq_len=15"
+    ):
+        bounds.crop(15)
+    with pytest.raises(ValueError, match="q must have from 1 to 21 tokens, the newest; got 22"):
+        bounds.best(q[:, :22], 3)
+    bounds.reorder([1, 1, 0])
+    assert torch.equal(bounds.best(q[[1, 1, 0], at : at + 1], 3), alone.best(q[:, at : at + 1], 3)[[1, 1, 0]])
+    bounds.append(k[[1, 1, 0], at : at + 1])
+    routing.PageBounds().reorder([0])
+
+
 def test_keys_that_no_list_names_reach_nothing():
     """NaN in their k and v changes neither out nor a gradient; an empty list gives 0."""
     q, k, v = make(23, 4, 2)
@@ -271,7 +302,7 @@ BAD = [
     ("page_size must be a positive integer; got 1.5", lambda: routing.PageBounds(1.5)),
     ("no keys to choose among; append", lambda: PAGES.best(Q[:, -1:], 1)),
     ("number must be a positive integer; got 0", lambda: PAGES.best(Q[:, -1:], 0)),
-    (r"q must be .* \(batch, 1, heads, head_dim\), .*; got shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.best(Q, 1)),
+    (r"q must be .* \(batch, new, heads, head_dim\), .*; got shape \(64, 4, 8\)", lambda: FULL_PAGES.best(Q[0], 1)),
     ("q must be .* of a batch of 1, ", lambda: FULL_PAGES.best(Q[:, -1:].expand(2, -1, -1, -1), 1)),
     ("q must be .* a multiple of 2 heads", lambda: FULL_PAGES.best(Q[:, -1:, :3], 1)),
     ("q must be .* head_dim 8; got", lambda: FULL_PAGES.best(Q[:, -1:, :, :4], 1)),

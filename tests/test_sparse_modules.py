@@ -283,6 +283,36 @@ def test_a_cache_is_of_one_layer_and_one_batch():
 
 
 @pytest.mark.parametrize("make", [native, mixture])
+@torch.no_grad()
+def test_cropped_and_reordered_caches(make):
+    """Rejected tokens leave nothing behind, wherever blocks, windows and buffers end; beams continue their samples."""
+    layer, cache = make(2, 1, 2), SelectionCache(croppable=9)
+    x, rejected = (torch.randn(3, 60, 8, dtype=torch.float64) for _ in range(2))
+    whole, at = layer(x), 7
+    layer(x[:, :at], cache=cache)
+    for right, wrong in ((1, 8), (3, 0), (2, 5), (9, 0), (1, 1), (4, 4), (0, 9), (11, 3), (20, 0)):
+        out = layer(torch.cat([x[:, at : at + right], rejected[:, :wrong]], 1), cache=cache)
+        torch.testing.assert_close(out[:, :right], whole[:, at : at + right], rtol=0, atol=1e-12)
+        at += right
+        cache.crop(at)
+        assert cache.length == at
+    with pytest.raises(ValueError, match=r"at most 9 tokens .* here to a length of 49; got length=48: give"):
+        cache.crop(48)
+    cache.reorder(torch.tensor([2, 2, 0, 1]))
+    for _ in range(2):
+        out = layer(x[[2, 2, 0, 1], at : at + 1], cache=cache)
+        torch.testing.assert_close(out, whole[[2, 2, 0, 1], at : at + 1], rtol=0, atol=1e-12)
+        cache.crop(at)
+    with pytest.raises(ValueError, match=r"samples must lie in \[0, 4\); got 4"):
+        cache.reorder([4])
+    empty = SelectionCache(croppable=0)
+    empty.reorder([0])
+    layer(x[:, :4], cache=empty)
+    with pytest.raises(ValueError, match="at most 0 tokens"):
+        empty.crop(3)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
 def test_a_cache_of_a_call_that_failed_is_free(make):
     layer, cache = make(2, 1, 1), SelectionCache()
     with pytest.raises(RuntimeError):

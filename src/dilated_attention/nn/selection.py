@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -74,6 +75,13 @@ class Rows:
         self.buffer[:, stop - x.shape[1] : stop] = x
         self.held = stop
 
+    def of(self, samples: Tensor) -> Rows:
+        """The rows of some samples."""
+        found = copy(self)
+        if self.buffer is not None:
+            found.buffer = self.buffer[samples.to(self.buffer.device)]
+        return found
+
     def last(self, number: int | None = None) -> Tensor:
         """The last `number` rows, or all that are kept."""
         assert self.buffer is not None
@@ -82,8 +90,19 @@ class Rows:
         return rows.clone() if torch.is_grad_enabled() else rows  # a backward must not find later rows there
 
 
+class _State(NamedTuple):
+    """A cache at some length. Later rows are appended behind its own, or to a copy."""
+
+    length: int
+    chosen: Tensor | None
+    rows: dict[str, Rows]
+
+
 class SelectionCache:
     """What a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
+
+    Args:
+        croppable: how many tokens that came after the prompt `crop` can take back.
 
     Attributes:
         length: how many tokens there are.
@@ -92,7 +111,8 @@ class SelectionCache:
         nbytes: size of the rows, including room for later ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, croppable: int = 16) -> None:
+        self.earlier: deque[_State] = deque(maxlen=checks.integer("croppable", croppable, 0))
         self.user: tuple[ReferenceType[object], int] | None = None  # the layer, and the batch
         self.length = 0
         self.rows: dict[str, Rows] = {}
@@ -111,12 +131,50 @@ class SelectionCache:
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """Go back to the tokens held before the block if it raises: later queries must not see a refused token."""
-        before = self.length, self.chosen, {name: copy(rows) for name, rows in self.rows.items()}
+        before, earlier = self._state(), self.earlier.copy()
         try:
             yield
         except BaseException:
-            self.length, self.chosen, self.rows = before
+            (self.length, self.chosen, self.rows), self.earlier = before, earlier
             raise
+
+    def _state(self) -> _State:
+        return _State(self.length, self.chosen, {name: copy(rows) for name, rows in self.rows.items()})
+
+    def keep_for_crop(self) -> None:
+        """Let `crop` return to the tokens so far."""
+        if self.earlier.maxlen:
+            self.earlier.append(self._state())
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from position `length` on, such as rejected ones of speculative decoding.
+
+        Raises ValueError where these are more than `croppable`, or some of the prompt's.
+        """
+        length = checks.integer("length", length, 0, self.length)
+        least = self.earlier[0].length if self.earlier else self.length
+        if length < least:
+            raise ValueError(
+                f"crop takes back at most {self.earlier.maxlen} tokens that came after the prompt, here to a length of "
+                f"{least}; got length={length}: give SelectionCache a larger croppable, or compute the prompt anew"
+            )
+        while self.length > length:
+            self.length, self.chosen, self.rows = self.earlier.pop()
+
+    def reorder(self, samples: Tensor | Sequence[int]) -> None:
+        """Continue these samples of the batch, such as the beams that survive; one may be continued several times.
+
+        What came before cannot be cropped after this.
+        """
+        if self.user is None:
+            return
+        wanted = "integers, the samples to continue"
+        indices = torch.tensor(checks.integers("samples", samples, wanted, 0), dtype=torch.int64, device="cpu")
+        checks.indices("samples", indices, 0, self.user[1])
+        self.user = self.user[0], len(indices)
+        self.chosen = None if self.chosen is None else self.chosen[indices.to(self.chosen.device)]
+        self.rows = {name: rows.of(indices) for name, rows in self.rows.items()}
+        self.earlier.clear()
 
     def append(self, name: str, x: Tensor, keep: int | None = None) -> None:
         self.rows.setdefault(name, Rows(keep)).append(x)
@@ -204,8 +262,12 @@ class SelectingAttention(nn.Module):
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
-            rows = [slice(i, i + 1) for i in range(x.shape[1])]
-            return torch.cat([self._next(x[:, row], tables_at(rotary, row), cache) for row in rows], 1)
+            outs = []
+            for i in range(x.shape[1]):
+                cache.keep_for_crop()
+                row = slice(i, i + 1)
+                outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
+            return torch.cat(outs, 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """The rows of the first tokens."""

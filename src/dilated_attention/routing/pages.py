@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -68,6 +69,7 @@ class PageBounds:
 
     def __init__(self, page_size: int = 16) -> None:
         self.page_size, self.seq_len, self.pages = checks.positive("page_size", page_size), 0, 0
+        self.recent: Tensor | None = None  # the keys of the newest page and of the one before it
         self.bounds: Tensor | None = None  # (batch, kv_heads, room, 2 * head_dim): greatest, least
 
     @torch.no_grad()
@@ -100,25 +102,66 @@ class PageBounds:
             fresh[:, :, 0, head_dim:] = torch.minimum(fresh[:, :, 0, head_dim:], open_page[..., head_dim:])
         self.bounds[:, :, first:pages] = fresh
         self.seq_len, self.pages = self.seq_len + k.shape[1], pages
+        recent = k if self.recent is None else torch.cat([self.recent, k], 1)
+        self.recent = recent[:, -(self.seq_len - max(0, pages - 2) * self.page_size) :].clone()
+
+    def crop(self, seq_len: int) -> None:
+        """Forget the tokens from position `seq_len` on; it must lie in the newest page or the one before it."""
+        seq_len = checks.integer("seq_len", seq_len, 0, self.seq_len)
+        recent = self.recent
+        if recent is None or seq_len == self.seq_len:
+            return
+        begin = self.seq_len - recent.shape[1]
+        if seq_len < begin:
+            raise ValueError(
+                f"crop needs the keys of the page that it cuts, from token {begin} on; got seq_len={seq_len}"
+            )
+        self.pages = seq_len // self.page_size
+        self.seq_len = self.pages * self.page_size
+        self.recent = recent[:, : self.seq_len - begin]
+        self.append(recent[:, self.seq_len - begin : seq_len - begin])
+
+    def reorder(self, samples: Tensor | Sequence[int]) -> None:
+        """Continue these samples of the batch, such as the beams that survive; one may be continued several times."""
+        if self.bounds is None or self.recent is None:
+            return
+        wanted = "integers, the samples to continue"
+        indices = torch.tensor(checks.integers("samples", samples, wanted, 0), dtype=torch.int64, device="cpu")
+        checks.indices("samples", indices, 0, len(self.bounds))
+        self.bounds, self.recent = (x[indices.to(x.device)] for x in (self.bounds, self.recent))
 
     @torch.no_grad()
-    def best(self, q: Float[Tensor, "batch 1 heads head_dim"], number: int) -> Int[Tensor, "batch heads chosen"]:
-        """The `number` pages with the largest bounds for each head, always including the newest; or all there are."""
+    def best(
+        self, q: Float[Tensor, "batch new heads head_dim"], number: int
+    ) -> Int[Tensor, "batch heads chosen"] | Int[Tensor, "batch heads new chosen"]:
+        """The `number` pages with the largest bounds for each of the newest tokens and heads, always including the
+        token's own; or all up to there.
+
+        Returns:
+            For one new token `(batch, heads, chosen)`; for several `(batch, heads, new, chosen)`, -1 where a token has
+            fewer pages: what `listed_attention` takes.
+        """
         number = checks.positive("number", number)
         if self.bounds is None:
             raise ValueError("no keys to choose among; append those of the tokens so far")
         batch, kv_heads, _, width = self.bounds.shape
-        if q.dim() != 4 or (*q.shape[:2], 2 * q.shape[3]) != (batch, 1, width) or q.shape[2] % kv_heads:
+        if q.dim() != 4 or (q.shape[0], 2 * q.shape[3]) != (batch, width) or q.shape[2] % kv_heads:
             raise ValueError(
-                f"q must be the newest token's query, (batch, 1, heads, head_dim), of a batch of {batch}, a multiple "
-                f"of {kv_heads} heads and head_dim {width // 2}; got shape {tuple(q.shape)}"
+                f"q must be the newest tokens' queries, (batch, new, heads, head_dim), of a batch of {batch}, a "
+                f"multiple of {kv_heads} heads and head_dim {width // 2}; got shape {tuple(q.shape)}"
             )
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        key = self.bounds[:, :, : self.pages].to(dtype)
+        if not 1 <= q.shape[1] <= self.seq_len:
+            raise ValueError(f"q must have from 1 to {self.seq_len} tokens, the newest; got {q.shape[1]}")
+        dtype, new = torch.promote_types(q.dtype, torch.float32), q.shape[1]
+        key = self.bounds[:, :, None, : self.pages].to(dtype)
+        query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
         with torch.autocast(q.device.type, enabled=False):
-            bound = (_signed(q[:, 0].to(dtype)).unflatten(1, (key.shape[1], -1)) @ key.mT).flatten(1, 2)
-        bound[..., -1] = torch.inf
-        return stable_topk(bound, min(number, self.pages))[1]
+            bound = (query @ key.mT).flatten(1, 2)
+        own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
+        page = torch.arange(self.pages, device=q.device)
+        bound = bound.masked_fill(page == own, torch.inf).masked_fill(page > own, -torch.inf)
+        values, pages = stable_topk(bound, min(number, self.pages))
+        return pages[:, :, 0] if new == 1 else pages.masked_fill(values == -torch.inf, -1)
 
 
 def _signed(q: Tensor) -> Tensor:
