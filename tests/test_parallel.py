@@ -226,8 +226,8 @@ def test_masks_and_dropout_leave_the_pairs_that_one_device_leaves(size: int, is_
 def sharding_of(case: Case, size: int, is_causal: bool) -> Sharding:
     pattern = Dilated(case.segments, case.rates, case.offsets, case.head_groups)
     edges = case.bounds(size) or balanced_bounds(case.seq_len, size)
-    table = pattern.offset_table(case.kv_heads)
-    return Sharding(case.segments, case.rates, table, edges, is_causal, case.cu_seqlens, case.compat)
+    branches = pattern.branches(case.kv_heads)._replace(compat=case.compat)
+    return Sharding(branches, edges, is_causal, case.cu_seqlens)
 
 
 def served(case: Case, size: int, is_causal: bool) -> list[str]:

@@ -30,7 +30,7 @@ from dilated_attention.parallel.partition import (
     rows_to,
     sent_keys,
 )
-from dilated_attention.plan import ALL, EVERY, WHOLE, Plan, Rows
+from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, Plan, Rows
 
 
 def members(rows: Rows) -> torch.Tensor:
@@ -46,10 +46,15 @@ def definition(sharding: Sharding) -> torch.Tensor:
     for i, (start, stop) in enumerate(sharding.grids()):
         grid[start:stop], position[start:stop] = i, token[start:stop] - start
     counts = torch.zeros(sharding.num_heads, n, n, dtype=torch.int64)
-    bands = sharding.bands or (EVERY,) * len(sharding.offsets)
-    leading = sharding.leading or (0,) * len(sharding.offsets)
+    bands = sharding.branches.bands or (EVERY,) * len(sharding.branches.offsets)
+    leading = sharding.branches.leading or (0,) * len(sharding.branches.offsets)
     for segment, rate, offsets, (low, high), first in zip(
-        sharding.segment_lengths, sharding.dilation_rates, sharding.offsets, bands, leading, strict=True
+        sharding.branches.segment_lengths,
+        sharding.branches.dilation_rates,
+        sharding.branches.offsets,
+        bands,
+        leading,
+        strict=True,
     ):
         if (low, high) != EVERY:  # a window
             distance = position - position[:, None]
@@ -93,7 +98,7 @@ def check(sharding: Sharding) -> None:
         own = torch.arange(lower, upper)[:, None].expand(-1, heads)
         plan = local_plan(sharding, rank)
         assert plan.square == all(group.queries == group.keys for group in plan.groups)
-        assert plan.square or any(sharding.leading)
+        assert plan.square or any(sharding.branches.leading)
         add_plan(counts, plan, own, lower)
 
         part = remote(sharding, rank, [(c, (c.before, c.after)) for c in crossings(sharding, rank)])
@@ -145,8 +150,8 @@ def shardings(draw: st.DrawFn) -> tuple:
         bands.append((-draw(reach), draw(reach)))
         leading.append(draw(st.sampled_from([0, 0, 1, 4, 30, 80])))
     windows = (tuple(bands), tuple(leading)) if len(bands) > branches else ((), ())
-    fields = tuple(segments), tuple(rates), tuple(map(tuple, table)), bounds, draw(st.booleans()), samples
-    return (*fields, None, (), *windows)
+    branches = Branches(tuple(segments), tuple(rates), tuple(map(tuple, table)), None, *windows)
+    return branches, bounds, draw(st.booleans()), samples
 
 
 @pytest.mark.slow
@@ -161,14 +166,14 @@ def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> 
 def test_geometric_pattern(world_size: int, is_causal: bool) -> None:
     rates = (1, 2, 4, 8, 16)
     table = tuple([tuple([h % r for h in range(4)]) for r in rates])
-    check(Sharding((8, 16, 32, 64, 128), rates, table, balanced_bounds(128, world_size), is_causal))
+    check(Sharding(Branches((8, 16, 32, 64, 128), rates, table), balanced_bounds(128, world_size), is_causal))
 
 
 def test_phantoms_are_counted_once_a_query() -> None:
     """compat="torchscale": each query's groups count ceil(min(w, N) / r) keys, real and zero, in every branch."""
     segments, rates, table = (7, 50, 19), (2, 6, 5), ((0, 1, 1), (0, 3, 5), (4, 2, 0))
     for world_size in (1, 3, 5):
-        sharding = Sharding(segments, rates, table, balanced_bounds(45, world_size), False, compat="torchscale")
+        sharding = Sharding(Branches(segments, rates, table, "torchscale"), balanced_bounds(45, world_size), False)
         for rank in range(world_size):
             lower, upper = sharding.shard(rank)
             keys = torch.zeros(3, upper - lower, dtype=torch.int64)
@@ -208,7 +213,9 @@ def test_union_with_moduli_beyond_int64() -> None:
 def geometric(seq_len: int, world_size: int, heads: int, is_causal: bool) -> Sharding:
     rates = tuple([1 << i for i in range((seq_len // 2048).bit_length())])
     table = tuple([tuple([h % r for h in range(heads)]) for r in rates])
-    return Sharding(tuple([2048 * r for r in rates]), rates, table, balanced_bounds(seq_len, world_size), is_causal)
+    return Sharding(
+        Branches(tuple([2048 * r for r in rates]), rates, table), balanced_bounds(seq_len, world_size), is_causal
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 5000, 8191])
@@ -225,7 +232,7 @@ def test_one_rank_of_8192_at_a_billion_tokens(rank: int) -> None:
 
 def test_counts_need_no_tables() -> None:
     """Dense attention over 2^30 tokens: a rank's rows could not be listed; their number is known in closed form."""
-    sharding = Sharding((1 << 30,), (1,), ((0, 0),), balanced_bounds(1 << 30, 8192), False)
+    sharding = Sharding(Branches((1 << 30,), (1,), ((0, 0),)), balanced_bounds(1 << 30, 8192), False)
     assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17))
     assert rows_to(sharding, 17).sum() == 8191 * 2 << 17
 
@@ -234,7 +241,7 @@ def test_counts_need_no_tables() -> None:
 def test_edges_that_do_not_ascend_are_refused(field: str, edges: tuple[int, ...]) -> None:
     arguments = {"bounds": (0, 5, 10), "samples": None} | {field: edges}
     with pytest.raises(ValueError, match=f"{field} must ascend"):
-        Sharding((4,), (1,), ((0,),), arguments["bounds"], False, arguments["samples"])
+        Sharding(Branches((4,), (1,), ((0,),)), arguments["bounds"], False, arguments["samples"])
 
 
 @pytest.mark.parametrize(

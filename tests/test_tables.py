@@ -145,7 +145,7 @@ def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported stays: else a collection walks through all of it, which takes nine tenths of the time
+    gc.freeze()  # what was imported stays; walking through it takes nine tenths of the time
     for seed in range(int(sys.argv[1])):
         run(seed)
     print(f"{sys.argv[1]} sequences: no stale plan")

@@ -595,7 +595,7 @@ def test_ranks_compute_together_what_one_device_does(pattern, is_causal):
     """A band of received rows is no rectangle: no pair is computed that nobody sees."""
     branches = pattern.branches(3)
     bounds = balanced_bounds(500, 7)
-    sharding = Sharding(*branches[:3], bounds, is_causal, bands=branches.bands, leading=branches.leading)
+    sharding = Sharding(branches, bounds, is_causal)
     entries = sum(group.entries() for rank in range(7) for group in rank_groups(sharding, rank))
     assert 4 * 16 * entries == pattern.flops(500, 3, 16, is_causal)
 

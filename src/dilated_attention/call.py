@@ -217,6 +217,16 @@ class Call:
     def backend(self) -> table.Backend:
         return self.choice.backend
 
+    @property
+    def factor(self) -> float:
+        """What q is multiplied by, so that what is left of the scale is positive."""
+        return split_scale(self.scale)[0]
+
+    @property
+    def positive_scale(self) -> float:
+        """What is left of the scale for the scores of q * factor."""
+        return split_scale(self.scale)[1]
+
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """The plan of one sample of this many queries, and of as many keys if not told otherwise, on one device."""
         rows, columns = (

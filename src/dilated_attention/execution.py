@@ -12,7 +12,7 @@ from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
 from dilated_attention.cache import lasting, name_of, plan_cache, plan_layout
-from dilated_attention.call import Call, split_scale
+from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
 
@@ -107,14 +107,14 @@ def _problem(
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
-    return Problem(plan, split_scale(call.scale)[1], hidden, layouts, dropout, call.softcap)
+    return Problem(plan, call.positive_scale, hidden, layouts, dropout, call.softcap)
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
     """One problem for all samples of a ragged call, whose tensors are read as one sequence."""
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
-    return Problem(_packed_plan(call, k, slices), split_scale(call.scale)[1], hidden, None, dropout, call.softcap)
+    return Problem(_packed_plan(call, k, slices), call.positive_scale, hidden, None, dropout, call.softcap)
 
 
 def layouts_of(

@@ -10,7 +10,6 @@ needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards, in_autocast, split_scale
+from dilated_attention.call import Call, Shards, in_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
@@ -51,8 +50,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """Differentiable out, contiguous as q, and lse, `(batch, seq, heads)`."""
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    if call.shards is not None and call.lengths is not None:
-        return _padded(q, k, v, call)
     if call.shards is not None and torch.is_grad_enabled() and _runs_eagerly(q):
         wanted = _differentiated(q, k, v)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
@@ -73,20 +70,6 @@ def _runs_eagerly(q: Tensor) -> bool:
 def _differentiated(*tensors: Tensor) -> bool:
     """Whether derivatives are asked for; of forward mode too, whose tangents the bare operator would drop silently."""
     return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or in_forward_mode()
-
-
-def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """A padded batch over a mesh: one call a sample, each sharded by the edges of the batch cut at its own length."""
-    if not len(q):
-        return attend(q, k, v, replace(call, lengths=None))
-    results = []
-    for i, (own, sample) in enumerate(over_mesh.samples(call, q.shape[1])):
-        out, lse = attend(q[i : i + 1, :own], k[i : i + 1, :own], v[i : i + 1, :own], sample)
-        missing = q.shape[1] - own
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
-        results.append((out, torch.nn.functional.pad(lse, (0, 0, 0, missing), value=-torch.inf)))
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs), torch.cat(lses)
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
@@ -191,7 +174,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
         with torch.autocast(q.device.type, enabled=False):
             return _run(call, q, k, v)
-    call, (factor, _) = call.with_function(q, k), split_scale(call.scale)
+    call, factor = call.with_function(q, k), call.factor
     q = q if factor == 1 else q * factor
     return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
@@ -223,7 +206,7 @@ def _run_backward(
     if in_autocast(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return _run_backward(call, dout, dlse, q, k, v, out, lse, saved)
-    call, (factor, _) = call.with_function(q, k), split_scale(call.scale)
+    call, factor = call.with_function(q, k), call.factor
     q = q if factor == 1 else q * factor
     if call.shards is None:
         dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
-from dilated_attention.call import Call, split_scale
+from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import context_group
@@ -58,10 +58,10 @@ def _group(call: Call) -> ProcessGroup:
 def sharding_of(call: Call, size: int) -> Sharding:
     """What every one of `size` ranks knows of a call."""
     assert call.shards is not None
-    bounds, branches = call.shards.bounds, call.branches
+    bounds = call.shards.bounds
     layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
     edges = balanced_bounds(bounds[0], size) if len(bounds) == 1 else bounds
-    return Sharding(*branches[:3], edges, call.is_causal, call.shards.samples, branches.compat, layouts, *branches[4:])
+    return Sharding(call.branches, edges, call.is_causal, call.shards.samples, layouts)
 
 
 class _Rank:
@@ -70,7 +70,6 @@ class _Rank:
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
         assert call.shards is not None
         self.call, self.shards, self.group = call, call.shards, _group(call)
-        self.scale = split_scale(call.scale)[1]
         self.sharding = sharding_of(call, dist.get_world_size(self.group))
         self.shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
@@ -105,18 +104,19 @@ class _Rank:
 
     def _describe(self) -> _Description:
         sharding, shape = self.sharding, self.shape
+        lengths, rates, offsets, compat, bands, leading = sharding.branches
         values = {
             "seq_len": sharding.seq_len,
             "shard bounds": "balanced" if len(self.shards.bounds) == 1 else list(sharding.bounds),
-            "segment_lengths": list(sharding.segment_lengths),
-            "dilation_rates": list(sharding.dilation_rates),
-            "offsets": sharding.offsets,
-            "windows": sharding.bands,
-            "leading": sharding.leading,
+            "segment_lengths": list(lengths),
+            "dilation_rates": list(rates),
+            "offsets": offsets,
+            "windows": bands,
+            "leading": leading,
             "cu_seqlens": sharding.samples,
             "lengths": self.shards.lengths,
             "is_causal": sharding.is_causal,
-            "compat": sharding.compat,
+            "compat": compat,
             "layouts": [(layout.seq_len, layout.block_size, _digest(layout)) for layout in sharding.layouts],
             "batch": shape.batch,
             "heads": shape.num_heads,
@@ -130,13 +130,8 @@ class _Rank:
             "transport": self.transport,
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
-        bands = sharding.bands or (EVERY,) * len(sharding.offsets)
-        branches = ", ".join(
-            [
-                f"{w if band == EVERY else f'{band[0]}..{band[1]}'}/{r}"
-                for w, r, band in zip(sharding.segment_lengths, sharding.dilation_rates, bands, strict=True)
-            ]
-        )
+        each = zip(lengths, rates, bands or (EVERY,) * len(rates), strict=True)
+        branches = ", ".join([f"{w if band == EVERY else f'{band[0]}..{band[1]}'}/{r}" for w, r, band in each])
         plan = f"{self.transport} of {sharding.seq_len} tokens, branches {branches}"
         return _Description(text, plan, len(text) + len(plan) + sharding.nbytes)
 
@@ -204,7 +199,7 @@ class _Compute:
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
         self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.scale, self.softcap = rank.scale, rank.call.softcap
+        self.scale, self.softcap = rank.call.positive_scale, rank.call.softcap
         self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: parts.Part, state: State | None) -> State:
@@ -264,12 +259,26 @@ class _Compute:
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
     """Whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    if call.lengths is not None and len(q):  # the first sample knows the lengths of all
+        own, call = next(samples(call, q.shape[1]))
+        q, k = q[:1, :own], k[:1, :own]
     return bool(_Rank(call, q, k).agree(q, wanted)[1].wanted)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out; lse, `(batch, shard, heads)`; what the backward needs of other ranks' rows: two flat tensors; and the number
-    of this forward, int64 on the CPU."""
+    """out; lse, `(batch, shard, heads)`; and for each sample of a padded batch, or once, what the backward needs of
+    other ranks' rows, two flat tensors, and the number of the forward, int64 on the CPU."""
+    if call.lengths is None or not len(q):
+        return _forward(call, q, k, v)
+    out, lse, saved = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=parts.statistic(q.dtype)), []
+    for i, (own, sample) in enumerate(samples(call, q.shape[1])):
+        at = slice(i, i + 1), slice(0, own)
+        out[at], lse[at], *rest = _forward(sample, q[at], k[at], v[at])
+        saved += rest
+    return [out, lse, *saved]
+
+
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     rank = _Rank(call, q, k)
     link, count = rank.open(q)
     number = torch.tensor(count, device="cpu")
@@ -299,18 +308,21 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
     """All tokens, for the heads of q that this rank has of each other one's."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
-    problem = Problem(heads.plan, rank.scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
+    problem = Problem(heads.plan, rank.call.positive_scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 
-def empty_saved(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
     """What `forward` gives for the backward, as fake tensors."""
-    return *_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu")
+    found: list[Tensor] = []
+    for _ in range(1 if call.lengths is None or not len(q) else len(q)):
+        found += (*_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu"))
+    return found
 
 
 def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     wide = parts.statistic(q.dtype)
-    if call.layouts:  # what is saved depends on the lists
+    if call.layouts or call.lengths is not None:  # what is saved depends on the lists, or the samples
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
         return k.new_empty(sizes[0]), k.new_empty(sizes[1], dtype=wide)
     rank = _Rank(call, q, k)
@@ -333,6 +345,27 @@ def backward(
     results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the shard, from what `forward` gave."""
+    if call.lengths is None or not len(q):
+        return _backward(call, dout, dlse, q, k, v, results)
+    out, lse, *saved = results
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for i, (own, sample) in enumerate(samples(call, q.shape[1])):
+        at = slice(i, i + 1), slice(0, own)
+        some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
+        some_dlse = None if dlse is None else dlse[at]
+        dq[at], dk[at], dv[at] = _backward(sample, dout[at], some_dlse, q[at], k[at], v[at], some)
+    return dq, dk, dv
+
+
+def _backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, saved, saved_lse, number = results
     rank = _Rank(call, q, k)
     link, _ = rank.open(q, int(number))

@@ -34,7 +34,6 @@ from dilated_attention.plan import (
     EVERY,
     Band,
     Branches,
-    OffsetTable,
     Part,
     Plan,
     Rows,
@@ -63,23 +62,16 @@ class Sharding:
     """A pattern in normal form over a sharded sequence: what every rank knows.
 
     Args:
-        offsets, bands, leading: as in `Branches`.
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
-        compat: `"torchscale"` adds its zero keys when not causal.
         layouts: the block layout inside segments, for each number of rows that a segment has; causal if the call is.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    offsets: OffsetTable
+    branches: Branches
     bounds: tuple[int, ...]
     is_causal: bool
     samples: tuple[int, ...] | None = None
-    compat: str | None = None
     layouts: tuple[BlockLayout, ...] = ()
-    bands: tuple[Band, ...] = ()
-    leading: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, edges in (("bounds", self.bounds), ("samples", self.samples or (0, self.bounds[-1]))):
@@ -98,12 +90,7 @@ class Sharding:
 
     @property
     def num_heads(self) -> int:
-        return len(self.offsets[0])
-
-    @property
-    def branches(self) -> Branches:
-        lengths, rates = self.segment_lengths, self.dilation_rates
-        return Branches(lengths, rates, self.offsets, self.compat, self.bands, self.leading)
+        return len(self.branches.offsets[0])
 
     def shard(self, rank: int) -> tuple[int, int]:
         """The tokens [start, stop) of a rank."""
@@ -191,7 +178,7 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     if lower == upper:
         return ()
     made, branches = [], sharding.branches
-    for branch, segment in enumerate(sharding.segment_lengths):
+    for branch, segment in enumerate(sharding.branches.segment_lengths):
         cut = {found for edge in (lower, upper) if (found := _straddling(sharding, segment, edge))}
         for (origin, start, stop), (offset, heads) in product(sorted(cut), _classes(branches.offsets[branch]).items()):
             at = start - origin, stop - origin
@@ -215,7 +202,7 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     branches = sharding.branches
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        segment, rate = sharding.segment_lengths[branch], sharding.dilation_rates[branch]
+        segment, rate = branches.segment_lengths[branch], branches.dilation_rates[branch]
         for grid in sharding.grids():
             if branches.bands and branches.bands[branch] != EVERY:
                 at, origin = (max(lower, grid[0]) - grid[0], min(upper, grid[1]) - grid[0]), lower - grid[0]
@@ -224,10 +211,10 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
             for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
                     rows = replace(own, start=own.start - lower)
-                    zeros = short if sharding.compat == "torchscale" and not sharding.is_causal else 0
+                    zeros = short if branches.compat == "torchscale" and not sharding.is_causal else 0
                     yield Part(rows, [(rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY)], zeros)
 
-    groups, covered = compile_groups(sharding.dilation_rates, sharding.offsets, parts, upper - lower)
+    groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
     square = all(group.queries == group.keys for group in groups)
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
@@ -414,7 +401,7 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
 
 def _by_head(sharding: Sharding) -> Iterator[tuple[int, int]]:
     """(head, how many heads have its offsets in every branch), one head of each kind."""
-    columns = list(zip(*sharding.offsets, strict=True))
+    columns = list(zip(*sharding.branches.offsets, strict=True))
     for column in dict.fromkeys(columns):
         yield columns.index(column), columns.count(column)
 
@@ -454,7 +441,7 @@ def crosses(sharding: Sharding) -> bool:
     """Whether any rank's rows may be seen by another: the same answer on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
-        for segment in sharding.segment_lengths
+        for segment in sharding.branches.segment_lengths
         for edge in sharding.bounds[1:-1]
     )
 
@@ -470,11 +457,11 @@ def doubling_refusal(sharding: Sharding) -> str | None:
         return f"doubling needs equal shards; {sharding.seq_len} tokens on {size} ranks are not"
     if sharding.samples is not None:
         return "doubling needs one segment grid; packed samples have one each"
-    if sharding.bands:
+    if sharding.branches.bands:
         return "doubling passes on all rows of a segment; windows need few of them"
     if sharding.layouts:
         return "doubling passes on all rows of a branch; block layouts need few of them"
-    for segment in sharding.segment_lengths:
+    for segment in sharding.branches.segment_lengths:
         ratio = -(-min(segment, sharding.seq_len) // shard)
         if shard % segment and (min(segment, sharding.seq_len) != ratio * shard or ratio & (ratio - 1)):
             return f"doubling needs segments that divide the shard of {shard} tokens or are 2^i shards; got {segment}"
@@ -484,22 +471,25 @@ def doubling_refusal(sharding: Sharding) -> str | None:
 def doubling_level(sharding: Sharding, branch: int) -> int:
     """Rounds of doubling after which a rank holds the branch's rows of its segment."""
     return (
-        min(sharding.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
+        min(sharding.branches.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
     ).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
     """Rounds of doubling: log2 of the longest segment over the shard."""
-    return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.offsets))])
+    return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.branches.offsets))])
 
 
 def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
     """What the 2^level ranks from `block` on pass on in round `level`: the rows of theirs that some later segment
     holds."""
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
-    for branch, offsets in enumerate(sharding.offsets):
+    for branch, offsets in enumerate(sharding.branches.offsets):
         if doubling_level(sharding, branch) > level:
-            segment, rate = min(sharding.segment_lengths[branch], sharding.seq_len), sharding.dilation_rates[branch]
+            segment, rate = (
+                min(sharding.branches.segment_lengths[branch], sharding.seq_len),
+                sharding.branches.dilation_rates[branch],
+            )
             for offset, heads in _classes(offsets).items():
                 yield clip(range(start // segment * segment + offset, stop, rate), start, stop), heads
 

@@ -206,7 +206,13 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
         return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
-    rank = sharding.world_size - 1 if sharding.is_causal else 0 if any(sharding.leading) else sharding.world_size // 2
+    rank = (
+        sharding.world_size - 1
+        if sharding.is_causal
+        else 0
+        if any(sharding.branches.leading)
+        else sharding.world_size // 2
+    )
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}
@@ -272,15 +278,7 @@ def exchange_plan(
     elif isinstance(pattern, Product):
         counts = row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, seq_len)
         layouts = [pattern.layout_of(count) for count in sorted(counts)]
-    sharding = Sharding(
-        branches.segment_lengths,
-        branches.dilation_rates,
-        branches.offsets,
-        edges,
-        is_causal,
-        layouts=tuple([layout.causal() if is_causal else layout for layout in layouts]),
-        bands=branches.bands,
-        leading=branches.leading,
-    )
+    layouts = [layout.causal() if is_causal else layout for layout in layouts]
+    sharding = Sharding(branches, edges, is_causal, layouts=tuple(layouts))
     shape = Shape(batch, num_heads, head_dim, dtype)
     return count(choose(transport, sharding, shape).transport, sharding, rank, shape)

@@ -26,8 +26,10 @@ class Ulysses:
         heads, kv_heads = num_heads // link.size, sharding.num_heads // link.size
         self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
         columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
-        offsets = tuple([row[columns] for row in sharding.offsets])
-        whole = replace(sharding, offsets=offsets, bounds=(0, sharding.seq_len), layouts=())
+        offsets = tuple([row[columns] for row in sharding.branches.offsets])
+        whole = replace(
+            sharding, branches=sharding.branches._replace(offsets=offsets), bounds=(0, sharding.seq_len), layouts=()
+        )
         self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
         mine = range(link.rank * heads, (link.rank + 1) * heads)
         self.layouts = {
