@@ -83,7 +83,7 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
 
 def save(panels: Sequence[Panel], path: Path) -> None:
     """Draw one chart into a file; an SVG gets the hash of its data and no date."""
-    with matplotlib.rc_context({"svg.hashsalt": "dilated-attention", "font.size": 9}):
+    with matplotlib.rc_context({"svg.hashsalt": "dilated-attention", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(8, 3.6) if len(panels) > 1 else (6.4, 3.6), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             {"lines": _lines, "bars": _bars}[panel.kind](axes, panel)
