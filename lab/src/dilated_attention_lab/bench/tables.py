@@ -104,7 +104,8 @@ def verdict(rows: list[Record]) -> str:
 def extent(rows: list[Record]) -> str:
     """Return the least and the greatest value, with their unit."""
     values = [row["value"] for row in rows if row["value"] is not None]
-    return f"{number(min(values))} to {number(max(values))} {rows[0]['unit']}".rstrip()
+    ends = dict.fromkeys(number(value) for value in (min(values), max(values)))
+    return f"{' to '.join(ends)} {rows[0]['unit']}".rstrip()
 
 
 def table(rows: list[Record]) -> str:
