@@ -53,7 +53,7 @@ MARKS = {
     "yet to be": r"\b(?:is|are) yet to be\b",
     "beside for with": r"\bbeside (?:dense|compiled|PyTorch|one another|the native|a dense|others)\b",
 }
-BEGINNINGS = r"(?:Of|That|Those|In|What|Whose|Whom|Who|Where|Which|Why|How|By|As|At|From|For|Beside|With|Without)\b"
+BEGINNINGS = r"(?:Of|That|Those|In|What|Whose|Whom|Who|Where|Which|Why|How|By|As|At|From|Beside|With|Without)\b"
 """What no docstring begins with: the first sentence of one has a verb in the imperative, or says what a value is."""
 
 

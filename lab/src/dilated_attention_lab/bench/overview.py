@@ -295,20 +295,23 @@ def recall(results: Path) -> list[Panel]:
 
 
 def text(results: Path) -> list[Panel]:
-    """Held-out text after equal steps and after equal time."""
+    """Held-out text after equal steps and after equal time: means over the seeds that all models of a case have."""
     cases = (
         ("8,192 bytes,\nequal steps", ZEN3, "equal steps", {"seq_len": 8192}),
         ("32,768 bytes,\nequal steps", ZEN4, "equal steps", {"seq_len": 32768, "window": 3584}),
         ("32,768 bytes,\nequal time", XEON, "equal time", {"seq_len": 32768}),
     )
-    series = []
-    for method in ("dilated", "dense", "window"):
-        values = {}
-        for label, folder, budget, wanted in cases:
+    values: dict[str, dict[str, float]] = {"dilated": {}, "dense": {}, "window": {}}
+    for label, folder, budget, wanted in cases:
+        seeds: dict[str, dict[int, float]] = {}
+        for method in values:
             rows = _rows(results / folder / "quality.jsonl", f"text, {method}, {budget}: held-out text", **wanted)
             if rows:
-                values[label] = sum(row["value"] for row in rows) / len(rows)
-        series.append(Series(method, [*values], [*values.values()], method == "dilated"))
+                seeds[method] = {row["parameters"]["seed"]: row["value"] for row in rows}
+        common = set.intersection(*(set(found) for found in seeds.values()))
+        for method, found in seeds.items():
+            values[method][label] = sum(found[seed] for seed in sorted(common)) / len(common)
+    series = [Series(method, [*found], [*found.values()], method == "dilated") for method, found in values.items()]
     return [Panel("bars", series, {"ylabel": "bits per byte, held-out text", "ylim": (0, 2.6)})]
 
 
