@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # The variables reach the isolated build environment too, which -c does not (PIP_BUILD_CONSTRAINT from pip 25.3 on).
 INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo compare test quick check guard docs pictures format install clean
+.PHONY: help demo compare test quick check guard words docs pictures format install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -32,16 +32,20 @@ test: $(VENV)/installed-dev ## run the tests
 quick: ARGS += -m 'not slow'
 quick: test ## run the tests that take seconds, in 2 minutes
 
-check: $(VENV)/installed-dev ## format check, lint, types, documents, guard and tests: what CI runs
+check: $(VENV)/installed-dev ## format check, lint, types, words, documents, guard and tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory words
 	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory guard
 	$(MAKE) --no-print-directory test
 
 guard: $(VENV)/installed ## compare ratios of time, memory and calls with results/baseline.json
 	$(BIN)/python -m dilated_attention bench check
+
+words: $(VENV)/installed-dev ## count phrases that readers had to read twice; no count may rise
+	$(BIN)/python docs/tools/words.py
 
 # Not --quiet: it hides the warnings from --strict. The variable silences a notice of the theme's authors.
 docs: $(VENV)/installed-dev ## build the documents into site/, every warning and dead link an error

@@ -2,7 +2,7 @@
 where minutes of work would begin.
 
 The blocks of a page run in order, in one namespace and an empty folder. `<!-- not run: REASON -->` on the line above a
-block leaves it out. A page that compiles or starts process groups runs in an interpreter of its own.
+block leaves it out. A page that compiles, exports or starts process groups runs in an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?(?P<indent> *)```(?P<kind>\w*)\n(?P<code>.*?)^(?P=indent)```",
     re.MULTILINE | re.DOTALL,
 )
-ALONE = re.compile(r"torch\.compile\(|torch\.distributed|init_process_group")
+ALONE = re.compile(r"torch\.compile\(|torch\.export\.|torch\.distributed|init_process_group")
 
 
 def python(text: str) -> str:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_lab.bench import tables
+from dilated_attention_lab.bench import overview, result_pages, tables
 from dilated_attention_lab.commands import main
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
+GENERATED = result_pages.pages(RESULTS)
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = [path for path in DOCUMENTS if path.relative_to(ROOT).as_posix().removeprefix("docs/") not in GENERATED]
 # The notebook and the decisions are dated records of what was seen, and name their files where there are any.
 LOGS = ("notebook.md", "decisions")
 
@@ -39,6 +41,37 @@ def test_documents_say_what_the_results_say(document):
     assert tables.render(text, RESULTS) == text, "run: python -m dilated_attention plot"
     if not set(LOGS) & set(document.relative_to(ROOT).parts):
         assert claims(text) == [], "write it as <!-- results: FILE name=... --><!-- end of results -->"
+
+
+def test_generated_pages_say_what_the_results_say():
+    folder = ROOT / "docs"
+    stored = {
+        path.relative_to(folder).as_posix() for path in [*folder.glob("machines.md"), *folder.glob("tables/**/*.md")]
+    }
+    assert stored == set(GENERATED), "run: python -m dilated_attention plot"
+    for name, text in GENERATED.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, "run: python -m dilated_attention plot"
+        assert "not installed" not in text
+
+
+@pytest.mark.parametrize("name", overview.CHARTS)
+def test_charts_show_what_the_results_say(name):
+    panels = overview.CHARTS[name](RESULTS)
+    assert all(series.y for panel in panels for series in panel.series)
+    stored = overview.stored_digest(ROOT / "docs" / "pictures" / "measured" / f"{name}.svg")
+    assert stored == overview.digest(panels), "run: python -m dilated_attention plot"
+    assert f"pictures/measured/{name}.svg" in (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
+
+
+def test_an_outdated_chart_is_seen_and_drawn_again(tmp_path, monkeypatch):
+    panels = [overview.Panel("bars", [overview.Series("a", ["x"], [1.0])])]
+    monkeypatch.setattr(overview, "CHARTS", {"one": lambda results: panels})
+    (path,) = overview.draw(RESULTS, tmp_path)
+    assert overview.stored_digest(path) == overview.digest(panels)
+    assert list(overview.draw(RESULTS, tmp_path)) == []
+    panels[0] = overview.Panel("bars", [overview.Series("a", ["x"], [2.0])])
+    assert list(overview.draw(RESULTS, tmp_path)) == [path]
+    assert overview.stored_digest(path) == overview.digest(panels)
 
 
 def test_claims_are_found():
@@ -105,6 +138,37 @@ def test_words_on_bars_come_from_the_rows(results):
     assert "bar -->met in 1 of 2<!--" in tables.render(page.replace("dilated", "forward"), results)
     table = tables.render("<!-- results: cpu/a.jsonl name=other -->\n<!-- end of results -->", results)
     assert "| forward: other | 64 tokens, 2 heads, 2 branches | 11 ms | 0.45 x | 10, not met |" in table
+
+
+def test_ranges_and_ratios_to_others(results):
+    page = "<!-- results: cpu/a.jsonl range -->?<!-- end of results -->"
+    assert "range -->9.00 to 20 ms<!--" in tables.render(page, results)
+    page = "<!-- results: cpu/a.jsonl over=dense -->?<!-- end of results -->"
+    assert "over=dense -->0.45 x<!--" in tables.render(page, results)
+    with pytest.raises(ValueError, match="no row fits"):
+        tables.render(page.replace("over=dense", "over=flex"), results)
+
+
+def test_pages_of_tables_are_split_and_removed(results, tmp_path, monkeypatch):
+    path = results / "cpu" / "a.jsonl"
+    environment = {"device": "a CPU", "torch": "2", "python": "3", "platform": "any", "threads": 2}
+    known = {"environment": environment, "commit": "abc", "date": "2026-01-01T00:00:00Z"}
+    rows = [{**json.loads(line), **known} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "docs"
+    assert len(list(result_pages.write(results, folder))) == 2
+    text = (folder / "tables" / "cpu" / "a.md").read_text()
+    assert "All lines: seq_len 64; heads 2." in text
+    assert "| forward: dilated | dilation_rates 1 / 2 | 9.00 ms, bar 10 |" in text
+    assert "1 figures have no value" in text
+    assert "needs 9 GiB" not in text
+    monkeypatch.setattr(result_pages, "LONGEST", 60)
+    split = {path.name for path in result_pages.write(results, folder)}
+    assert {"a.md", "a-2.md"} <= split
+    assert "(a-2.md)" in (folder / "tables" / "cpu" / "a.md").read_text()
+    monkeypatch.undo()
+    assert {path.name for path in result_pages.write(results, folder)} == split
+    assert not (folder / "tables" / "cpu" / "a-2.md").exists()
 
 
 def test_a_span_that_fits_nothing_is_named(results):

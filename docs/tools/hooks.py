@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from collections import Counter
@@ -13,6 +14,8 @@ from urllib.parse import unquote, urldefrag, urlsplit
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from dilated_attention_lab.commands import COMMANDS, Parser
 
 log = logging.getLogger("mkdocs.hooks")  # warnings of these loggers fail a strict build
 ROOT = Path(__file__).parents[2]
@@ -33,10 +36,54 @@ def _shown() -> list[Path]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in _shown():
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    files.append(File.generated(config, "commands.md", content=_commands()))
     places = Counter(file.dest_uri for file in files if not file.inclusion.is_excluded())
     for place in sorted(place for place, count in places.items() if count > 1):
         log.warning("%s: two files of the repository become this page", place)
     return files
+
+
+def _commands() -> str:
+    """Return the reference of the command line, from the parsers themselves."""
+    lines = [
+        "# Commands",
+        "",
+        "Look up every option of `dilated-attention`. This page is made from the parsers, like `--help`.",
+    ]
+    for name, about in COMMANDS.items():
+        parser = Parser(prog=f"dilated-attention {name}", command=name)
+        parser.complete()
+        lines += ["", f"## {name}", "", f"`dilated-attention {name}`: {about}.", "", _plain(parser.description), ""]
+        lines += ["| argument | meaning |", "|---|---|"]
+        lines += [_option(action) for action in parser._actions if action.dest != "help"]
+        lines += ["", _plain(parser.epilog)]
+    return "\n".join(lines) + "\n"
+
+
+def _option(action: argparse.Action) -> str:
+    """Return the line of one argument."""
+    values = action.metavar or (",".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    if not action.option_strings:
+        call = str(action.metavar or action.dest)
+    else:
+        call = " ".join([", ".join(action.option_strings), *([str(values)] if action.nargs != 0 else [])])
+    code = "<code>" + call.replace("|", "&#124;").replace("<", "&lt;") + "</code>"  # a pipe would end the cell
+    about = _plain(action.help).replace("%(default)s", str(action.default)).replace("%%", "%")
+    return f"| {code} | {about} |"
+
+
+def _plain(text: str | None) -> str:
+    """Return help as one line that Markdown does not take for markup."""
+    return re.sub(r"([<>*_|])", r"\\\1", " ".join((text or "").split()))
+
+
+def _decisions() -> str:
+    """Return the list of decisions, by their titles."""
+    lines = ["", "## All decisions", ""]
+    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines) + "\n"
 
 
 def _results() -> str:
@@ -63,7 +110,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         ups = link[1].count("../")
         return ("../" * depth if ups > depth else link[1]) + link[2]
 
-    return LINK.sub(shorten, markdown) + (_results() if page.file.src_uri == "measured.md" else "")
+    added = {"machines.md": _results, "decisions/README.md": _decisions}.get(page.file.src_uri, str)
+    return LINK.sub(shorten, markdown) + added()
 
 
 class _Page(HTMLParser):

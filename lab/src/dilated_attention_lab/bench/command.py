@@ -295,7 +295,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl hold, as "
         "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
-        "<!-- end of results -->."
+        "<!-- end of results -->. In a clone it also writes docs/pictures/measured, docs/tables and docs/machines.md."
     )
     what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
     parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
@@ -376,7 +376,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from dilated_attention_lab.bench import charts
+    from dilated_attention_lab.bench import charts, overview, result_pages
 
     if options.what in pattern_options.NAMES:
         if options.documents is not None:
@@ -399,8 +399,13 @@ def _plot(options: argparse.Namespace) -> int:
     written = list(charts.draw(results, out))
     documents = options.documents
     if documents is None:
-        ours = [Path("README.md"), Path("docs")] if results == Path("results") else []
-        documents = [place for place in ours if place.exists()]
+        documents = [Path("README.md"), Path("docs")] if results == Path("results") else []
+        documents = [place for place in documents if place.exists()]
+        if Path("docs/measured.md").exists():
+            written += [
+                *overview.draw(results, Path("docs/pictures/measured")),
+                *result_pages.write(results, Path("docs")),
+            ]
     for place in documents:
         files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
         written += [file for file in files if write(file, results)]

@@ -8,7 +8,9 @@ becomes a table of the rows of that file whose name contains the words and whose
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
 
-The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`.
+The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`; `range`
+writes the least and the greatest value of all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio to
+another contender instead of its value.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def render(text: str, results: Path) -> str:
         rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
         if "bar" in words:
             body = verdict(rows)
+        elif "range" in words:
+            body = extent(rows)
         elif "\n" in span["text"]:
             body = variants(rows) if "variants" in words else table(rows)
             body = f"\n{body}\n"
@@ -67,13 +71,22 @@ def _rows(request: str, results: Path) -> Iterator[Record]:
     found = [row for row in read(path) if _fits(row, wanted)]
     if not found:
         raise ValueError(f"results: {request}: no row fits")
-    yield from found
+    other = wanted.get("over")
+    yield from found if other is None else (_ratio(row, other) for row in found)
+
+
+def _ratio(row: Record, other: str) -> Record:
+    """Return a row with its ratio to another contender as its value."""
+    return {**row, "value": row["over"][other]["median"], "unit": "x"}
 
 
 def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
     for key, value in wanted.items():
         if key == "name":
             if value not in row["name"]:
+                return False
+        elif key == "over":
+            if value not in row.get("over", {}):
                 return False
         elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
             return False
@@ -88,9 +101,16 @@ def verdict(rows: list[Record]) -> str:
     return f"met in {sum(judged)} of {len(judged)}"
 
 
+def extent(rows: list[Record]) -> str:
+    """Return the least and the greatest value, with their unit."""
+    values = [row["value"] for row in rows if row["value"] is not None]
+    ends = dict.fromkeys(number(value) for value in (min(values), max(values)))
+    return f"{' to '.join(ends)} {rows[0]['unit']}".rstrip()
+
+
 def table(rows: list[Record]) -> str:
     """Markdown: a line a row."""
-    return _markdown(*columns(rows))
+    return markdown(*columns(rows))
 
 
 def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -114,10 +134,10 @@ def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def variants(rows: list[Record]) -> str:
     """Markdown: the variants of `compare`, with what it knows of each."""
-    return _markdown(*compare.table(rows))
+    return markdown(*compare.table(rows))
 
 
-def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *lines))
 
 

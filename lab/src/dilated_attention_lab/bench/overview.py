@@ -1,0 +1,321 @@
+"""The charts of docs/measured.md, drawn from the files of results by `dilated-attention plot`.
+
+Each chart is a list of panels, plain data without matplotlib. `digest` is a hash of that data. An SVG file carries
+it, and a test compares it with the results: it finds an outdated chart, whichever version of matplotlib drew it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dilated_attention_lab.bench.results import Record, read
+from dilated_attention_lab.bench.tables import number
+
+EPYC, ZEN4, ZEN3, XEON = (
+    "cpu-2-threads-amd-epyc",
+    "cpu-2-threads-amd-epyc-zen-4",
+    "cpu-2-threads-amd-epyc-without-avx-512",
+    "cpu-2-threads-intel-r-xeon-r-processor",
+)
+MACHINES = {EPYC: "EPYC", ZEN4: "EPYC\nZen 4", XEON: "Xeon\nAMX", ZEN3: "EPYC\nAVX2"}
+"""Folders of results, and their names in a chart."""
+
+OURS, OTHERS = ("#0b5fa5", "#5fa8dd", "#a3cdec", "#d5e8f7"), ("#333333", "#888888", "#c4c4c4")
+"""Colours: blue for this library, grey for what it is compared with."""
+
+MARKERS = "osv^Dx"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of points, or one bar for each group: `x` are numbers, or the names of the groups."""
+
+    label: str
+    x: Sequence[float | str]
+    y: Sequence[float]
+    is_ours: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. `kind` is "lines" or "bars"; `settings` go to `Axes.set`; `level` draws a horizontal line."""
+
+    kind: str
+    series: Sequence[Series]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    level: float | None = None
+    diagonal: bool = False
+
+
+Chart = Callable[[Path], list[Panel]]
+
+
+def digest(panels: Sequence[Panel]) -> str:
+    """Return a hash of what a chart shows."""
+    return hashlib.sha256(json.dumps([asdict(panel) for panel in panels]).encode()).hexdigest()[:16]
+
+
+def stored_digest(path: Path) -> str | None:
+    """Return the hash that an SVG file carries, or None if it carries none."""
+    found = re.search(r"data: ([0-9a-f]{16})", path.read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
+def draw(results: Path, folder: Path) -> Iterator[Path]:
+    """Draw the charts whose data changed; yield their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chart in CHARTS.items():
+        panels, path = chart(results), folder / f"{name}.svg"
+        if not path.exists() or stored_digest(path) != digest(panels):
+            save(panels, path)
+            yield path
+
+
+def save(panels: Sequence[Panel], path: Path) -> None:
+    """Draw one chart into a file; an SVG gets the hash of its data and no date."""
+    with matplotlib.rc_context({"svg.hashsalt": "dilated-attention", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(8, 3.6) if len(panels) > 1 else (6.4, 3.6), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            {"lines": _lines, "bars": _bars}[panel.kind](axes, panel)
+            axes.set(**panel.settings)
+            if panel.settings.get("xscale") == "log":
+                axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+            axes.grid(axis="y", color="0.92", zorder=0)
+            axes.spines[["top", "right"]].set_visible(False)
+            if len(panel.series) > 1:
+                place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3 if len(panel.series) == 3 else 2}
+                axes.legend(frameon=False, fontsize=8, **place)
+        metadata = {"Date": None, "Description": f"data: {digest(panels)}"} if path.suffix == ".svg" else {}
+        figure.savefig(path, metadata=metadata, dpi=110)
+
+
+def _styles(panel: Panel) -> Iterator[tuple[Series, str, str]]:
+    """Yield each series with its colour and its marker."""
+    used = {True: 0, False: 0}  # by whether the series is ours
+    for series, marker in zip(panel.series, MARKERS, strict=False):
+        palette = OURS if series.is_ours else OTHERS
+        yield series, palette[used[series.is_ours] % len(palette)], marker
+        used[series.is_ours] += 1
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+    for series, color, marker in _styles(panel):
+        style = "-" if series.is_ours else "--"
+        axes.plot(series.x, series.y, style, marker=marker, color=color, markersize=5, label=series.label)
+    if panel.diagonal:
+        axes.axline((0.01, 0.01), (1, 1), color="0.7", linewidth=0.8)
+
+
+def _bars(axes: Axes, panel: Panel) -> None:
+    groups = list(dict.fromkeys(str(name) for series in panel.series for name in series.x))
+    side_by_side = len(groups) < sum(len(series.x) for series in panel.series)
+    width = 0.8 / len(panel.series) if side_by_side else 0.6
+    for i, (series, color, _) in enumerate(_styles(panel)):
+        shift = (i - (len(panel.series) - 1) / 2) * width if side_by_side else 0.0
+        places = [groups.index(str(name)) + shift for name in series.x]
+        bars = axes.bar(places, series.y, width * 0.92, color=color, label=series.label, zorder=2)
+        axes.bar_label(bars, [number(y) for y in series.y], fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="0.5", linewidth=0.8, linestyle=":")
+
+
+def _rows(path: Path, name: str, **wanted: Any) -> list[Record]:
+    """Return the rows that have a value, whose name contains `name` and whose parameters are as wanted."""
+    found = [row for row in read(path) if name in row["name"] and row["value"] is not None]
+    return [row for row in found if all(row["parameters"].get(key) == value for key, value in wanted.items())]
+
+
+def _points(rows: Sequence[Record], parameter: str) -> tuple[list[Any], list[float]]:
+    """Return the values of rows in the order of one of their parameters."""
+    rows = sorted(rows, key=lambda row: row["parameters"][parameter])
+    return [row["parameters"][parameter] for row in rows], [row["value"] for row in rows]
+
+
+PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
+
+
+def length(results: Path) -> list[Panel]:
+    """Time of a forward over the length."""
+    path, series = results / ZEN4 / "compare.jsonl", []
+    for label, variant in {
+        "dense": "dense",
+        "dilated, 3 branches": "LongNet branches",
+        "local blocks, 10 %": "local blocks, 10%",
+        "dilated, one branch per head group": "head groups",
+    }.items():
+        x, y = _points(_rows(path, "compare", variant=variant, **PLAIN), "seq_len")
+        series.append(Series(label, x, [value / 1e3 for value in y], label != "dense"))
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "seconds per forward"}
+    return [Panel("lines", series, axes)]
+
+
+def shares(results: Path) -> list[Panel]:
+    """Time over dense attention against the share of its score entries."""
+    rows = _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
+    series = []
+    for label, kinds in {
+        "dilated": ("LongNet branches", "head groups"),
+        "local blocks": ("local blocks, ",),
+        "random blocks": ("random blocks, ",),
+    }.items():
+        found = [row for row in rows if row["parameters"]["variant"].startswith(kinds) and row.get("over")]
+        points = sorted((row["figures"]["share of score entries"], row["over"]["dense"]["median"]) for row in found)
+        series.append(Series(label, [x for x, _ in points], [y for _, y in points]))
+    words = {"xlabel": "share of dense attention's score entries", "ylabel": "time over dense attention"}
+    return [Panel("lines", series, {"xscale": "log", "yscale": "log", **words}, diagonal=True)]
+
+
+def windows(results: Path) -> list[Panel]:
+    """Time of a window per visible key, over dense attention's time per key."""
+    series = []
+    for dtype in ("float32", "bfloat16"):
+        for phase in ("forward", "forward+backward"):
+            rows = _rows(results / ZEN4 / "windows.jsonl", f"{phase}: time per entry", dtype=dtype, seq_len=16384)
+            x, y = _points(rows, "before")
+            series.append(Series(f"{dtype}, {phase}", [f"{before + 1:,}" for before in x], y))
+    words = {"xlabel": "keys in the window", "ylabel": "time per visible key over dense"}
+    return [Panel("bars", series, words, level=1.0)]
+
+
+def transformers(results: Path) -> list[Panel]:
+    """Time of transformers models with their own windows, over `sdpa`."""
+    series = []
+    for phase in ("forward", "forward+backward"):
+        rows = _rows(results / ZEN4 / "transformers.jsonl", f"{phase}: time over")
+        names = []
+        for row in rows:
+            model = row["parameters"]["model"].removesuffix("-base").removesuffix(" 270M")
+            names.append(f"{model}\n{row['parameters']['seq_len']:,}")
+        series.append(Series(phase, names, [row["value"] for row in rows]))
+    return [Panel("bars", series, {"ylabel": "time over sdpa (gpt-oss: over eager)"}, level=1.0)]
+
+
+def blocks(results: Path) -> list[Panel]:
+    """Time of block layouts over dense attention, by density."""
+    series = []
+    for kind in ("local", "random", "dilated"):
+        rows = _rows(
+            results / EPYC / "blocks.jsonl",
+            "forward+backward: time over dense",
+            blocks=kind,
+            seq_len=4096,
+            is_causal=False,
+        )
+        series.append(Series(f"{kind} blocks", *_points(rows, "density")))
+    words = {"xlabel": "share of blocks that are computed", "ylabel": "forward and backward over dense"}
+    return [Panel("lines", series, {"xlim": (0, 0.55), "ylim": (0, 0.55), **words}, diagonal=True)]
+
+
+def dense(results: Path) -> list[Panel]:
+    """The C++ kernels beside PyTorch's own call: dense attention, and the score entries of a dilated pattern."""
+    dilated = {"seq_len": 8192, "segment_lengths": [2048, 4096, 8192]}
+    return [
+        _by_machine(results, "forward+backward: time over dense", "dense", seq_len=8192, dilation_rates=[1], heads=4),
+        _by_machine(results, "forward+backward: time over dense calls", "dilated", **dilated),
+    ]
+
+
+def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
+    """Return one figure of the C++ kernels on every machine, in two dtypes."""
+    series = []
+    for dtype in ("float32", "bfloat16"):
+        values: dict[str, float] = {}
+        for folder, machine in MACHINES.items():
+            rows = _rows(results / folder / "cpu.jsonl", name, dtype=dtype, head_dim=64, is_causal=False, **wanted)
+            values.update((machine, row["value"]) for row in rows if row["name"] == name)
+        series.append(Series(dtype, [*values], [*values.values()]))
+    return Panel("bars", series, {"ylabel": f"{label}: time over PyTorch's"}, level=1.0)
+
+
+def selected(results: Path) -> list[Panel]:
+    """Modules that select what they see, over a dense module."""
+    series = []
+    for module in ("native sparse attention", "mixture of blocks"):
+        rows = _rows(results / EPYC / "selected.jsonl", f"{module}, forward+backward: time over dense")
+        x, y = _points(rows, "seq_len")
+        series.append(Series(module, [f"{n:,} tokens" for n in x], y))
+    return [Panel("bars", series, {"ylabel": "forward and backward over dense"}, level=1.0)]
+
+
+def decoding(results: Path) -> list[Panel]:
+    """Time and cache of one new token, by its position."""
+    panels = []
+    for name, label, unit in (("time a token", "ms per new token", 1.0), ("bytes of the cache", "cache, MB", 1e-6)):
+        series = []
+        for method in ("dense", "dilated"):
+            x, y = _points(_rows(results / EPYC / "model.jsonl", f"decoding, {method}: {name}"), "seq_len")
+            series.append(Series(method, x, [value * unit for value in y], method == "dilated"))
+        panels.append(
+            Panel("lines", series, {"xscale": "log", "ylim": (0, None), "xlabel": "position", "ylabel": label})
+        )
+    return panels
+
+
+def peers(results: Path) -> list[Panel]:
+    """Time and memory beside torchscale and a fork of dilated-attention-pytorch."""
+    rows = {
+        row["parameters"]["variant"]: row
+        for row in _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
+    }
+    names = {
+        "LongNet branches": "this\nlibrary",
+        "torchscale": "torchscale",
+        "dense": "dense",
+        "fork: DilatedAttention": "fork",
+    }
+    both = [rows[name]["times"]["forward+backward"]["median"] * 1e3 for name in names]
+    peak = [rows[name]["figures"]["peak memory, bytes"] / 2**20 for name in names]
+    labels, panels = [*names.values()], []
+    for label, values in (("forward and backward, ms", both), ("peak memory of a forward, MiB", peak)):
+        series = [Series("this library", labels[:1], values[:1]), Series("others", labels[1:], values[1:], False)]
+        panels.append(Panel("bars", series, {"ylabel": label}))
+    return panels
+
+
+def recall(results: Path) -> list[Panel]:
+    """Right answers about facts, by their distance."""
+    series = []
+    for method, label in (("dilated", "dilated"), ("window", "window of equal cost")):
+        rows = _rows(results / XEON / "quality.jsonl", "recall", method=method, seq_len=262144)
+        x = [row["parameters"]["distance"][1] for row in rows]
+        series.append(Series(label, x, [row["value"] for row in rows], method == "dilated"))
+    words = {"xlabel": "tokens between fact and question, at most", "ylabel": "share of right answers"}
+    return [Panel("lines", series, {"xscale": "log", "ylim": (-0.03, 1.05), **words})]
+
+
+def text(results: Path) -> list[Panel]:
+    """Held-out text after equal steps and after equal time: means over the seeds that all models of a case have."""
+    cases = (
+        ("8,192 bytes,\nequal steps", ZEN3, "equal steps", {"seq_len": 8192}),
+        ("32,768 bytes,\nequal steps", ZEN4, "equal steps", {"seq_len": 32768, "window": 3584}),
+        ("32,768 bytes,\nequal time", XEON, "equal time", {"seq_len": 32768}),
+    )
+    values: dict[str, dict[str, float]] = {"dilated": {}, "dense": {}, "window": {}}
+    for label, folder, budget, wanted in cases:
+        seeds: dict[str, dict[int, float]] = {}
+        for method in values:
+            rows = _rows(results / folder / "quality.jsonl", f"text, {method}, {budget}: held-out text", **wanted)
+            if rows:
+                seeds[method] = {row["parameters"]["seed"]: row["value"] for row in rows}
+        common = set.intersection(*(set(found) for found in seeds.values()))
+        for method, found in seeds.items():
+            values[method][label] = sum(found[seed] for seed in sorted(common)) / len(common)
+    series = [Series(method, [*found], [*found.values()], method == "dilated") for method, found in values.items()]
+    return [Panel("bars", series, {"ylabel": "bits per byte, held-out text", "ylim": (0, 2.6)})]
+
+
+CHARTS: dict[str, Chart] = {
+    chart.__name__: chart
+    for chart in (length, shares, windows, transformers, blocks, dense, selected, decoding, peers, recall, text)
+}

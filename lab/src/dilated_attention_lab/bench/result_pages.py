@@ -1,0 +1,223 @@
+"""Pages of the documents that are generated whole from the files of results: tables, and which machine measured what.
+
+`dilated-attention plot` writes them to docs/tables/<device>/<suite>.md and docs/machines.md. A figure without a value
+(refused, not installed) is counted and not listed; the file of results says why it has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dilated_attention.plumbing import storage
+from dilated_attention_lab.bench import compare
+from dilated_attention_lab.bench.charts import PICTURES
+from dilated_attention_lab.bench.results import Record, read
+from dilated_attention_lab.bench.tables import markdown, number, value, verdict
+
+WIDEST = 6
+"""Figures beside one another in a table; where a case has more, each figure is a line and each case a column."""
+
+LONGEST = 2400
+"""Words of a page; what does not fit goes to a further one."""
+
+USUAL = {"batch": "1", "offsets": "head", "is_causal": "no", "dtype": "float32", "compiled": "no", "method": "dilated"}
+"""Parameters that a table names only where they differ between its lines or are something else."""
+
+WORDS = {"true": "yes", "false": "no"}
+
+Case = tuple[tuple[str, str], ...]
+"""Names and values of parameters, in words."""
+
+
+def pages(results: Path) -> dict[str, str]:
+    """Return every generated page, by its path below docs/."""
+    paths = [path for path in sorted(results.glob("*/*.jsonl")) if path.parent.name != "aot"]
+    files = {path: read(path) for path in paths}
+    found = {"machines.md": "\n".join(_machines(files)) + "\n"}
+    for path, rows in files.items():
+        for number_of_page, text in enumerate(_split(path, rows), 1):
+            name = path.stem if number_of_page == 1 else f"{path.stem}-{number_of_page}"
+            found[f"tables/{path.parent.name}/{name}.md"] = text
+    return found
+
+
+def write(results: Path, folder: Path) -> Iterator[Path]:
+    """Write the generated pages below `folder`, and remove those of files that are gone; yield the changed paths."""
+    wanted = {folder / name: text for name, text in pages(results).items()}
+    for path in sorted({*(folder / "tables").rglob("*.md")} - wanted.keys()):
+        path.unlink()
+        yield path
+    for path, text in wanted.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.write_text(path, text)
+            yield path
+
+
+def _split(path: Path, rows: list[Record]) -> list[str]:
+    """Return the pages of one file: an introduction and its tables, LONGEST words each at most where tables allow."""
+    title = f"# {path.stem}, {rows[0]['environment']['device']}"
+    pages: list[list[str]] = [[]]
+    for text in [title, *_tables(path, rows)]:
+        if len(" ".join([*pages[-1], text]).split()) > LONGEST:
+            pages[-1].append(f"[More tables of this file]({path.stem}-{len(pages) + 1}.md)")
+            pages.append([f"{title}, page {len(pages) + 1}"])
+        pages[-1].append(text)
+    return ["\n\n".join(page) + "\n" for page in pages]
+
+
+def _tables(path: Path, rows: list[Record]) -> Iterator[str]:
+    """Yield what the page of one file holds below its title."""
+    shown = [row for row in rows if row["value"] is not None]
+    usual = ", ".join(f"{name} {word}" for name, word in USUAL.items())
+    yield (
+        f"Written by `dilated-attention plot` from [{path.name}](../../../results/{path.parent.name}/{path.name}). "
+        f"{_environment(rows)} A ratio is the median over interleaved rounds; `not met` marks a value above its bar. "
+        f"Unless a table says otherwise: {usual}."
+    )
+    if len(shown) < len(rows):
+        yield f"{len(rows) - len(shown)} figures have no value here; the file gives the reason for each."
+    for name in [path.stem] if path.stem.startswith("profile-") else PICTURES.get(path.stem, {}):
+        yield f"![{name}](../../pictures/{path.parent.name}/{name}.png)"
+    yield from _compared([row for row in shown if row["name"] == "compare"])
+    yield from _by_case([row for row in shown if row["name"] != "compare"])
+
+
+def _environment(rows: list[Record]) -> str:
+    """Name the versions and the dates of rows."""
+    versions = sorted({(row["environment"]["torch"], row["environment"]["python"]) for row in rows})
+    dates = sorted({row["date"][:10] for row in rows})
+    words = " and ".join(f"PyTorch {torch}, Python {python}" for torch, python in versions)
+    return f"{words}; {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
+
+
+def _by_case(rows: list[Record]) -> Iterator[str]:
+    """Yield one table for all cases that have the same figures; cases that stand alone share the last one."""
+    cases: dict[Case, dict[str, Record]] = {}
+    for row in rows:
+        cases.setdefault(_case(row["parameters"]), {})[row["name"]] = row
+    groups: dict[tuple[str, ...], dict[Case, dict[str, Record]]] = {}
+    for case, figures in cases.items():
+        groups.setdefault(tuple(figures), {})[case] = figures
+    single = [(case, figures) for group in groups.values() if len(group) == 1 for case, figures in group.items()]
+    for names, group in groups.items():
+        if len(group) > 1:
+            yield _grouped(names, group)
+    if single:
+        common = _common([case for case, _ in single])
+        lines = [
+            (name, ", ".join(_words(case, common)), _cell(row))
+            for case, figures in single
+            for name, row in figures.items()
+        ]
+        yield _constants(common) + markdown(("figure", "case", "value"), lines)
+
+
+def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -> str:
+    """Return a table of cases that all have the figures `names`."""
+    common = _common(group)
+    varying = list(dict.fromkeys(name for case in group for name, _ in case if name not in common))
+    heads = {case: [dict(case).get(name, "") for name in varying] for case in group}
+    cells = {case: [_cell(figures[name]) for name in names] for case, figures in group.items()}
+    if len(names) <= WIDEST:
+        return _constants(common) + markdown((*varying, *names), ([*heads[case], *cells[case]] for case in group))
+    lines = ([name, *(cells[case][i] for case in group)] for i, name in enumerate(names))
+    return _constants(common) + markdown((", ".join(varying), *(", ".join(heads[case]) for case in group)), lines)
+
+
+def _compared(rows: list[Record]) -> Iterator[str]:
+    """Yield, for each setting of `compare`, the times over dense attention by length, and one setting in full."""
+    settings: dict[Case, dict[str, dict[int, Record]]] = {}
+    for row in rows:
+        given = {name: row["parameters"][name] for name in ("dtype", "batch", "compiled", "branches")}
+        variants = settings.setdefault(_case(given), {})
+        variants.setdefault(row["parameters"]["variant"], {})[row["parameters"]["seq_len"]] = row
+    for setting, variants in settings.items():
+        ratios = {name: {n: _over_dense(row) for n, row in found.items()} for name, found in variants.items()}
+        lengths = sorted({n for found in ratios.values() for n, ratio in found.items() if ratio})
+        lines = [[name, *(found.get(n, "") for n in lengths)] for name, found in ratios.items() if any(found.values())]
+        heading = f"Forward time over dense attention; {', '.join(_words(setting, {}))}:\n\n"
+        yield heading + markdown(("variant", *(f"{n:,} tokens" for n in lengths)), lines)
+    plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096], "seq_len": 4096}
+    full = [row for row in rows if plain.items() <= row["parameters"].items()]
+    if full:
+        yield f"Everything that is known of {', '.join(_words(_case(plain), {}))}:\n\n" + markdown(*compare.table(full))
+
+
+def _over_dense(row: Record) -> str:
+    """Return the ratio to dense attention, or an empty string where there is none."""
+    return number(row["over"]["dense"]["median"]) if "dense" in row.get("over", {}) else ""
+
+
+def _case(parameters: Mapping[str, Any]) -> Case:
+    """Return parameters as pairs of words."""
+    return tuple((name, _word(given)) for name, given in parameters.items() if given not in ([], None))
+
+
+def _word(given: Any) -> str:
+    if isinstance(given, (list, tuple)):
+        return " / ".join(map(_word, given))
+    if isinstance(given, int) and not isinstance(given, bool):
+        return f"{given:,}"
+    return given if isinstance(given, str) else WORDS.get(json.dumps(given), json.dumps(given))
+
+
+def _common(cases: Iterable[Case]) -> dict[str, str]:
+    """Return the parameters that all cases share."""
+    first, *others = (dict(case) for case in cases)
+    return {name: word for name, word in first.items() if all(case.get(name) == word for case in others)}
+
+
+def _words(case: Case, common: Mapping[str, str]) -> list[str]:
+    """Return the parameters that a line has to name: those that are neither common to all nor as usual."""
+    return [f"{name} {word}" for name, word in case if name not in common and USUAL.get(name) != word]
+
+
+def _constants(common: Mapping[str, str]) -> str:
+    """Return the line above a table that names the parameters of all its lines."""
+    words = _words(tuple(common.items()), {})
+    return f"All lines: {'; '.join(words)}.\n\n" if words else ""
+
+
+def _cell(row: Record) -> str:
+    """Return a value with its bar, where there is one."""
+    if "bar" not in row:
+        return value(row)
+    return f"{value(row)}, {'bar' if row['met'] else 'not met: bar'} {number(row['bar'])}"
+
+
+def _machines(files: Mapping[Path, list[Record]]) -> Iterator[str]:
+    """Yield the lines of the page that says which machine measured what."""
+    yield from (
+        "# What is measured on which machine",
+        "",
+        "Look up where a figure comes from: which machine, which versions, when. What has not been measured yet is",
+        "listed [beside the results](../results/README.md#not-measured-yet).",
+        "",
+        "`dilated-attention plot` writes this page from the files of results. A bar is a limit that was set before the",
+        "measurement; the last column counts the bars that are met.",
+    )
+    devices: dict[str, list[Path]] = {}
+    for path in files:
+        devices.setdefault(path.parent.name, []).append(path)
+    for folder, paths in devices.items():
+        rows = [row for path in paths for row in files[path]]
+        yield from ("", f"## {rows[0]['environment']['device']}", "")
+        environment = rows[0]["environment"]
+        yield f"`{folder}`: {environment['platform']}, {environment['threads']} threads. {_environment(rows)}"
+        yield ""
+        lines = [_summary(path, files[path]) for path in paths]
+        yield markdown(("suite", "figures", "without a value", "date", "commit", "bars met"), lines)
+
+
+def _summary(path: Path, rows: list[Record]) -> list[str]:
+    """Return the line of one file."""
+    empty = sum(row["value"] is None for row in rows)
+    newest = max(rows, key=lambda row: row["date"])
+    judged = [row for row in rows if row["value"] is not None and "met" in row]
+    name = f"[{path.stem}](tables/{path.parent.name}/{path.stem}.md)"
+    bars = verdict(judged).removeprefix("met in ") if len(judged) > 1 else ""
+    return [name, str(len(rows)), str(empty), newest["date"][:10], newest["commit"][:7], bars]
