@@ -55,10 +55,11 @@ class CacheInfo(NamedTuple):
 
 
 class PlanCache:
-    """A least-recently-used cache bounded by bytes, thread-safe.
+    """Cache plans by key; discard the least recently used ones when a limit in bytes is exceeded. Thread-safe.
 
     Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned but not
-    kept. A value used while a CUDA graph is captured is held for good, outside the limit: the graph reads its memory.
+    kept. A value used while a CUDA graph is captured is kept permanently and does not count towards the limit, because
+    the graph reads its memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -69,8 +70,11 @@ class PlanCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by `make()` if it is not held. `make` runs outside the lock, without gradients, and
-        outside inference mode, whose tensors could serve no later training."""
+        """Return the value of `key`, and make it with `make()` if the cache does not hold it.
+
+        `make` runs outside the lock, without gradients, and outside inference mode: tensors made in inference mode
+        could not be used in training later.
+        """
         value = self._get(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
@@ -100,14 +104,14 @@ class PlanCache:
             self._evictions += 1
 
     def info(self) -> CacheInfo:
-        """Hits, misses, evictions, entries, bytes held and the limit, read at one moment."""
+        """Return hits, misses, evictions, entries, bytes held and the limit, all read at one moment."""
         with self._lock:
             return CacheInfo(
                 self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._max_bytes
             )
 
     def clear(self) -> None:
-        """Drop every entry and set the counters to zero. What a CUDA graph reads stays in memory."""
+        """Drop every entry and set the counters to zero. Values that a CUDA graph reads stay in memory."""
         with self._lock:
             self._entries.clear()
             self._bytes = self._hits = self._misses = self._evictions = 0

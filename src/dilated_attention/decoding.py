@@ -19,20 +19,21 @@ from dilated_attention.patterns import Dilated
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """The last rows of causal attention: queries of the newest tokens, keys of all tokens so far.
+    """Compute the last rows of causal attention: the newest tokens' queries over the keys of all tokens so far.
 
     Equals `attention(whole_q, k, v, pattern, is_causal=True)[:, -q.shape[1]:]`. A query reads only the keys that its
-    pattern shows: the cost of a token is bounded by segments and windows, not by its position. Differentiable.
+    pattern shows, so the cost per token is bounded by segments and windows and does not grow with its position.
+    Differentiable.
 
     Args:
         q: `(batch, new, heads, head_dim)`, the queries at positions seq - new to seq - 1.
         k, v: `(batch, seq, kv_heads, head_dim)`, new <= seq; any strides.
             The head_dim of v may differ.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        scale: the factor of the scores; default 1 / sqrt(head_dim).
         sinks: as in `attention`.
 
     Returns:
-        out, as q with the head_dim of v; 0 where a query sees no key.
+        out, shaped like q but with the head_dim of v; 0 where a query sees no key.
     """
     _check(q, k, v, scale, sinks)
     with torch.autocast(q.device.type, enabled=False):
@@ -51,7 +52,7 @@ def first_token_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The first row of dilated attention without causality: what a cls token at the start sees.
+    """Compute the first row of non-causal dilated attention: the output for a cls token at the start.
 
     Equals `attention(whole_q, k, v, pattern)[:, :1]`: softmax(scale q·k + log c) v, where c counts the branches in
     which token 0 sees a key. Plain differentiable operations, O(seq).
@@ -59,12 +60,12 @@ def first_token_attention(
     Args:
         q: `(batch, 1, heads, head_dim)`, the query of token 0.
         k, v: `(batch, seq, kv_heads, head_dim)`.
-        compat: as in `dilated_attention`. Of `"torchscale"` only the offsets matter: token 0 sees no zero key.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        compat: as in `dilated_attention`. With `"torchscale"` only the offsets change: token 0 sees no zero key.
+        scale: the factor of the scores; default 1 / sqrt(head_dim).
         sinks: as in `attention`.
 
     Returns:
-        out, as q with the head_dim of v; 0 for heads that see no key from token 0.
+        out, shaped like q but with the head_dim of v; 0 for heads in which token 0 sees no key.
     """
     if not isinstance(pattern, Dilated):
         raise UnsupportedError(
@@ -109,7 +110,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor |
 def newest_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse; 0 where none is left.
+    """Return softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse; 0 if no key is
+    left.
 
     q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
     divides heads; lse: `(batch, 1, heads)`.
@@ -142,30 +144,32 @@ def listed_attention(
     lengths: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The last rows of causal attention over the key blocks chosen for them: softmax(scale q·k) v over their tokens.
+    """Compute the last rows of causal attention over the key blocks chosen for each: softmax(scale q·k) v over their
+    tokens.
 
     Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -new:]` where the layout's last rows list
-    these blocks. Reads only their keys and values. Plain differentiable operations.
+    these blocks. Only the keys and values of these blocks are read. Plain differentiable operations.
 
     Args:
         q: `(batch, new, heads, head_dim)`, the queries of the newest tokens, new <= seq.
-        k, v: `(batch, seq, kv_heads, head_dim)`, of all tokens so far.
-        chosen: int64 or int32 `(batch, lists, new, blocks)`, -1 for none; a list for each head, for each key-value
-            head, or one for all. `(batch, lists, blocks)` serves all new tokens. The order does not matter, and a block
-            that is named twice is seen once.
-        block_size: tokens of a block.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        k, v: `(batch, seq, kv_heads, head_dim)`, the keys and values of all tokens so far.
+        chosen: int64 or int32 `(batch, lists, new, blocks)`, padded with -1. There is one list per head, one per KV
+            head, or one for all heads. `(batch, lists, blocks)` applies to all new tokens. The order does not matter,
+            and a block that is listed twice is seen once.
+        block_size: the number of tokens per block.
+        scale: the factor of the scores; default 1 / sqrt(head_dim).
         sinks: as in `attention`.
-        lengths: `(batch,)` integers, how many of the rows of k and v each sample has; its queries are the last of
-            these. Default: all.
+        lengths: `(batch,)` integers: how many rows of k and v each sample has. Its queries are the last of these rows.
+            Default: all.
         return_lse: also return lse.
 
     Returns:
-        out, as q with the head_dim of v; 0 where a list is empty. With `return_lse` also lse, `(batch, heads, new)`,
-        float32 (float64 for float64), natural logarithm.
+        out, shaped like q but with the head_dim of v; 0 where a list is empty. With `return_lse` also lse, `(batch,
+        heads, new)`, float32 (float64 for float64), natural logarithm.
 
-    Raises ValueError where the arguments do not fit, on the CPU also for a block outside the sequence; other devices,
-    which would have to wait to see it, leave it out.
+    Raises:
+        ValueError: an argument does not fit. On the CPU also if a list names a block outside the sequence; other
+            devices ignore such a block, because checking would make them wait.
     """
     _check(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)

@@ -6,11 +6,12 @@ from importlib import import_module
 
 
 class UnsupportedError(ValueError):
-    """A correct request that this version, device or backend cannot serve. The message says what would."""
+    """Report a correct request that this version, device or backend cannot serve. The message says what it can serve.
+    """
 
 
 class BackendError(UnsupportedError):
-    """No backend can serve the call; the message lists why each one refused."""
+    """Report that no backend can serve the call. The message lists why each one refused."""
 
 
 class ContextParallelError(RuntimeError):

@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do. Prints as a table.
+    """Describe what a call would do, as `explain` returns it. `print` shows it as a table.
 
     Attributes:
         backend, reason: the backend that would serve the call, and why.
         refusals: why each other backend would not.
         groups: the strided groups of the plan, in order of execution.
-        flops: of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes count the groups before
-            block layouts thin them out.
-        bytes: the least that the forward must move in the device's memory: rows of q, k and v read, rows of out and
-            lse read and written, per group, or per call inside a layout.
-        calls: for each number of tokens in a segment, what the native backend runs inside the layout of that many.
-        transport: with a mesh, how rows travel between ranks, why, and why no other way.
+        flops: floating-point operations of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes
+            count the groups before block layouts thin them out.
+        bytes: the least memory traffic that the forward needs on the device: rows of q, k and v read, rows of out and
+            lse read and written, counted per group, or per call inside a layout.
+        calls: for each number of tokens in a segment, the calls that the native backend makes inside the layout for
+            that many tokens.
+        transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.
         exchange: with a mesh, what this rank sends and receives.
-        unserved: a line for each branch in which some tokens take part for no head.
+        unserved: one line for each branch in which some tokens take part for no head.
     """
 
     backend: str
@@ -93,11 +94,12 @@ def explain(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
-    """What `attention(q, k, v, pattern, ...)` would do, without doing it; meta tensors will do.
+    """Report what `attention(q, k, v, pattern, ...)` would do, without computing it. Tensors on the meta device
+    suffice.
 
-    Takes the options of `attention`, of which `return_lse` changes nothing here, and `compat` as `dilated_attention`
-    does. With a mesh the groups are this rank's, over its own rows and the rows that it receives; with lengths too, of
-    one sample after another, and what travels is the sum over samples.
+    Takes the options of `attention`, where `return_lse` changes nothing in the report, and `compat` as in
+    `dilated_attention`. With a mesh, the groups describe this rank: its own rows and the rows that it receives. With a
+    mesh and lengths, samples are handled one after another, and the traffic is their sum.
     """
     if compat is not None:
         if not isinstance(pattern, Dilated):

@@ -49,7 +49,7 @@ def attention(
     k_start: int | None = None,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a pattern: one softmax over the keys that the pattern shows, counted with multiplicity.
+    """Compute exact attention over a pattern: one softmax over all keys that it shows, counted with multiplicity.
 
     With c(i, j) the number of times that the pattern shows key j to query i (causal: keys j <= i only) and
     s = scale q kᵀ,
@@ -60,52 +60,58 @@ def attention(
 
     Args:
         q: `(batch, seq, heads, head_dim)`; float64, float32, bfloat16 or float16; any strides.
-        k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads key-value head
-            h // (heads // kv_heads) and takes that head's offset. The head_dim of v may differ: the shorter of the two
-            is then padded with zeros, and the call costs as much as with the longer.
+        k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads KV head
+            h // (heads // kv_heads) and uses its offset. The head_dim of v may differ: the shorter of the two is then
+            padded with zeros, and the call costs as much as with the longer one.
         pattern: `Dilated`, `Window`, `BlockLayout`, a product `Dilated(...) * layout`, or a sum of these.
-        is_causal: a query sees no key after itself.
+        is_causal: hide the keys after each query.
         scale: factor of the scores, any finite number; default 1 / sqrt(head_dim).
         dropout_p: probability that a softmax weight is dropped; the others are divided by 1 - dropout_p. lse counts all
-            keys, dropped or not. Each call draws one number from torch's generator for q's device, so that
-            `torch.manual_seed` reproduces it; from this number every backend derives the same choice for (sample, query
-            head, query, key). No other backend could repeat the dropout of the fused operators, so the native backend
-            then uses plain products in single precision, in chunks of bounded memory: slower than without dropout.
+            keys, dropped or not. Each call draws one number from torch's generator for q's device, so
+            `torch.manual_seed` makes it reproducible. Every backend derives the same choice for (sample, query head,
+            query, key) from this number. The fused operators of PyTorch have a dropout that no other backend could
+            repeat, so with dropout the native backend uses plain products in single precision, in chunks of bounded
+            memory. This is slower than without dropout.
         sinks: `(heads,)` logits: exp(sinks_h) is added to the denominator of out, with no value, so that a head may
             attend to nothing. lse leaves it out. Differentiable, so it can be learned.
-        lengths: `(batch,)` integers, the tokens of each sample; later rows get out 0, lse -inf and influence nothing.
-            With q_start or k_start, the position at which each sample ends, now or later.
+        lengths: `(batch,)` integers: the number of tokens of each sample. Later rows return out 0 and lse -inf and
+            affect no other row. With q_start or k_start it is the position at which each sample ends, which may lie
+            beyond the tokens of this call.
         cu_seqlens: `(samples + 1,)` integers from 0 to seq: the edges of samples packed one after another, batch 1.
             Each sample's segment grid starts at its own first token.
         key_padding_mask: `(batch, seq)` bool: True hides the key from every query (as in `nn.MultiheadAttention`). The
-            token's own query still attends and passes its gradient on. A hidden token may hold anything: NaN in its k
-            and v reaches nothing, NaN or infinity in its q makes its own row of out and lse NaN and passes no gradient.
+            token's own query still attends and passes its gradient on. A hidden token may hold any value: NaN in its k
+            and v reaches no other row; NaN or infinity in its q makes its own row of out and lse NaN and passes no
+            gradient.
         return_lse: also return lse.
-        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, from AVX2 on), `"triton"`
-            (GPU kernels, not yet measured on one), `"flash"` (FlashAttention, if installed; no mask except the causal
-            one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
-        mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously.
-            q, k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
+        backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, for CPUs with AVX2 or
+            later), `"triton"` (GPU kernels, not yet measured on one), `"flash"` (FlashAttention, if installed; no mask
+            except the causal one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
+        mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously. q,
+            k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
             results equal those on one device. lengths and cu_seqlens stay global.
         seq_len: the global length; default: equal shards, q's length times the number of ranks.
         transport: how rows travel between ranks: `"exchange"`, `"doubling"`, `"ring"`, `"all_gather"`, `"ulysses"`, or
-            `"auto"`, whose choice `explain` reports with its reason.
-        head_offset: global index of the first key-value head of these tensors (tensor parallelism), 0 on the first
-            rank. Offsets that depend on the number of heads are then given as a table over all of them,
-            `Dilated(...).offset_table(total)`, of which each rank takes its own. Default: there are no other heads.
+            `"auto"`. `explain` reports what `"auto"` chooses, and the reason.
+        head_offset: global index of the first KV head of these tensors (tensor parallelism), 0 on the first rank.
+            Offsets that depend on the number of heads are then given as a table over all heads,
+            `Dilated(...).offset_table(total)`; each rank uses the columns of its own heads. Default: there are no other
+            heads.
         layer: the calling layer's name, for error messages over a mesh.
         q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues,
-            windows, rows and columns of a layout, and causality go by positions. With either given, q may have fewer
-            tokens than k: a chunk of a prompt, or new tokens over a cache, is q_start = k.shape[1] - q.shape[1].
-        softcap: c > 0 bounds the scores: c tanh(s / c) takes the place of s (Gemma 2). Backends that cannot refuse.
+            windows, a layout's rows and columns, and causality are all computed from positions. With either given, q
+            may have fewer tokens than k. For a chunk of a prompt, or new tokens over a cache, pass
+            q_start = k.shape[1] - q.shape[1].
+        softcap: c > 0 bounds the scores: c tanh(s / c) replaces s (Gemma 2). Backends without it refuse the call.
 
     Returns:
-        out, like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32 (float64 for
-        float64), natural logarithm, differentiable.
+        out, shaped like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32
+        (float64 for float64), natural logarithm, differentiable.
 
     Raises:
-        ValueError: names the argument, its value and what would be right; over a mesh, every rank raises it.
-        ContextParallelError: a rank was lost, or sent something unexpected; the group cannot be used again.
+        ValueError: the message names the argument, its value and what would be right; over a mesh, every rank raises
+            it.
+        ContextParallelError: a rank was lost, or sent something unexpected. The group cannot be used again.
     """
     options: Options = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "sinks": sinks, "lengths": lengths,
@@ -243,11 +249,11 @@ def dilated_attention(
     compat: str | None = None,
     **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
+    """Compute exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
 
-    Branch (w, r) lets token p take part for head h iff (p mod w) mod r == o(h); a query that takes part sees the keys
-    of its segment p // w that take part (causal: keys j <= p). A query that no branch covers gets out 0, lse -inf and
-    gradient 0. The definition is LongNet's (arXiv:2307.02486), without the padding keys and the cut gradient of the
+    In branch (w, r) token p takes part for head h iff (p mod w) mod r == o(h). A participating query sees the
+    participating keys of its segment p // w (causal: keys j <= p). A query that no branch covers gets out 0, lse -inf
+    and gradient 0. The definition is LongNet's (arXiv:2307.02486), without the padding keys and the cut gradient of the
     released code.
 
     Args:
@@ -263,15 +269,17 @@ def dilated_attention(
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, **options: Unpack[CallOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Block-sparse attention: for each query, one softmax over all keys in the blocks that the layout lists for it.
+    """Compute block-sparse attention: for each query, one softmax over all keys in the blocks that the layout lists for
+    it.
 
-    A query whose block lists nothing gets out 0, lse -inf and gradient 0. Arguments and returns as in `attention`, and:
+    A query whose block lists nothing gets out 0, lse -inf and gradient 0. Arguments and returns are as in `attention`,
+    and:
 
     Args:
-        layout: made for q's length. Its lists may be shared or differ by query head or key-value head, and by batch
-            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens, so lists
-            that were chosen by content for a whole pack are refused: choose and call once per sample.
-        is_causal: blocks above the diagonal are left out; blocks that it cuts are masked by token.
+        layout: a layout made for q's length. Its lists may be shared or differ by query head or KV head, and by batch
+            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens. Lists
+            that were chosen by content for a whole pack are therefore refused: choose and call once per sample.
+        is_causal: leave out the blocks above the diagonal, and mask by token the blocks that it cuts.
     """
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}{layout_remedy(layout)}")

@@ -43,7 +43,7 @@ def merge(
     part_out: Float[Tensor, "batch seq heads head_dim"],
     part_lse: Float[Tensor, "batch heads seq"],
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch heads seq"]]:
-    """The merged (out, lse) of two partial results over disjoint keys, as the calls return them; differentiable.
+    """Merge two partial results (out, lse) over disjoint keys, as the calls return them. Differentiable.
 
         lse = log(exp(lse_A) + exp(lse_B)),     out = out_A exp(lse_A - lse) + out_B exp(lse_B - lse)
 
@@ -58,7 +58,7 @@ def merge(
         out and lse, new tensors of the same shapes and dtypes.
 
     Raises:
-        ValueError: naming the tensor that does not fit.
+        ValueError: a tensor does not fit; the message names it.
     """
     _check_parts(out, lse, part_out, part_lse)
     empty = (lse == -torch.inf) & (part_lse == -torch.inf)
@@ -101,10 +101,11 @@ def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], n
 def with_sinks(
     out: Float[Tensor, "batch seq heads dim"], lse: Float[Tensor, "batch seq heads"], sinks: Float[Tensor, " heads"]
 ) -> Float[Tensor, "batch seq heads dim"]:
-    """out with one more term in the denominator, exp(sinks_h): merged with the part (0, sinks_h). Differentiable.
+    """Return out with one more term in the denominator, exp(sinks_h): merged with the part (0, sinks_h).
+    Differentiable.
 
     out_i exp(lse_i) / (exp(lse_i) + exp(sinks_h)) = out_i sigmoid(lse_i - sinks_h); 0 where the query sees no key.
-    A sink of -inf is none.
+    A sink of -inf adds nothing.
     """
     above = (lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, -torch.inf)  # -inf - -inf would be NaN
     return (out * torch.sigmoid(above).unsqueeze(-1)).to(out.dtype)

@@ -59,14 +59,16 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
-    """Key blocks per query block, shared or per head, shared or per batch element. Immutable, compared by content.
+    """List the key blocks of each query block, shared or per head, shared or per batch element. Immutable, compared by
+    content.
 
     indptr: int64 `(batch or 1, heads or 1, query blocks + 1)`; row (b, h, i) owns `indices[indptr[b, h, i] :
-    indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR of batch * heads * query
+    indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR matrix of batch * heads *
+    query
     blocks rows. indices: int64 `(blocks,)`, key blocks, strictly ascending within a row.
 
-    The constructor copies both tables, so that what is written to them later changes no layout. It checks dtypes and
-    shapes, and on the CPU also the lists, as `from_indices` does on every device.
+    The constructor copies both tables, so writing to the originals later does not change the layout. It checks dtypes
+    and shapes, and on the CPU also the lists. `from_indices` checks the lists on every device.
     """
 
     indptr: Tensor
@@ -116,9 +118,9 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Query i sees key j iff |i - j| < window (tokens; a window beyond the sequence is clipped to it).
+        """Build a sliding window: query i sees key j iff |i - j| < window (in tokens; clipped to the sequence).
 
-        Give either `window` or `density`, which picks the window whose density comes nearest.
+        Give either `window` or `density`, which picks the window with the nearest density.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.local(grid, window, density))
@@ -133,10 +135,10 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Query i sees key j iff i or j is a global token.
+        """Build global tokens: query i sees key j iff i or j is a global token.
 
         `tokens`: the number of leading global tokens, or their positions. Give either `tokens` or `density`, which
-        picks the number of leading ones. When causal only leading tokens can be global: any other one is an error,
+        picks the number of leading ones. A causal layout allows only leading global tokens: any other one is an error,
         since the queries before it cannot see it.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
@@ -144,10 +146,11 @@ class BlockLayout:
 
     @classmethod
     def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
-        """Query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse Transformer.
+        """Build a strided pattern: query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse
+        Transformer.
 
-        A stride of s whole blocks activates every s-th block; a stride that is no multiple of the block size touches
-        two blocks per period, and a stride shorter than a block touches all.
+        A stride of s whole blocks activates every s-th block. A stride that is not a multiple of the block size touches
+        two blocks per period, and a stride shorter than a block touches all blocks.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.strided(grid, stride))
@@ -163,11 +166,12 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """A dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every rate.
+        """Build a dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every
+        rate.
 
         A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
-        pattern: O(reach * len(rates)) blocks per row, every distance within a power of two. Give `reach` (default 1) or
-        `density`, which picks the reach whose density comes nearest.
+        pattern: O(reach * len(rates)) blocks per row, and every distance lies within a power of two. Give `reach`
+        (default 1) or `density`, which picks the reach with the nearest density.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.dilated(grid, rates, reach, density))
@@ -181,10 +185,11 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Query i sees key j iff some level (stride, window), in tokens, has j mod stride == 0 and |i - j| < window.
+        """Build levels (stride, window) in tokens: query i sees key j iff on some level j mod stride == 0 and |i - j| <
+        window.
 
-        Levels go fine to coarse: strides and windows ascend; a window of None reaches over the whole sequence. All near
-        keys are seen, and farther away the blocks that hold a multiple of a coarser stride.
+        Order the levels from fine to coarse: strides and windows ascend; a window of None covers the whole sequence. A
+        query sees all near keys, and farther away the blocks that hold a multiple of a coarser stride.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.hierarchical(grid, levels))
@@ -193,9 +198,11 @@ class BlockLayout:
     def random(
         cls, seq_len: int, density: float, seed: int, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
-        """Every query block sees round(density * n), at least one, of its n key blocks (causal: of those not later).
+        """Draw key blocks at random: every query block sees round(density * n), at least one, of the n key blocks it
+        may see.
 
-        Drawn uniformly without replacement; the same seed gives the same layout.
+        When causal, these are the blocks that are not later. Blocks are drawn uniformly without replacement; the same
+        seed gives the same layout.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of(grid, builders.random(grid, density, seed))
@@ -210,7 +217,7 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """`local(window)` and `global_(global_tokens)` (Beltagy et al., 2020)."""
+        """Combine `local(window)` and `global_(global_tokens)` (Beltagy et al., 2020)."""
         near = cls.local(seq_len, window, block_size, is_causal=is_causal)
         return near | cls.global_(seq_len, global_tokens, block_size, is_causal=is_causal)
 
@@ -226,9 +233,9 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """`longformer` and, in each query block, `random_blocks` key blocks drawn uniformly (Zaheer et al., 2020).
+        """Add `random_blocks` uniformly drawn key blocks per query block to `longformer` (Zaheer et al., 2020).
 
-        A drawn block may be one that the window or the global tokens show already.
+        A drawn block may be one that the window or the global tokens already show.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         drawn = cls._of(grid, builders.random_blocks(grid, random_blocks, seed))
@@ -238,7 +245,8 @@ class BlockLayout:
     def from_mask(
         cls, mask: Tensor, seq_len: int | None = None, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
-        """From booleans `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`: True is active.
+        """Build a layout from booleans `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`: True is
+        active.
 
         Without `seq_len` the blocks must be whole. With `is_causal` no block may lie wholly above the diagonal.
         """
@@ -254,9 +262,9 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """From compressed sparse rows, checked: `indptr` `([batch,] [heads,] query blocks + 1)`, see the class.
+        """Build a layout from compressed sparse rows and check them: `indptr` `([batch,] [heads,] query blocks + 1)`.
 
-        With `is_causal` no block may lie wholly above the diagonal.
+        The class describes both tables. With `is_causal` no block may lie wholly above the diagonal.
         """
         q_block, k_block = block_pair(block_size)
         layout = cls(*conversions.from_indices(indptr, indices), seq_len, q_block, k_block, is_causal)
@@ -267,17 +275,19 @@ class BlockLayout:
     def from_topk(
         cls, indices: Tensor, block_size: BlockSize = 1, *, seq_len: int | None = None, is_causal: bool = False
     ) -> BlockLayout:
-        """From what an indexer chose: row i of `indices` names the key blocks that query block i sees, -1 for none.
+        """Build a layout from an indexer's choice: row i of `indices` names the key blocks of query block i, padded
+        with -1.
 
         The order within a row does not matter, and a block that is named twice is seen once. An indexer chooses for
         each query, so a query block is one token by default.
 
         Args:
-            indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or
-                `(batch, heads, query blocks, k)`; heads of q, or of k and v.
-            block_size: tokens of a key block; or a pair (q_block, k_block).
-            seq_len: needed if the last query block is partial.
-            is_causal: no row may then name a block that lies wholly after its queries; put -1 in its place.
+            indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or `(batch, heads, query blocks,
+                k)`; heads of q, or of k and v.
+            block_size: tokens per key block; or a pair (q_block, k_block).
+            seq_len: the sequence length; needed if the last query block is partial.
+            is_causal: make the layout causal. No row may then name a block that lies wholly after its queries; put -1
+                in its place.
         """
         return cls._of(*conversions.from_topk(indices, block_size, seq_len, is_causal))
 
@@ -285,17 +295,17 @@ class BlockLayout:
     def stack(
         cls, layouts: Sequence[BlockLayout], over: Literal["batch", "heads"] = "batch", *, seq_len: int | None = None
     ) -> BlockLayout:
-        """One layout of several: for a batch or the samples that `cu_seqlens` packs, or for the heads.
+        """Join several layouts into one: for a batch, for the samples that `cu_seqlens` packs, or for the heads.
 
-        The rows of a shorter sample end earlier, so that the call with `lengths` or `cu_seqlens` gives each sample
-        what it gets alone.
+        The rows of a shorter sample end earlier. In a call with `lengths` or `cu_seqlens` each sample therefore gets
+        the result that it gets alone.
 
         Args:
-            layouts: all of one block size, on one device, causal or not together. Over the batch one per sample, of any
-                lengths, with lists per head or shared; over the heads one per head or group of heads, of one length.
-                None may have a batch of its own.
+            layouts: layouts of one block size, on one device, either all causal or all not. For the batch, give one per
+                sample, of any lengths, with lists per head or shared; for the heads, one per head or group of heads,
+                all of one length. Layouts that already have a batch are refused.
             over: `"batch"` or `"heads"`.
-            seq_len: the length of a padded batch; default: the longest layout's.
+            seq_len: the length of a padded batch; default: the longest layout's length.
         """
         layouts = list(layouts)
         if not layouts:
@@ -332,12 +342,12 @@ class BlockLayout:
 
     @property
     def batch_size(self) -> int:
-        """1 when all batch elements share the lists."""
+        """Return the number of batch elements with lists of their own; 1 when all share the lists."""
         return self.indptr.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """1 when all heads share the lists."""
+        """Return the number of heads with lists of their own; 1 when all share the lists."""
         return self.indptr.shape[1]
 
     @property
@@ -350,7 +360,7 @@ class BlockLayout:
 
     @property
     def nnz(self) -> int:
-        """Active blocks, over all batch elements and heads that have lists of their own."""
+        """Return the number of active blocks, over all batch elements and heads that have lists of their own."""
         return self.indices.numel()
 
     @property
@@ -363,27 +373,28 @@ class BlockLayout:
 
     @cached_property
     def key(self) -> Hashable:
-        """Stands for this layout in caches. Equal layouts that were made separately have different keys."""
+        """Return a key for caches. Equal layouts that were made separately have different keys."""
         return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
     def density(self) -> float:
-        """Active blocks as a share of those that dense attention (causal: dense causal attention) computes."""
+        """Return the active blocks as a share of those that dense attention (causal: dense causal attention) computes.
+        """
         return self.nnz / max(1, int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
 
     @cached_property
     def counts(self) -> Tensor:
-        """Active blocks per row, int64 `(batch or 1, heads or 1, query blocks)`."""
+        """Return the number of active blocks per row, int64 `(batch or 1, heads or 1, query blocks)`."""
         return self.indptr.diff(dim=-1)
 
     @property
     def row(self) -> Tensor:
-        """The row of each entry of `indices`, int64, in the flattened (batch, head, query block) order."""
+        """Return the row of each entry of `indices`, int64, in the flattened (batch, head, query block) order."""
         return rows_of(self.counts, self.nnz)
 
     @cached_property
     def runs(self) -> Runs:
-        """The maximal runs of consecutive key blocks in each row."""
+        """Return the maximal runs of consecutive key blocks in each row."""
         if self.nnz == 0:
             return Runs(torch.zeros_like(self.indptr), self.indices, self.indices)
         opens = torch.ones_like(self.indices, dtype=torch.bool)
@@ -395,7 +406,7 @@ class BlockLayout:
 
     @cached_property
     def transposed(self) -> Transposed:
-        """The lists seen from the key blocks, for the gradients of k and v."""
+        """Return the lists as seen from the key blocks, for the gradients of k and v."""
         return lasting(self._transpose, self.device)
 
     def _transpose(self) -> Transposed:
@@ -413,12 +424,13 @@ class BlockLayout:
 
     @cached_property
     def masked(self) -> Tensor:
-        """Which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible."""
+        """Return which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible.
+        """
         return self.grid.cut(self.row, self.indices)
 
     @cached_property
     def seen(self) -> Tensor:
-        """How many keys each token sees, int64 `(batch or 1, heads or 1, seq)`."""
+        """Return the number of keys that each token sees, int64 `(batch or 1, heads or 1, seq)`."""
         size = torch.full((self.key_blocks,), self.k_block, device=self.device)
         size[-1] = self.seq_len - (self.key_blocks - 1) * self.k_block
         row, number = self.row, size[self.indices]
@@ -431,10 +443,12 @@ class BlockLayout:
         return seen[..., : self.seq_len].contiguous()
 
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
-        """How many keys each token of each head sees: int64, `(num_heads, seq_len)`, with lists per batch element
-        `(batch, num_heads, seq_len)`. Lists of fewer heads, which divide num_heads, are those of KV heads.
+        """Return the number of keys that each token sees, per head: int64 `(num_heads, seq_len)`.
 
-        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+        With lists per batch element the shape is `(batch, num_heads, seq_len)`. A layout with fewer heads than
+        num_heads, which they must divide, has its lists per KV head.
+
+        Warns with their number if some tokens of some heads see no key at all: their output is 0.
         """
         keys = self.seen_by(seq_len, checks.positive("num_heads", num_heads))
         causal = ", is_causal=True" * self.is_causal
@@ -443,14 +457,15 @@ class BlockLayout:
         return keys
 
     def seen_by(self, seq_len: int, num_heads: int) -> Tensor:
-        """`coverage`, without its warning."""
+        """Return the same as `coverage`, without its warning."""
         keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
         return keys if self.batch_size > 1 else keys[0]
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add).
+        """Return the floating-point operations of a forward: 4 head_dim per score entry (two products, multiply and
+        add).
 
-        For one batch element, or for all of them if each has its own lists. Heads as in `coverage`.
+        Counts one batch element, or all of them if each has its own lists. Heads as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -493,14 +508,15 @@ class BlockLayout:
             )
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        """This layout with its tables on `device`. Not needed before a call, which keeps a copy in `plan_cache`."""
+        """Return this layout with its tables on `device`. A call copies them itself and keeps the copy in `plan_cache`.
+        """
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
         return self._with(self.indptr.to(device), self.indices.to(device))
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
-        """The lists of these batch elements and heads alone."""
+        """Return a layout with the lists of these batch elements and heads alone."""
         self._require_unchanged()
         if batch is heads is None:
             return self
@@ -515,16 +531,16 @@ class BlockLayout:
         return self._with(start, self.indices[entry])
 
     def for_heads(self, num_heads: int) -> BlockLayout:
-        """This layout for `num_heads` query heads: each list per key-value head is repeated for its query heads."""
+        """Return this layout for `num_heads` query heads: each list per KV head is repeated for its query heads."""
         if self.num_heads == 1 or self.num_heads == num_heads:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
     def prefix(self, seq_len: int, start: int = 0) -> BlockLayout:
-        """The layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks.
+        """Return the layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks.
 
         Args:
-            start: query blocks that end before this token list nothing.
+            start: query blocks that end before this token get empty lists.
         """
         self._require_unchanged()
         if seq_len > self.seq_len:
@@ -564,7 +580,9 @@ class BlockLayout:
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
-        """Without later keys: blocks wholly above the diagonal are dropped, blocks that it cuts are masked by token."""
+        """Return this layout made causal: blocks wholly above the diagonal are dropped, blocks that it cuts are masked
+        by token.
+        """
         self._require_unchanged()
         if self.is_causal:
             return self
@@ -610,7 +628,9 @@ class BlockLayout:
     # ---- conversions
 
     def dense_blocks(self) -> Tensor:
-        """Booleans `(batch or 1, heads or 1, query blocks, key blocks)`; refused when large."""
+        """Return the active blocks as booleans `(batch or 1, heads or 1, query blocks, key blocks)`; refused when
+        large.
+        """
         shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
         conversions.check_dense(shape)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -618,44 +638,51 @@ class BlockLayout:
         return dense
 
     def dense_mask(self) -> Tensor:
-        """Which query sees which key, booleans `(batch or 1, heads or 1, seq, seq)`; for tests, refused when large."""
+        """Return which query sees which key, booleans `(batch or 1, heads or 1, seq, seq)`; for tests, refused when
+        large.
+        """
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)
         dense = self.dense_blocks()[..., (token // self.q_block)[:, None], token // self.k_block]
         return dense.tril_() if self.is_causal else dense
 
     def to_torch_sparse(self) -> Tensor:
-        """The blocks as a `torch.sparse_bsr` tensor of ones, `([batch, heads,] q_block * rows, k_block * columns)`.
+        """Return the blocks as a `torch.sparse_bsr` tensor of ones, `([batch, heads,] q_block * rows, k_block *
+        columns)`.
 
         It holds whole blocks: the causal triangle and the length of a partial last block are lost. The values are one
-        element, expanded. BSR has one list length for a whole batch, so lists of unequal total length are refused.
+        expanded element. BSR has one list length for a whole batch, so lists of unequal total length are refused.
         """
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 
     @classmethod
     def from_torch_sparse(cls, t: Tensor, seq_len: int | None = None, *, is_causal: bool = False) -> BlockLayout:
-        """From the structure of a BSR tensor, whatever its values; `seq_len` where the last blocks are partial."""
+        """Build a layout from the structure of a BSR tensor and ignore its values; give `seq_len` if the last blocks
+        are partial.
+        """
         indptr, indices, seq_len, block_size = conversions.from_bsr(t, seq_len)
         return cls.from_indices(indptr, indices, seq_len, block_size, is_causal=is_causal)
 
     def to_block_mask(self) -> BlockMask:
-        """As a FlexAttention `BlockMask`, lists as wide as the widest row: O(rows * widest row), never a dense mask.
+        """Return a FlexAttention `BlockMask`, with lists as wide as the widest row: O(rows * widest row), never a dense
+        mask.
 
-        Blocks that the diagonal or the end of the sequence cuts are the partial ones. The mask_mod looks the block up
+        Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
         """
         return conversions.to_block_mask(self.grid, self.indptr, self.indices)
 
     @classmethod
     def from_block_mask(cls, m: BlockMask) -> BlockLayout:
-        """From a FlexAttention `BlockMask`: its blocks, causal if its partial blocks hold the lower triangle.
+        """Build a layout from a FlexAttention `BlockMask`: its blocks, causal if its partial blocks hold the lower
+        triangle.
 
-        The mask_mod is evaluated on the partial blocks; one that hides anything but the causal triangle is an error.
+        The mask_mod is evaluated on the partial blocks; one that hides anything except the causal triangle is an error.
         """
         return cls._of(*conversions.from_block_mask(m))
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
-        """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel holds several blocks."""
+        """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel covers several blocks."""
         if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):
             raise ValueError(
                 f"batch={batch}, head={head} must lie in a layout of {self.batch_size} batch elements and "
@@ -726,7 +753,7 @@ def _own(table: Tensor) -> Tensor:
 
 
 def warn_of_blind(keys: Tensor, remedy: str) -> None:
-    """Warn the caller's caller if some of `keys`, the numbers of keys seen, are 0."""
+    """Warn if some of `keys`, the numbers of keys seen, are 0. The warning points at the caller's caller."""
     blind = int((keys == 0).sum())
     if blind:
         warnings.warn(
