@@ -110,11 +110,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor |
 def newest_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse; 0 if no key is
-    left.
+    """Return softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse.
 
     q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
-    divides heads; lse: `(batch, 1, heads)`.
+    divides heads; lse: `(batch, 1, heads)`. Where no key is left, the softmax's output is 0.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
@@ -144,8 +143,7 @@ def listed_attention(
     lengths: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the last rows of causal attention over the key blocks chosen for each: softmax(scale q·k) v over their
-    tokens.
+    """Compute the last rows of causal attention over the key blocks chosen for each: softmax(scale q·k) v.
 
     Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -new:]` where the layout's last rows list
     these blocks. Only the keys and values of these blocks are read. Plain differentiable operations.

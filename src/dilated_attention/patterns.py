@@ -120,16 +120,17 @@ class _Branched:
 
 @dataclass(frozen=True)
 class Window(_Branched):
-    """A sliding window: token p sees the keys p + i * rate for -before <= i <= after; a causal call has after = 0.
+    """Show a sliding window: token p sees the keys p + i * rate for -before <= i <= after; a causal call has after = 0.
 
-    A model of transformers with `sliding_window = w` is `Window(w - 1)` with a causal call; one with windows on both
-    sides is `Window(w, w)`.
+    A transformers model with `sliding_window = w` is `Window(w - 1)` with a causal call; one with windows on both sides
+    is `Window(w, w)`.
 
     Args:
-        before, after: keys on each side, in keys of the token's residue class modulo `rate`; after=None: as before.
+        before, after: keys on each side, counted in keys of the token's residue class modulo `rate`; after=None: the
+            same as before.
         rate: the distance between neighbouring keys of the window.
-        leading: the first tokens, seen by all tokens, and which see all (in a causal call: all before them). A key that
-            lies in the window and among them counts once.
+        leading: how many first tokens are global: all tokens see them, and they see all tokens (in a causal call: all
+            before them). A key that is both leading and in the window counts once.
     """
 
     before: int
@@ -158,25 +159,25 @@ class Window(_Branched):
 
 @dataclass(frozen=True)
 class Dilated(_Branched):
-    """Dilated attention: a union of branches (w, r), with one softmax over all their keys, counted with multiplicity.
+    """Show a union of branches (w, r), with one softmax over all their keys, counted with multiplicity.
 
-    In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A query that
-    takes part sees the keys of its segment that take part. With c(i, j) the number of branches that show key j to
-    query i,
+    In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A
+    participating query sees the participating keys of its segment. With c(i, j) the number of branches that show key j
+    to query i,
 
         P(i, j) = c(i, j) exp(s(i, j)) / sum_j' c(i, j') exp(s(i, j')),
 
     which is what LongNet's mixing by softmax denominators computes (arXiv:2307.02486, equations 10 and 11).
 
     Args:
-        segment_lengths: w of each branch, in tokens. A segment longer than the sequence is the whole sequence; the last
-            segment may be short.
+        segment_lengths: w of each branch, in tokens. A segment longer than the sequence covers the whole sequence; the
+            last segment may be short.
         dilation_rates: r of each branch.
         offsets: `"head"`: o(h) = h mod r (the paper); `"head_block"`: o(h) = h // ceil(num_heads / r) (released
             torchscale, GigaPath and LongViT checkpoints); or a table, branches x heads, of integers in [0, r), or -1
             for a head that takes no part in the branch.
         head_groups: cut the heads into one contiguous run per branch (the first num_heads mod branches runs are one
-            head larger); run i uses branch i alone, at offset i mod r_i. Rows that take no part give out 0, lse -inf.
+            head larger); run i uses branch i alone, at offset i mod r_i. Rows that take no part return out 0, lse -inf.
         compat: `"torchscale"`: the forward of released torchscale, GigaPath and LongViT checkpoints. Offsets `"head"`
             then mean `"head_block"`, and unless causal, a query also sees the zero keys that pad its segment to a
             multiple of the rate. The gradient is the true gradient of that forward.
@@ -238,13 +239,14 @@ class Dilated(_Branched):
         return "\n".join((repr(self), *self.reasons))
 
     def offset_table(self, num_heads: int, head_offset: int | None = None) -> OffsetTable:
-        """The offset of every head in every branch; -1 where the head takes no part in the branch.
+        """Return the offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module, 0 included.
-                Default: there are no other heads.
+            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module, even if it is
+                0. Default: there are no other heads.
 
-        Raises ValueError where the pattern does not fit the heads, or where a branch could never show any token.
+        Raises:
+            ValueError: the pattern does not fit the heads, or a branch could never show any token.
         """
         num_heads = checks.positive("num_heads", num_heads)
         given = head_offset is not None
@@ -292,7 +294,7 @@ class Dilated(_Branched):
         return tuple([row[first:stop] for row in table])
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """The pattern in normal form for num_heads key-value heads; arguments and errors as in `offset_table`."""
+        """Return the pattern in normal form for num_heads KV heads; arguments and errors as in `offset_table`."""
         if torch.compiler.is_compiling():  # a cache cannot be traced
             return _branches(self, num_heads, head_offset)
         return _kept_branches(self, num_heads, head_offset)
@@ -305,7 +307,8 @@ class Dilated(_Branched):
         warn_of_blind(keys, _covering(self))
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
-        """For each branch, how many residues modulo its rate no head serves; their tokens take no part in it."""
+        """Return, for each branch, how many residues modulo its rate no head serves. Their tokens take no part in it.
+        """
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:
@@ -339,18 +342,22 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sum(_Branched):
-    """The sum of patterns, `a + b`: one softmax over what each of them shows, counts added.
+    """Add patterns, `a + b`: one softmax over the keys that each of them shows, counts added.
 
-    A key that two terms show counts twice, as one that two branches of `Dilated` show.
+    A key that two terms show counts twice, as in `Dilated` a key that two branches show.
 
     Args:
-        terms: `Dilated`, `Window`, `BlockLayout` and products; at least two.
+        terms: at least two patterns: `Dilated`, `Window`, `BlockLayout` or products.
     """
 
     terms: tuple[Any, ...]
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Raises UnsupportedError where a term has a layout, which is a call of its own."""
+        """Return the terms in one normal form for num_heads KV heads.
+
+        Raises:
+            UnsupportedError: there are several `parts`: a term with a layout is a call of its own.
+        """
         if len(self.parts) > 1:
             raise UnsupportedError(f"pattern={self!r}: its layouts are calls of their own; give each of pattern.parts")
         parts = [term.branches(num_heads, head_offset) for term in self.terms]
@@ -365,7 +372,7 @@ class Sum(_Branched):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The terms, those without layouts as one."""
+        """Return the terms, those without layouts joined into one."""
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
@@ -380,7 +387,7 @@ class Sum(_Branched):
         return keys
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
         if len(self.parts) == 1:
             return super().flops(seq_len, num_heads, head_dim, is_causal)
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
@@ -486,14 +493,14 @@ def function_of(name: str) -> LayoutOfLength:
 
 @dataclass(frozen=True)
 class Product:
-    """Block sparsity inside dilated subsequences: a query sees the keys that both its branch and the layout show.
+    """Apply block sparsity inside dilated subsequences: a query sees the keys that its branch and the layout both show.
 
     Within each segment, the tokens that take part are numbered from 0, and the layout cuts this sequence into blocks.
 
     Args:
         layout: a `BlockLayout`, if its length is the number of tokens that take part in every segment of every branch;
             or a callable that returns the layout for n tokens, always the same for the same n, since it is cached. It
-            may have lists per query head, not per batch element.
+            may have lists per query head, but not per batch element.
     """
 
     dilated: Dilated
@@ -516,16 +523,17 @@ class Product:
             )
 
     def layout_of(self, length: int) -> BlockLayout:
-        """The layout inside a segment of which `length` tokens take part."""
+        """Return the layout inside a segment in which `length` tokens take part."""
         return layout_inside(self.layout, length)
 
     def coverage(self, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> Tensor:
-        """How many keys each token of each query head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
+        """Return the number of keys that each token sees, per query head: int64, `(num_heads, seq_len)`.
 
-        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+        Keys are counted with multiplicity. Warns with their number if some tokens of some heads see no key at all:
+        their output is 0.
 
         Args:
-            num_kv_heads: heads of k and v, which the offsets belong to; default: num_heads.
+            num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
         """
         keys = self._seen(seq_len, num_heads, num_kv_heads, False)
         warn_of_blind(keys, f"{_covering(self.dilated)}, if the layout has no empty rows")
@@ -534,7 +542,7 @@ class Product:
     def flops(
         self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False, num_kv_heads: int | None = None
     ) -> int:
-        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
         head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
@@ -551,7 +559,7 @@ class Product:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
 
         Args:
-            num_heads: heads of q and as many of k and v; default: as of `Dilated.plot`.
+            num_heads: number of heads of q, and of k and v; default: as in `Dilated.plot`.
             is_causal: hide the keys after each query, even if the layout is not causal.
         """
         checks.boolean("is_causal", is_causal)

@@ -20,26 +20,27 @@ def suggest_pattern(
     is_causal: bool = False,
     largest_rate: int | None = None,
 ) -> Dilated:
-    """A pattern for sequences of seq_len tokens that costs at most `budget`; `print` it to see the reasons.
+    """Suggest a pattern for sequences of seq_len tokens that costs at most `budget`; `print` it to see the reasons.
 
-    Its first branch has rate 1, its last one spans the sequence, and no rate exceeds the number of heads, so that every
-    token has a head in every branch. Hence every token sees a key in every head, and reaches any other token within two
-    layers: the first branch leads to a neighbour whose residue modulo the last rate is the other token's, and the last
-    branch from there to that token, or in the opposite order. When causal, the neighbour must lie between the two; then
+    Its first branch has rate 1, its last one spans the sequence, and no rate exceeds the number of heads. Every token
+    therefore has a head in every branch, sees a key in every head, and reaches any other token within two layers: the
+    first branch leads to a neighbour whose residue modulo the last rate equals the other token's, and the last branch
+    leads from there to that token, or in the opposite order. When causal, the neighbour must lie between the two; then
     at least 95 % of the pairs of a query and an earlier key are joined within two layers, 99.5 % within three.
 
-    The rates are 1, 2, 4, ..., and the segments grow evenly in their logarithm. The last rate is chosen to make the
-    first segment, the neighbourhood that a token always sees, as long as the budget allows, but no longer than the
-    number of tokens that the last branch shows. A budget too small for that gives two branches.
+    The rates are 1, 2, 4, ..., and the segments grow evenly in their logarithm. The last rate is chosen so that the
+    first segment, the neighbourhood that a token always sees, is as long as the budget allows, but no longer than the
+    number of tokens that the last branch shows. A budget too small for this gives two branches.
 
     Args:
         num_heads: heads of k and v.
-        budget: a share of the cost of dense attention, a float in (0, 1]; or the mean number of keys that a query sees
-            in a head, an integer. Both count what is computed: a key that two branches show counts twice.
-        largest_rate: default: num_heads. A larger one is cheaper, but in some branches no head then serves the tokens
-            of the `unserved` residues, and joining all pairs takes three layers or more.
+        budget: a share of the cost of dense attention, a float in (0, 1]; or the mean number of keys per query and
+            head, an integer. Both count what is computed: a key that two branches show counts twice.
+        largest_rate: the largest dilation rate; default: num_heads. A larger one is cheaper, but then no head serves
+            the tokens of the `unserved` residues in some branches, and joining all pairs takes three layers or more.
 
-    Raises ValueError where the budget is too small; the message names the smallest that works.
+    Raises:
+        ValueError: the budget is too small; the message names the smallest that works.
     """
     for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", largest_rate)):
         if value is None and name == "largest_rate":

@@ -26,10 +26,10 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
+    """Compute P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
 
-    Only pairs that the pattern shows are computed and stored: O(pairs) time and memory. A row sums to 1, or holds
-    nothing where the query sees no key. Differentiable in q and k. Attention itself never forms these weights.
+    Only pairs that the pattern shows are computed and stored: O(pairs) time and memory. A row sums to 1, or is empty if
+    the query sees no key. Differentiable in q and k. Attention itself never forms these weights.
 
     Args:
         q: `(batch, seq, heads, head_dim)`.
@@ -40,7 +40,7 @@ def attention_weights(
         A coalesced sparse COO tensor `(batch, heads, seq, seq)` of q's dtype, computed in at least float32.
 
     Raises:
-        ValueError: as `attention`.
+        ValueError: in the same cases as `attention`.
     """
     if isinstance(pattern, Dilated) and pattern.compat is not None:
         raise UnsupportedError(

@@ -59,13 +59,12 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
-    """List the key blocks of each query block, shared or per head, shared or per batch element. Immutable, compared by
-    content.
+    """List the key blocks that each query block sees. Immutable, compared by content.
 
-    indptr: int64 `(batch or 1, heads or 1, query blocks + 1)`; row (b, h, i) owns `indices[indptr[b, h, i] :
-    indptr[b, h, i + 1]]`. All rows lie one after the other: the flattened lists form one CSR matrix of batch * heads *
-    query
-    blocks rows. indices: int64 `(blocks,)`, key blocks, strictly ascending within a row.
+    Lists may be shared or differ by head, and be shared or differ by batch element. indptr: int64 `(batch or 1, heads
+    or 1, query blocks + 1)`; row (b, h, i) owns `indices[indptr[b, h, i] : indptr[b, h, i + 1]]`. All rows lie one
+    after the other: the flattened lists form one CSR matrix of batch * heads * query blocks rows. indices: int64
+    `(blocks,)`, key blocks, strictly ascending within a row.
 
     The constructor copies both tables, so writing to the originals later does not change the layout. It checks dtypes
     and shapes, and on the CPU also the lists. `from_indices` checks the lists on every device.
@@ -146,8 +145,7 @@ class BlockLayout:
 
     @classmethod
     def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
-        """Build a strided pattern: query i sees key j iff (i - j) mod stride == 0 (tokens), as in the Sparse
-        Transformer.
+        """Build a strided pattern (Sparse Transformer): query i sees key j iff (i - j) mod stride == 0, in tokens.
 
         A stride of s whole blocks activates every s-th block. A stride that is not a multiple of the block size touches
         two blocks per period, and a stride shorter than a block touches all blocks.
@@ -166,8 +164,7 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Build a dilated sliding window over blocks: block i sees the blocks i + m * rate, |m| <= reach, for every
-        rate.
+        """Build a dilated sliding window: for every rate, block i sees the blocks i + m * rate with |m| <= reach.
 
         A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
         pattern: O(reach * len(rates)) blocks per row, and every distance lies within a power of two. Give `reach`
@@ -185,11 +182,11 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Build levels (stride, window) in tokens: query i sees key j iff on some level j mod stride == 0 and |i - j| <
-        window.
+        """Build a pattern that gets coarser with distance, from levels (stride, window) in tokens.
 
-        Order the levels from fine to coarse: strides and windows ascend; a window of None covers the whole sequence. A
-        query sees all near keys, and farther away the blocks that hold a multiple of a coarser stride.
+        Query i sees key j iff some level has j mod stride == 0 and |i - j| < window. Order the levels from fine to
+        coarse: strides and windows ascend; a window of None covers the whole sequence. A query sees all near keys, and
+        farther away the blocks that hold a multiple of a coarser stride.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.hierarchical(grid, levels))
@@ -198,10 +195,9 @@ class BlockLayout:
     def random(
         cls, seq_len: int, density: float, seed: int, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
-        """Draw key blocks at random: every query block sees round(density * n), at least one, of the n key blocks it
-        may see.
+        """Draw key blocks at random: every query block sees round(density * n), at least one, of its n key blocks.
 
-        When causal, these are the blocks that are not later. Blocks are drawn uniformly without replacement; the same
+        When causal, n counts the blocks that are not later. Blocks are drawn uniformly without replacement; the same
         seed gives the same layout.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
@@ -245,10 +241,10 @@ class BlockLayout:
     def from_mask(
         cls, mask: Tensor, seq_len: int | None = None, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
-        """Build a layout from booleans `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`: True is
-        active.
+        """Build a layout from booleans, True for an active block.
 
-        Without `seq_len` the blocks must be whole. With `is_causal` no block may lie wholly above the diagonal.
+        The mask is `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`. Without `seq_len` the blocks must
+        be whole. With `is_causal` no block may lie wholly above the diagonal.
         """
         return cls._of(*conversions.from_mask(mask, seq_len, block_size, is_causal))
 
@@ -275,11 +271,10 @@ class BlockLayout:
     def from_topk(
         cls, indices: Tensor, block_size: BlockSize = 1, *, seq_len: int | None = None, is_causal: bool = False
     ) -> BlockLayout:
-        """Build a layout from an indexer's choice: row i of `indices` names the key blocks of query block i, padded
-        with -1.
+        """Build a layout from an indexer's choice: row i of `indices` names the key blocks of query block i.
 
-        The order within a row does not matter, and a block that is named twice is seen once. An indexer chooses for
-        each query, so a query block is one token by default.
+        Shorter rows are padded with -1. The order within a row does not matter, and a block that is named twice is seen
+        once. An indexer chooses for each query, so a query block is one token by default.
 
         Args:
             indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or `(batch, heads, query blocks,
@@ -378,8 +373,7 @@ class BlockLayout:
 
     @cached_property
     def density(self) -> float:
-        """Return the active blocks as a share of those that dense attention (causal: dense causal attention) computes.
-        """
+        """Return the active blocks as a share of those that dense (causal: causal dense) attention computes."""
         return self.nnz / max(1, int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
 
     @cached_property
@@ -424,7 +418,7 @@ class BlockLayout:
 
     @cached_property
     def masked(self) -> Tensor:
-        """Return which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible.
+        """Return the mask of `indices` that the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible.
         """
         return self.grid.cut(self.row, self.indices)
 
@@ -462,10 +456,10 @@ class BlockLayout:
         return keys if self.batch_size > 1 else keys[0]
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry (two products, multiply and
-        add).
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
 
-        Counts one batch element, or all of them if each has its own lists. Heads as in `coverage`.
+        An entry costs two products of head_dim multiplications and additions. Counts one batch element, or all of them
+        if each has its own lists. Heads as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -508,7 +502,7 @@ class BlockLayout:
             )
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        """Return this layout with its tables on `device`. A call copies them itself and keeps the copy in `plan_cache`.
+        """Return this layout with its tables on `device`. A call does this itself and keeps the copy in `plan_cache`.
         """
         device = torch.empty(0, device=device).device
         if device == self.device:
@@ -580,9 +574,7 @@ class BlockLayout:
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
-        """Return this layout made causal: blocks wholly above the diagonal are dropped, blocks that it cuts are masked
-        by token.
-        """
+        """Return this layout made causal: drop the blocks above the diagonal, mask by token those that it cuts."""
         self._require_unchanged()
         if self.is_causal:
             return self
@@ -628,8 +620,7 @@ class BlockLayout:
     # ---- conversions
 
     def dense_blocks(self) -> Tensor:
-        """Return the active blocks as booleans `(batch or 1, heads or 1, query blocks, key blocks)`; refused when
-        large.
+        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True where active; refused when large.
         """
         shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
         conversions.check_dense(shape)
@@ -638,8 +629,9 @@ class BlockLayout:
         return dense
 
     def dense_mask(self) -> Tensor:
-        """Return which query sees which key, booleans `(batch or 1, heads or 1, seq, seq)`; for tests, refused when
-        large.
+        """Return booleans `(batch or 1, heads or 1, seq, seq)`, True where a query sees a key.
+
+        Meant for tests; refused when large.
         """
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)
@@ -647,25 +639,25 @@ class BlockLayout:
         return dense.tril_() if self.is_causal else dense
 
     def to_torch_sparse(self) -> Tensor:
-        """Return the blocks as a `torch.sparse_bsr` tensor of ones, `([batch, heads,] q_block * rows, k_block *
-        columns)`.
+        """Return the blocks as a `torch.sparse_bsr` tensor of ones.
 
-        It holds whole blocks: the causal triangle and the length of a partial last block are lost. The values are one
-        expanded element. BSR has one list length for a whole batch, so lists of unequal total length are refused.
+        Its shape is `([batch, heads,] q_block * rows, k_block * columns)`. It holds whole blocks: the causal triangle
+        and the length of a partial last block are lost. The values are one expanded element. BSR has one list length
+        for a whole batch, so lists of unequal total length are refused.
         """
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 
     @classmethod
     def from_torch_sparse(cls, t: Tensor, seq_len: int | None = None, *, is_causal: bool = False) -> BlockLayout:
-        """Build a layout from the structure of a BSR tensor and ignore its values; give `seq_len` if the last blocks
-        are partial.
+        """Build a layout from the structure of a BSR tensor, whatever its values.
+
+        `seq_len`: the sequence length, needed if the last blocks are partial.
         """
         indptr, indices, seq_len, block_size = conversions.from_bsr(t, seq_len)
         return cls.from_indices(indptr, indices, seq_len, block_size, is_causal=is_causal)
 
     def to_block_mask(self) -> BlockMask:
-        """Return a FlexAttention `BlockMask`, with lists as wide as the widest row: O(rows * widest row), never a dense
-        mask.
+        """Return a FlexAttention `BlockMask`. A dense mask is never formed: the memory is O(rows * widest row).
 
         Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
@@ -674,10 +666,10 @@ class BlockLayout:
 
     @classmethod
     def from_block_mask(cls, m: BlockMask) -> BlockLayout:
-        """Build a layout from a FlexAttention `BlockMask`: its blocks, causal if its partial blocks hold the lower
-        triangle.
+        """Build a layout from the blocks of a FlexAttention `BlockMask`.
 
-        The mask_mod is evaluated on the partial blocks; one that hides anything except the causal triangle is an error.
+        The layout is causal if the partial blocks hold the lower triangle. The mask_mod is evaluated on the partial
+        blocks; one that hides anything except the causal triangle is an error.
         """
         return cls._of(*conversions.from_block_mask(m))
 

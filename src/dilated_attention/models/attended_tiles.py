@@ -26,13 +26,13 @@ _MORE = 8  # columns, of which one is for lse: fused operators on a GPU take mul
 
 @dataclass(frozen=True, eq=False)
 class TileAttention:
-    """What `tile_attention` returns. Entries of padding are 0.
+    """Hold the result of `tile_attention`. Entries of padding are 0.
 
     Attributes:
-        heads: `(batch, layers, heads, tiles)`: how much of the slide embedding's attention goes to each tile, by layer
-            and head.
-        rolled_up: `(batch, tiles)`: the same through all layers. What is missing from 1 stayed at the cls token, or
-            went to the padding that `compat="torchscale"` attends.
+        heads: `(batch, layers, heads, tiles)`: the share of the slide embedding's attention that each tile gets, by
+            layer and head.
+        rolled_up: `(batch, tiles)`: the same, followed through all layers. What is missing from 1 stayed at the cls
+            token, or went to the padding that `compat="torchscale"` attends.
         coords: `(batch, tiles, 2)`, as given.
         lengths: the number of tiles of each slide.
         tile_size: the side of a tile, in the unit of `coords`.
@@ -49,11 +49,11 @@ class TileAttention:
     ) -> Axes:
         """Draw one slide's tiles at their places, brighter for more attention, in colours that also work in grey.
 
-        The scale ends at the 99th percentile of the tiles; the few above it have its brightest colour.
+        The colour scale ends at the 99th percentile of the tiles; the few tiles above it get its brightest colour.
 
         Args:
-            layer: draw this layer's attention; None: rolled up.
-            head: draw this head of the layer; None: the mean over heads.
+            layer: the layer whose attention is drawn; None: attention rolled up over all layers.
+            head: the head of the layer that is drawn; None: the mean over heads.
         """
         if layer is None and head is not None:
             raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
@@ -77,20 +77,20 @@ def tile_attention(
     lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     global_pool: bool | None = None,
 ) -> TileAttention:
-    """How much a slide's embedding attends to each tile: exact, in memory linear in the tiles.
+    """Compute how much a slide's embedding attends to each tile: exact, in memory linear in the number of tiles.
 
     With P_l,h the attention probabilities of head h in layer l, over the cls token and the tiles, and u the weight of
-    each in the embedding (1 for the cls token; with global_pool 1 / tiles for each tile), `heads` holds uᵀ P_l,h, and
-    `rolled_up` (Abnar and Zuidema 2020, arXiv:2005.00928) uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) / 2,
-    where I stands for the residual path. No P is formed: its rows are summed from the log-sum-exp of the forward.
+    each in the embedding (1 for the cls token; with global_pool 1 / tiles for each tile), `heads` holds uᵀ P_l,h.
+    `rolled_up` (Abnar and Zuidema 2020, arXiv:2005.00928) holds uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) /
+    2, where I stands for the residual path. P is never formed: its rows are summed from the log-sum-exp of the forward.
 
-    Queries and keys of all layers are kept in a temporary file, 2 x layers x tiles x embed_dim numbers (in the folder
-    that TMPDIR names), so that memory does not grow with the number of layers; the time is that of one encoding, plus
-    one more attention in each layer.
+    Queries and keys of all layers are written to a temporary file of 2 x layers x tiles x embed_dim numbers (in the
+    folder that TMPDIR names), so that memory does not grow with the number of layers. It takes as long as encoding
+    once, plus one more attention per layer.
 
     Args:
-        encoder: in evaluation mode.
-        tiles, coords, lengths, global_pool: as the encoder's forward takes them.
+        encoder: the slide encoder, in evaluation mode.
+        tiles, coords, lengths, global_pool: the same arguments as for the encoder's forward.
     """
     if not isinstance(encoder, GigaPathSlideEncoder):
         raise ValueError(

@@ -50,16 +50,17 @@ PICKLE_ERRORS = (
 
 
 def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a state_dict, of a safetensors file, or of a file of `torch.save`, read with `weights_only`.
+    """Read tensors from a state_dict, a safetensors file, or a file written by `torch.save` (with `weights_only`).
 
     If the file holds the state_dict under an entry such as `model`, `state_dict` or `module`, it is taken from there.
 
     Args:
-        prefix: take only the tensors whose names begin with it, and strip it from them: `"LongNet_encoder."`.
+        prefix: take only the tensors whose names begin with it, such as `"LongNet_encoder."`, and strip it from the
+            names.
 
     Raises:
-        ValueError: there is no such file; it is damaged or truncated; it holds anything but tensors; nothing begins
-            with the prefix. A tensor must be held whole: a few stored values may not stand for more.
+        ValueError: the file is missing, damaged or truncated, holds anything other than tensors, or has no name with
+            the prefix. A tensor must be stored whole: a few stored values may not be expanded to a larger tensor.
     """
     where, held = "state_dict", source
     if isinstance(source, (str, Path)):
@@ -90,8 +91,11 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
 
 def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
-    """As `read_checkpoint`, by the names that the loaders know: without what torch.compile and data parallelism put
-    into them, and without what all begin with, as in one half of a larger model."""
+    """Read a checkpoint as `read_checkpoint` does, and change its names to those that the loaders know.
+
+    Strips what torch.compile and data parallelism add to names, and a prefix that all names share, as in one half of a
+    larger model.
+    """
     held = read_checkpoint(source, prefix)
     tensors = {_WRAPPED.sub("", name): x for name, x in held.items()}
     if len(tensors) < len(held):
@@ -210,27 +214,28 @@ def load_torchscale(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
-    """A model with the weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both.
+    """Load the weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both into a new model.
 
     Widths, layers, sub-LN and xPos are read from the weights. The model computes pre-norm and gelu, torchscale's
-    defaults; a checkpoint with neither sub-LN nor a final norm is taken to be post-norm, and refused.
+    defaults. A checkpoint with neither sub-LN nor a final norm is taken to be post-norm, and refused.
 
     Args:
-        source: a state_dict, or a path to a safetensors file or one of `torch.save`.
-        segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which no weight tells.
-        num_heads: of attention; with xPos, read from the weights.
-        architecture: None: recognised. Names under `encoder.` and `decoder.` mean an encoder-decoder, embed_tokens with
-            output_projection a decoder, other layers an encoder. For an encoder that has both give `"encoder"`, and
-            surplus=`"warn"`, since it has no place for the output.
+        source: a state_dict, or a path to a safetensors file or one written by `torch.save`.
+        segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which the weights do not
+            contain.
+        num_heads: the number of attention heads; with xPos it is read from the weights.
+        architecture: which model to make; None: recognised from the names. Names under `encoder.` and `decoder.` mean
+            an encoder-decoder, embed_tokens with output_projection a decoder, other layers an encoder. For an encoder
+            that has both, give `"encoder"` and surplus=`"warn"`, since it has no place for the output.
         compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
-            None: the corrected ones, exact attention with the offsets that the weights were trained with.
-        norm_eps: of its LayerNorms.
-        prefix: what the names begin with if the weights are part of a larger model's, such as `"LongNet_encoder."`.
-        surplus: `"warn"`: skip weights that the model has no place for, with a warning.
+            None: the corrected outputs, exact attention with the offsets that the weights were trained with.
+        norm_eps: epsilon of the model's LayerNorms.
+        prefix: the beginning of the names if the weights are part of a larger model's, such as `"LongNet_encoder."`.
+        surplus: `"warn"`: skip weights that the model does not use, with a warning.
 
     Raises:
-        ValueError: a damaged file, or anything but tensors; or weights missing, surplus or of the wrong shape, all
-            listed.
+        ValueError: the file is damaged or holds anything other than tensors; or weights are missing, surplus or of the
+            wrong shape, and the message lists them all.
     """
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
@@ -271,10 +276,10 @@ def load_gigapath(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> GigaPathSlideEncoder:
-    """Prov-GigaPath's slide encoder (`slide_encoder.pth`) of any width; the rest as in `load_torchscale`.
+    """Load Prov-GigaPath's slide encoder (`slide_encoder.pth`) of any width; the rest as in `load_torchscale`.
 
-    The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. Of a fixed
-    table of positions in the file only the shape is checked: the model computes its own.
+    The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. If the file
+    holds a fixed table of positions, only its shape is checked: the model computes its own.
     """
     taken = _Taken(source, prefix)
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
@@ -308,10 +313,10 @@ def load_longvit(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongViT:
-    """torchscale's LongViT, pretrained or with a classifier; the rest as in `load_torchscale`.
+    """Load torchscale's LongViT, pretrained or with a classifier; the rest as in `load_torchscale`.
 
     Args:
-        segment_lengths: None: those released for the image size that the weights' positions fit.
+        segment_lengths: the segment lengths; None: those released for the image size that the weights' positions fit.
     """
     taken = _Taken(source, prefix)
     tensors, part = taken.tensors, "model." if "model.pos_embed" in taken else ""  # a classifier's backbone is `model`

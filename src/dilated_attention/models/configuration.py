@@ -127,26 +127,26 @@ PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongNetConfig(Configuration):
-    """Shape of a LongNet: `LongNetEncoder`, `LongNetLM`, or either half of `LongNet`.
+    """Describe a LongNet: a `LongNetEncoder`, a `LongNetLM`, or either half of a `LongNet`.
 
-    The defaults are a small plain language model; `LongNetConfig.preset("longnet-base")` is the paper's.
+    The defaults are a small plain language model; `LongNetConfig.preset("longnet-base")` is the paper's model.
 
     Attributes:
         vocab_size: number of token ids, 256 for bytes; None: no embedding, the inputs are vectors.
-        num_kv_heads: heads of k and v (grouped queries); None = num_heads.
+        num_kv_heads: number of KV heads (grouped queries); None = num_heads.
         mlp_dim: width inside the MLP; None = 4 embed_dim.
         pattern: which tokens attend to which: a `Dilated`, a `Window`, or their sum; None = dense attention.
         rope_base: wavelengths of the rotary positions run from 2 pi to 2 pi rope_base tokens.
         positions: `"rope"`, `"xpos"` (rotary positions whose products decay with the distance), or None.
         xpos_scale_base: see `nn.Rotary`.
-        sub_ln: MAGNETO's LayerNorm inside attention and MLP, and its initialisation.
-        bias: of every projection but the output's.
-        final_norm: a LayerNorm after the last block.
-        tie_embeddings: the output projection of a language model is its embedding.
-        norm_eps: of every LayerNorm.
-        dropout: of what the blocks add to the residual stream, in training.
-        attention_dropout: of the attention's probabilities, in training.
-        compat: `"torchscale"`: attention as released checkpoints compute it, see `Dilated`; the pattern's offsets
+        sub_ln: use MAGNETO's LayerNorm inside attention and MLP, and its initialisation.
+        bias: add a bias to every projection except the output layer.
+        final_norm: add a LayerNorm after the last block.
+        tie_embeddings: use a language model's embedding as its output projection.
+        norm_eps: epsilon of every LayerNorm.
+        dropout: dropout, in training, of what the blocks add to the residual stream.
+        attention_dropout: dropout, in training, of the attention probabilities.
+        compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
     """
 
@@ -249,7 +249,7 @@ class LongNetConfig(Configuration):
 
     @property
     def attention_pattern(self) -> Dilated | Window | Sum | None:
-        """`pattern`, with `compat`."""
+        """Return `pattern` with `compat` applied."""
         return (
             dataclasses.replace(self.pattern, compat=self.compat) if isinstance(self.pattern, Dilated) else self.pattern
         )
@@ -276,7 +276,7 @@ class LongNetConfig(Configuration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderDecoderConfig(Configuration):
-    """Both halves of a `LongNet`, of one width."""
+    """Describe both halves of a `LongNet`, which have the same width."""
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig, "decoder": LongNetConfig}
 

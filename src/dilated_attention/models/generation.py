@@ -224,17 +224,17 @@ def _shifted(heads: slice, first: int) -> slice:
 
 
 class KeyValueCache:
-    """What a causal LongNet remembers of the tokens so far, for a batch of samples of any lengths.
+    """Keep the keys and values that a causal LongNet needs of the tokens so far, for a batch of samples of any lengths.
 
     Made by `LongNetLM.prefill`, used and updated by `LongNetLM.decode`.
 
     Attributes:
         positions: how many tokens each sample has.
-        max_len: the most that a sample may have; None: any number.
-        nbytes: of the keys and values: 2 layers x batch x sum (rows x heads) x head_dim x bytes of the dtype, fixed
-            when it is made. rows: ceil(min(w, max_len) / r) of a branch (w, r), min((before + 1) rate, max_len) and
-            `leading` of a window. heads: the key-value heads that take part in the branch, all but with head groups or
-            an offset of -1.
+        max_len: the most tokens that a sample may have; None: any number.
+        nbytes: bytes of the keys and values, fixed when the cache is made: 2 layers x batch x sum (rows x heads) x
+            head_dim x bytes of the dtype, summed over branches and windows. rows: ceil(min(w, max_len) / r) for a
+            branch (w, r), min((before + 1) rate, max_len) and `leading` for a window. heads: the KV heads that take
+            part in the branch: all of them, except with head groups or an offset of -1.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class KeyValueCache:
 
     @property
     def runs(self) -> Iterator[tuple[slice, int]]:
-        """Neighbouring samples that are at one position."""
+        """Yield (samples, position) for each run of neighbouring samples that are at the same position."""
         start = 0
         for position, group in groupby(self.positions):
             count = len(list(group))
@@ -281,8 +281,10 @@ class KeyValueCache:
             start += count
 
     def begin(self, lengths: Sequence[int], *, packed: bool = False, shard: tuple[int, int] | None = None) -> None:
-        """The layers are about to be called with the first tokens: batch x seq, or `packed` one after another; or with
-        the tokens [start, stop) of every sample, a `shard`."""
+        """Prepare for the first call of the layers, with the first tokens of all samples.
+
+        They come as batch x seq, `packed` one after another, or as a `shard`: the tokens [start, stop) of every sample.
+        """
         self._check(max(lengths))
         if packed:
             starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -296,19 +298,19 @@ class KeyValueCache:
         self.origins = torch.tensor([n // 2 for n in lengths], device=self.device)[:, None]  # as in the forward
 
     def end(self, lengths: Sequence[int]) -> None:
-        """The layers have been called: each sample has this many more tokens."""
+        """Record that the layers have been called: each sample now has this many more tokens."""
         self.spans = None
         self.positions = [a + b for a, b in zip(self.positions, lengths, strict=True)]
 
     def join(self, mesh: Mesh) -> None:
-        """Every rank has filled the rows of its shard; now each has all."""
+        """Share the rows of the ranks' shards between ranks, so that each has all of them."""
         for layer in self.layers:
             for *_, keys, values in layer.buffers:
                 for rows in (keys, values):  # 0 where others fill
                     dist.all_reduce(rows, group=context_group(mesh))
 
     def step(self) -> Int[Tensor, "batch 1"]:
-        """The positions of the next token of every sample; moves the origin of xPos where it is too far back."""
+        """Return the positions of every sample's next token. Moves the origin of xPos if it is too far back."""
         self._check(max(self.positions) + 1)
         positions = torch.tensor(self.positions, device=self.device)[:, None]
         rotary = self.config.rotary
@@ -355,13 +357,13 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " batch"]:
-    """Draw one token a row from softmax(logits / temperature), cut to the likeliest and renormalised.
+    """Draw one token per row from softmax(logits / temperature), limited to the most likely tokens and renormalised.
 
     Args:
-        temperature: 0 takes the likeliest.
-        top_k: among the k likeliest.
-        top_p: among the fewest likeliest whose probabilities reach p together (nucleus sampling, Holtzman et al. 2020,
-            arXiv:1904.09751), after top_k.
+        temperature: the sampling temperature; 0 always picks the most likely token.
+        top_k: draw from the k most likely tokens.
+        top_p: draw from the smallest set of most likely tokens whose probabilities sum to at least p (nucleus sampling,
+            Holtzman et al. 2020, arXiv:1904.09751), after top_k.
     """
     check_sampling(temperature, top_k, top_p)
     logits = logits.float()

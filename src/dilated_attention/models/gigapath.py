@@ -50,15 +50,15 @@ def _encoder(embed_dim: int, num_layers: int) -> LongNetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GigaPathConfig(Configuration):
-    """Shape of a `GigaPathSlideEncoder`; the defaults are those of the published one.
+    """Describe a `GigaPathSlideEncoder`; the defaults are those of the published one.
 
     Attributes:
         in_chans: channels of a tile's embedding.
         slide_ngrids: a slide has at most slide_ngrids x slide_ngrids places.
         tile_size: pixels from one place to the next.
-        global_pool: take the slide's embedding from the mean of its tiles; else from the cls token.
-        norm_eps: of the last LayerNorm.
-        encoder: takes vectors, without positions.
+        global_pool: take the slide's embedding from the mean of its tiles; False: from the cls token.
+        norm_eps: epsilon of the last LayerNorm.
+        encoder: configuration of the LongNet encoder, which takes vectors and has no positions.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
@@ -89,10 +89,10 @@ class GigaPathConfig(Configuration):
 
 
 class GigaPathSlideEncoder(Pretrained):
-    """LN of the cls token, or of the mean over tiles, of LongNet([cls, W x + b + sines of the place]).
+    """Encode a slide: LN of the cls token, or of the mean over tiles, of LongNet([cls, W x + b + sines of the place]).
 
     forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies at
-    place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
+        place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
 
     `load_gigapath` loads the published weights.
     """
@@ -113,7 +113,7 @@ class GigaPathSlideEncoder(Pretrained):
         nn.init.normal_(self.cls, std=0.02)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused: the cls token and the mean are those of a whole slide."""
+        """Refuse: the cls token and the mean are those of a whole slide, which a shard does not hold."""
         require_one_device(self, mesh)
 
     def forward(
@@ -125,12 +125,15 @@ class GigaPathSlideEncoder(Pretrained):
         global_pool: bool | None = None,
         all_layers: bool = False,
     ) -> Tensor:
-        """lengths: tiles of each slide; the rest of x and coords is padding, which costs nothing and influences
-            nothing. Each slide gets the embedding that it would get alone.
-        global_pool: overrides the configuration's.
-        all_layers: return `(layers + 1, batch, embed_dim)`: the slide's embedding before the first layer and after each
-            layer, all through this model's last LayerNorm but not the encoder's own, so that the last one differs from
-            the result without all_layers.
+        """Return the embedding of each slide.
+
+        Args:
+            lengths: number of tiles of each slide. The other entries of x and coords are padding, which costs nothing
+                and does not affect the result: each slide gets the embedding that it would get alone.
+            global_pool: replaces the configuration's value.
+            all_layers: return `(layers + 1, batch, embed_dim)`: the slide's embedding before the first layer and after
+                each layer. All pass through this model's last LayerNorm but not through the encoder's own, so the last
+                one differs from the result without all_layers.
         """
         mean = self.config.global_pool if global_pool is None else global_pool
         first_only = not (mean or all_layers)  # then the last layer computes the cls tokens alone
@@ -148,8 +151,10 @@ class GigaPathSlideEncoder(Pretrained):
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         all_layers: bool = False,
     ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
-        """The encoder's states of the cls token and the tiles, [last], or as in `LongNetEncoder` with all_layers; 0 at
-        padding."""
+        """Return the encoder's states of the cls token and the tiles, 0 at padding.
+
+        The result is a list with the last states alone, or with all_layers what `LongNetEncoder` returns.
+        """
         states, counts = self._states(x, coords, lengths, all_layers)
         kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)
         return [padded(state, kept) for state in states]
@@ -172,7 +177,10 @@ class GigaPathSlideEncoder(Pretrained):
     def embed(
         self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None = None
     ) -> tuple[Float[Tensor, "1 tokens embed_dim"], list[int]]:
-        """What the encoder is given: of each slide the cls token and its tiles, packed; and the tiles of each slide."""
+        """Return the encoder's input and each slide's number of tiles.
+
+        The input holds each slide's cls token and tiles, packed one slide after another.
+        """
         config = self.config
         require_like(self.cls, x=x)
         if not isinstance(coords, Tensor) or coords.dtype in (torch.float16, torch.bfloat16):

@@ -23,9 +23,10 @@ from dilated_attention.plumbing import checks, dtype_of_products, from_rank, hel
 
 
 class LongNetAttention(Pretrained):
-    """The self-attention of one LongNet layer with its positions: W_o LN A(R W_q x, R W_k x, W_v x) (`SelfAttention`).
+    """Compute the self-attention of one LongNet layer with its positions (see `SelfAttention`).
 
-    forward: `(batch, seq, embed_dim)` -> the same shape. Only the attention's part of the configuration is read.
+    Returns W_o LN A(R W_q x, R W_k x, W_v x). forward: `(batch, seq, embed_dim)` -> the same shape. Only the attention
+    settings of the configuration are read.
     """
 
     configuration = LongNetConfig
@@ -48,13 +49,17 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Called by `parallel.set_context_parallel`, which also reaches the attention inside."""
+        """Run over `mesh`, the attention inside included; `parallel.set_context_parallel` calls this."""
         self.mesh = held_mesh(mesh)
 
     def forward(
         self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False, *, seq_len: int | None = None
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """seq_len: over a mesh, the length of the whole sequence; None: equal shards."""
+        """Return the attention's output, shaped like x.
+
+        Args:
+            seq_len: over a mesh, the length of the whole sequence; None: equal shards.
+        """
         warn_of_layout(x)
         whole = x.shape[1] * mesh_size(self.mesh) if self.mesh is not None and seq_len is None else seq_len
         places = places_of(self.config, self.mesh, x, None, None, whole)
@@ -62,7 +67,7 @@ class LongNetAttention(Pretrained):
 
 
 class LongNetEncoder(LongNetStack):
-    """A bidirectional LongNet.
+    """Encode sequences with a bidirectional LongNet.
 
     forward: tokens `(batch, seq)`, or vectors `(batch, seq, embed_dim)` with `vocab_size=None`, -> states
     `(batch, seq, embed_dim)`.
@@ -79,15 +84,20 @@ class LongNetEncoder(LongNetStack):
         all_layers: bool = False,
         first_only: bool = False,
     ) -> Tensor | list[Tensor]:
-        """lengths: tokens of each sample, whose states are those that it would have alone. The rest is padding: it
-            costs nothing, influences nothing, and gets states 0.
-        cu_seqlens: the edges of samples that are packed one after another, batch 1, from 0 to seq. Each sample's states
-            are those that it would have alone.
-        positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
-        seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-        all_layers: return a list: the embeddings, the states after each block, and the normed states after the last.
-        first_only: return the state of each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples,
-            embed_dim)` of packed ones; the last block computes nothing else. Neither with all_layers nor with lengths.
+        """Return the states of all tokens.
+
+        Args:
+            lengths: number of tokens of each sample, which gets the states that it would have alone. The rest is
+                padding: it costs nothing, affects nothing, and gets states 0.
+            cu_seqlens: the edges of samples that are packed one after another, batch 1, from 0 to seq. Each sample gets
+                the states that it would have alone.
+            positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
+            seq_len: over a mesh, the length of the whole sequence; None: equal shards.
+            all_layers: return a list: the embeddings, the states after each block, and the normed states after the
+                last.
+            first_only: return the state of each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples,
+                embed_dim)` for packed samples; the last block computes nothing else. Not allowed with all_layers or
+                lengths.
         """
         if first_only and (all_layers or lengths is not None):
             raise ValueError("first_only=True takes neither all_layers nor lengths; pack the samples with cu_seqlens")
@@ -107,13 +117,15 @@ class LongNetEncoder(LongNetStack):
 
 
 class LongNetLM(LongNetStack):
-    """A causal language model: embedding, blocks, norm, and the embedding again, or a matrix of its own, as output.
+    """Predict the next token with a causal LongNet: embedding, blocks, norm, and an output projection.
 
-    forward: tokens `(batch, seq)` integers -> logits `(batch, seq, vocab_size)`; logits at t see tokens <= t.
-    With `config.pattern=None` it is the same model (same parameters, same draws) with dense attention.
+    The output projection is the embedding, or a matrix of its own. forward: tokens `(batch, seq)` integers -> logits
+    `(batch, seq, vocab_size)`; logits at t see tokens <= t. With `config.pattern=None` it is the same model (same
+    parameters, same draws) with dense attention.
 
     Args:
-        cross_attention: make it the decoder of a `LongNet`, which gives it a source.
+        cross_attention: add cross-attention, which makes it the decoder of a `LongNet`. The `LongNet` gives it a
+            source.
     """
 
     def __init__(
@@ -141,13 +153,17 @@ class LongNetLM(LongNetStack):
         source: Float[Tensor, "batch keys embed_dim"] | None = None,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
-        """positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
-        lengths: tokens of each sample; padding after them costs nothing in the blocks, and its logits are 0. (Without
-            lengths, the other tokens' logits are the same: they see no later token.) Over a mesh padding is computed.
-        cu_seqlens: the edges of samples that are packed one after another, batch 1, over a mesh those of the whole
-            sequence. Each sample's logits are those that it would have alone.
-        seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-        source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
+        """Return the logits of the token that follows each token.
+
+        Args:
+            positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
+            lengths: number of tokens of each sample; the padding after them costs nothing in the blocks, and its logits
+                are 0. (Without lengths, the other tokens' logits are the same: they see no later token.) Over a mesh
+                padding is computed.
+            cu_seqlens: the edges of samples that are packed one after another, batch 1; over a mesh, the edges in the
+                whole sequence. Each sample gets the logits that it would have alone.
+            seq_len: over a mesh, the length of the whole sequence; None: equal shards.
+            source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
         """
         read, mask = self._read(source, source_lengths)
         x = self.embed(tokens)
@@ -190,13 +206,14 @@ class LongNetLM(LongNetStack):
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, ""]:
-        """Mean cross entropy, in nats, of each of tokens[:, 1:] given all tokens before it; with lengths, of those
-        within them.
+        """Return the mean cross entropy, in nats, of each of tokens[:, 1:] given all tokens before it.
 
-        Over a mesh every rank passes the same whole tokens and gets the same mean. The gradient of each rank's shard is
-        scaled so that the mean over the mesh of the ranks' gradients is that of one device (`cp_mean`).
+        With lengths, only tokens within them count. Over a mesh every rank passes the same whole tokens and gets the
+        same mean. The gradient of each rank's shard is scaled so that the mean of the ranks' gradients over the mesh
+        equals the gradient on one device (`cp_mean`).
 
-        Raises ValueError where no token has one before it.
+        Raises:
+            ValueError: no token has another one before it.
         """
         require_tokens(tokens)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
@@ -234,13 +251,13 @@ class LongNetLM(LongNetStack):
         source: Float[Tensor, "batch keys embed_dim"] | None = None,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "batch vocab"], KeyValueCache]:
-        """The logits after the last token of each prompt, and the cache to continue from.
+        """Return the logits after the last token of each prompt, and the cache to continue from.
 
-        Over a mesh every rank passes the same whole tokens, reads its shard of them, and gets the same logits and the
-        whole cache, so that all of them can `decode` alike.
+        Over a mesh every rank passes the same whole tokens and reads its shard of them. All ranks get the same logits
+        and the whole cache, so each of them can `decode`.
 
         Args:
-            lengths: tokens of each prompt, at least 1, where they differ.
+            lengths: number of tokens of each prompt, at least 1; needed if they differ.
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
             source, source_lengths: as in `forward`.
         """
@@ -269,8 +286,10 @@ class LongNetLM(LongNetStack):
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " batch"], cache: KeyValueCache) -> Float[Tensor, "batch vocab"]:
-        """The logits after one more token of each sample, equal to those of `forward` over all its tokens; the cache
-        then holds the token."""
+        """Return the logits after one more token of each sample, and add the token to the cache.
+
+        The logits equal those of `forward` over all the sample's tokens.
+        """
         if tokens.shape != (cache.batch_size,):
             raise ValueError(
                 f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
@@ -297,10 +316,10 @@ class LongNetLM(LongNetStack):
         source: Float[Tensor, "batch keys embed_dim"] | None = None,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Iterator[Int[Tensor, " batch"]]:
-        """Sampled tokens that continue the prompts, one of each sample at a time, as soon as they are drawn.
+        """Yield sampled tokens that continue the prompts, one per sample at a time, as soon as they are drawn.
 
         The prompts are read once; each further token costs the same at any position. Over a mesh the ranks share the
-        reading, and all compute each further token, which the first one draws. Arguments as in `generate`.
+        reading. All of them compute each further token, and the first one draws it. Arguments as in `generate`.
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
@@ -318,14 +337,16 @@ class LongNetLM(LongNetStack):
     def generate(
         self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any
     ) -> Int[Tensor, "batch longer"]:
-        """tokens, each sample followed by `max_new_tokens` sampled ones, or fewer if all samples draw `stop_token`.
+        """Return tokens, each sample followed by `max_new_tokens` sampled ones.
+
+        There are fewer if all samples draw `stop_token` before.
 
         Args:
-            lengths: tokens of each prompt, where they differ; what follows a sample's new tokens is 0.
-            temperature: of the softmax; 0 takes the likeliest.
-            top_k, top_p: sample among the k likeliest tokens, or the fewest that reach probability p together.
-            stop_token: where a sample ends; it is repeated until all samples have ended.
-            generator: of the draws.
+            lengths: number of tokens of each prompt, if they differ; the entries after a sample's new tokens are 0.
+            temperature: the sampling temperature; 0 always picks the most likely token.
+            top_k, top_p: sample among the k most likely tokens, or the fewest that reach probability p together.
+            stop_token: the token that ends a sample; it is repeated until all samples have ended.
+            generator: the random generator used for sampling.
             source, source_lengths: as in `forward`.
         """
         require_tokens(tokens)
@@ -348,7 +369,7 @@ class LongNetLM(LongNetStack):
 
 
 class LongNet(Pretrained):
-    """An encoder-decoder: a `LongNetEncoder`, and a causal decoder with dense cross-attention to its states.
+    """Join a `LongNetEncoder` and a causal decoder with dense cross-attention to the encoder's states.
 
     forward: source (tokens, or vectors where the encoder has `vocab_size=None`) and target tokens `(batch, seq)` ->
     logits `(batch, seq, vocab_size)` of the decoder; those at t see the whole source and the target up to t.
@@ -375,8 +396,12 @@ class LongNet(Pretrained):
         *,
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
-        """source_lengths: tokens of each source; padding influences nothing. (Padding after a target needs no lengths:
-        no earlier token sees it.)"""
+        """Return the decoder's logits.
+
+        Args:
+            source_lengths: number of tokens of each source; padding affects nothing. (Padding after a target needs no
+                lengths: no earlier token sees it.)
+        """
         states = self.encoder(source, lengths=source_lengths)
         return self.decoder(target, source=states, source_lengths=source_lengths)
 
@@ -390,6 +415,6 @@ class LongNet(Pretrained):
         source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         **options: Any,
     ) -> Int[Tensor, "batch longer"]:
-        """target continued by `max_new_tokens` sampled tokens; options as in `LongNetLM.generate`."""
+        """Return target continued by `max_new_tokens` sampled tokens; options as in `LongNetLM.generate`."""
         states = self.encoder(source, lengths=source_lengths)
         return self.decoder.generate(target, max_new_tokens, source=states, source_lengths=source_lengths, **options)

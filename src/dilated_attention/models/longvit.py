@@ -47,12 +47,12 @@ def _encoder(image_size: int) -> LongNetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongViTConfig(Configuration):
-    """Shape of a `LongViT`.
+    """Describe a `LongViT`.
 
     Attributes:
         image_size: pixels per side; at this size there is one learned position per patch.
-        num_classes: of the classifier; None: no classifier.
-        norm_eps: of the LayerNorm before the classifier.
+        num_classes: number of classes; None: no classifier.
+        norm_eps: epsilon of the LayerNorm before the classifier.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
@@ -77,7 +77,9 @@ class LongViTConfig(Configuration):
 
 
 class LongViT(Pretrained):
-    """forward: images `(batch, in_chans, rows, columns)` -> states of the patches `(batch, patches, embed_dim)`, row by
+    """Encode images with a vision transformer whose attention is LongNet's, and classify them if it has a classifier.
+
+    forward: images `(batch, in_chans, rows, columns)` -> states of the patches `(batch, patches, embed_dim)`, row by
     row; with `num_classes` logits `(batch, num_classes)` of LN(mean over patches).
 
     For an image of another size than the configuration's, the positions are interpolated bicubically, as in the
@@ -99,7 +101,7 @@ class LongViT(Pretrained):
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused: patches, positions and the mean are those of a whole image."""
+        """Refuse: patches, positions and the mean are those of a whole image, which a shard does not hold."""
         require_one_device(self, mesh)
 
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:

@@ -19,7 +19,10 @@ FILES = ("model.safetensors", "config.json")
 
 
 class Pretrained(nn.Module):
-    """A module made from one configuration. `type(self)(config, backend=...)` draws its initial weights."""
+    """Save and load a module that is made from one configuration.
+
+    `type(self)(config, backend=...)` draws its initial weights.
+    """
 
     configuration: ClassVar[type[Configuration]]
     config: Any
@@ -27,8 +30,9 @@ class Pretrained(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
 
-        ValueError, before anything is written, unless `from_pretrained` could read it: the weights are those of the
-        configuration, whole tensors of one floating dtype.
+        Raises:
+            ValueError: `from_pretrained` could not read the result. The weights must be those of the configuration,
+                whole tensors of one floating dtype. Nothing has been written then.
         """
         state = self.state_dict()
         try:
@@ -52,10 +56,13 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[Some], folder: str | Path, *, backend: str = "auto") -> Some:
-        """A model saved by `save_pretrained`, on the CPU, in the saved dtype, in evaluation mode.
+        """Load a model that `save_pretrained` wrote: on the CPU, in the saved dtype, in evaluation mode.
 
-        ValueError names what is wrong with a missing, damaged or foreign file; a model is loaded whole or not at all.
         Without SHA256SUMS in the folder, digests are not checked.
+
+        Raises:
+            ValueError: a file is missing, damaged or not of this library; the message says which. No model is loaded
+                partially.
         """
         weights_path, config_path = (Path(folder) / name for name in FILES)
         if (Path(folder) / storage.SUMS).exists():
@@ -84,7 +91,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def empty(cls: type[Some], config: Any, *, backend: str = "auto") -> Some:
-        """A model without storage, on the meta device, for weights to be assigned to."""
+        """Return a model without storage, on the meta device, ready for weights to be assigned."""
         with torch.device("meta"):
             return cls(config, backend=backend)
 

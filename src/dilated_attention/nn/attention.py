@@ -27,7 +27,7 @@ _MANY = 128
 
 
 class DilatedAttention(nn.Module):
-    """`attention` as a module that holds its pattern and options; no parameters.
+    """Run `attention` as a module that holds its pattern and options; no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
     Attention dropout acts in training only. A block layout follows q to its device.
@@ -35,9 +35,9 @@ class DilatedAttention(nn.Module):
     Args:
         mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global
             `seq_len`.
-        pattern: in place of segment_lengths, dilation_rates, offsets, head_groups and compat: any pattern that
-            `attention` takes, or a function that returns the `BlockLayout` for n tokens, always the same for the same
-            n, since it is cached.
+        pattern: replaces segment_lengths, dilation_rates, offsets, head_groups and compat. Give any pattern that
+            `attention` takes, or a function that returns the `BlockLayout` for n tokens. The function must always
+            return the same layout for the same n, since layouts are cached.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DilatedAttention(nn.Module):
         self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
     def pattern_of(self, seq_len: int) -> Pattern:
-        """The pattern at this many tokens."""
+        """Return the pattern for this many tokens."""
         return self.pattern if isinstance(self.pattern, Pattern) else pattern_for(self.pattern, seq_len)
 
     def forward(
@@ -130,7 +130,7 @@ class DilatedAttention(nn.Module):
 
 
 class RingDilatedAttention(DilatedAttention):
-    """`DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
+    """Run `DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
 
     def __init__(
         self,
@@ -145,11 +145,12 @@ class RingDilatedAttention(DilatedAttention):
 
 
 class BlockSparseDilatedAttention(DilatedAttention):
-    """`DilatedAttention` over a block layout, alone or inside dilated subsequences.
+    """Run `DilatedAttention` over a block layout, alone or inside dilated subsequences.
 
     Args:
         layout: a `BlockLayout`, or a callable that returns the layout for n tokens, always the same for the same n,
-            since it is cached. n is seq; with segment_lengths, the tokens of a segment that take part (`Product`).
+            since it is cached. n is seq; with segment_lengths, the number of tokens of a segment that take part
+            (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
     """
 
@@ -170,7 +171,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
-    """`BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
+    """Run `BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
 
     def __init__(
         self,
@@ -213,12 +214,12 @@ def _sparse(
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """`torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
+    """Replace `torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
 
-    Constructor, forward, parameters, their initialisation and the state_dict are those of `nn.MultiheadAttention`,
-    whose trained weights load as they are. What this attention cannot honour is refused by name (`UnsupportedError`):
-    an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. Unlike
-    PyTorch's, `batch_first` is True by default; need_weights is False by default and gives a sparse tensor; and
+    Constructor, forward, parameters, their initialisation and the state_dict are the same as in
+    `nn.MultiheadAttention`, and its trained weights load unchanged. `UnsupportedError` names what this attention cannot
+    do: an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. The
+    defaults differ from PyTorch's: `batch_first` is True; need_weights is False, and gives a sparse tensor if True.
     `is_causal=True` is not a hint: it masks, and needs no attn_mask. The other arguments are those of
     `DilatedAttention`.
 
@@ -289,7 +290,8 @@ class MultiheadDilatedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As `nn.MultiheadAttention`, draw for draw: Xavier for the inputs, zero biases."""
+        """Draw the parameters as `nn.MultiheadAttention` does, in the same order: Xavier for the inputs, zero biases.
+        """
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -310,14 +312,16 @@ class MultiheadDilatedAttention(nn.Module):
         *,
         seq_len: int | None = None,
     ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
-        """query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
+        """Return (out, weights or None).
 
-        key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
-        attn_mask: the causal mask, `(seq, seq)`, True (or -inf) above the diagonal; the same as is_causal=True.
-        need_weights: also return the probabilities, computed again as a sparse COO tensor (`attention_weights`):
-            `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
-            no batch dim if query has none.
-        seq_len: over a mesh, the global length; default: equal shards.
+        Args:
+            query, key, value: `(batch, seq, dim)`, `(seq, batch, dim)` if not batch_first, or `(seq, dim)`.
+            key_padding_mask: `(batch, seq)` or `(seq,)`, True (or -inf in a floating mask) = ignore that key.
+            attn_mask: the causal mask, `(seq, seq)`, True (or -inf) above the diagonal; the same as is_causal=True.
+            need_weights: also return the probabilities, computed again as a sparse COO tensor (`attention_weights`):
+                `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
+                no batch dim if query has none.
+            seq_len: over a mesh, the global length; default: equal shards.
         """
         self._check(query, key, value, need_weights)
         batched = query.dim() == 3
@@ -387,11 +391,11 @@ class MultiheadDilatedAttention(nn.Module):
 
 
 class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
+    """Run `MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
 
-    layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport as in
-    `BlockSparseRingDilatedAttention`; everything else, loading weights of `nn.MultiheadAttention` included, as in
-    `MultiheadDilatedAttention`.
+    layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport are as in
+    `BlockSparseRingDilatedAttention`. Everything else is as in `MultiheadDilatedAttention`, including loading weights
+    of `nn.MultiheadAttention`.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ Tables = tuple[Tensor, ...]
 def rotary_tables(
     positions: Int[Tensor, "*batch seq"], head_dim: int, base: float = 10_000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "*batch seq 1 head_dim"], Float[Tensor, "*batch seq 1 head_dim"]]:
-    """cos and signed sin of p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al. 2021).
+    """Return cos and signed sin of p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al. 2021).
 
-    The angles are formed and reduced in float64: at position 2^30 a float32 angle is off by whole turns.
+    The angles are computed and reduced in float64: at position 2^30 a float32 angle is off by whole turns.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: rotary positions turn pairs of channels, so it must be even")
@@ -33,7 +33,7 @@ def rotary_tables(
 
 
 def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Float[Tensor, "batch seq heads head_dim"]:
-    """Turn channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`; computed in at least float32.
+    """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`, in at least float32.
 
     <rotate(q, m), rotate(k, n)> depends on m - n only.
     """
@@ -44,12 +44,12 @@ def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Floa
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary positions of a model; with `scale_base` those of xPos (Sun et al. 2022, arXiv:2212.10554).
+    """Describe a model's rotary positions; with `scale_base`, xPos (Sun et al. 2022, arXiv:2212.10554).
 
     xPos multiplies channel pair i of a query at m by zeta_i^((m - origin) / scale_base), of a key at n by the inverse
-    power, zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1: their product decays as zeta_i^((m - n) / scale_base) with the
-    distance to an earlier key, whatever the origin. Each factor by itself leaves the range of a dtype when a position
-    is too far from the origin (`check`).
+    power, zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1. Their product decays as zeta_i^((m - n) / scale_base) with the
+    distance to an earlier key, whatever the origin. Each factor alone leaves the range of a dtype when a position is
+    too far from the origin (`check`).
 
     Attributes:
         base: wavelengths run from 2 pi to 2 pi base tokens.
@@ -66,7 +66,10 @@ class Rotary:
         origin: Int[Tensor, "*batch_or_one seq_or_one"] | int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tables:
-        """Tables of queries and keys at `positions`, for `rotate(q, tables[:2])` and `rotate(k, tables[-2:])`."""
+        """Return the tables of queries and keys at `positions`.
+
+        Call `rotate(q, tables[:2])` and `rotate(k, tables[-2:])` with them.
+        """
         cos, sin = rotary_tables(positions, self.head_dim, self.base, dtype)
         if self.scale_base is None:
             return cos, sin
@@ -75,7 +78,7 @@ class Rotary:
         return cos * query, sin * query, cos * key, sin * key
 
     def growth(self, distance: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape 1 head_dim"]:
-        """zeta^(distance / scale_base) in float64: what moving the origin by `distance` multiplies keys by."""
+        """Return zeta^(distance / scale_base) in float64, the factor of keys when the origin moves by `distance`."""
         assert self.scale_base is not None
         exact = _exact(distance)
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=exact.device) / self.head_dim
@@ -83,14 +86,14 @@ class Rotary:
         return torch.cat((power, power), -1)
 
     def reach(self, dtype: torch.dtype) -> int | None:
-        """How far from the origin a position may lie in this dtype; None: any distance."""
+        """Return how far from the origin a position may lie in this dtype; None: any distance."""
         if self.scale_base is None:
             return None
         # The factor may fill the range of the dtype but for 2^12, which queries, keys and their product need.
         return int(self.scale_base * (math.log(torch.finfo(dtype).max) - 12 * math.log(2)) / math.log(1.4 / 0.4))
 
     def check(self, distance: int, dtype: torch.dtype) -> None:
-        """ValueError if a position `distance` tokens from the origin is out of the dtype's range."""
+        """Raise ValueError if a position `distance` tokens from the origin is out of the dtype's range."""
         reach = self.reach(dtype)
         if reach is not None and distance > reach:
             raise ValueError(
@@ -103,12 +106,13 @@ class Rotary:
 def grid_sines(
     points: Integer[Tensor, "*shape 2"], size: int, embed_dim: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*shape embed_dim"]:
-    """Fixed 2-D positions on a size x size grid: those of points[..., 1], then those of points[..., 0].
+    """Return fixed 2-D positions on a size x size grid: those of points[..., 1], then those of points[..., 0].
 
-    A coordinate p gives sin(p / 10000^(4i / embed_dim)), 0 <= i < embed_dim / 4, then the cosines: the table of masked
-    autoencoders (He et al. 2021, arXiv:2111.06377), without holding size^2 rows of it.
+    A coordinate p gives sin(p / 10000^(4i / embed_dim)), 0 <= i < embed_dim / 4, then the cosines. This is the table of
+    masked autoencoders (He et al. 2021, arXiv:2111.06377), without storing its size^2 rows.
 
-    Raises ValueError where points are no pairs of whole numbers, and on the CPU where one lies outside the grid.
+    Raises:
+        ValueError: points are not pairs of whole numbers, or on the CPU, one lies outside the grid.
     """
     if points.shape[-1:] != (2,) or points.is_floating_point() or points.dtype == torch.bool:
         raise ValueError(f"points must be integers (..., 2); got {points.dtype} of shape {tuple(points.shape)}")

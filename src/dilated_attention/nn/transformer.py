@@ -38,15 +38,15 @@ class Memory(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """W_o LN A(R W_q x, R W_k x, W_v x): rotary positions R, grouped queries.
+    """Compute W_o LN A(R W_q x, R W_k x, W_v x): self-attention with rotary positions R and grouped queries.
 
-    A is dilated attention of `pattern`, or dense attention by PyTorch's fused op where `pattern` is None; over a mesh
-    dense attention is the pattern of one segment.
+    A is dilated attention with `pattern`, or dense attention with PyTorch's fused op if `pattern` is None. Over a mesh,
+    dense attention is computed as a pattern of one segment.
 
     Args:
-        bias: of the projections.
+        bias: add a bias to the projections.
         sub_ln: include the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423).
-        dropout: of the attention's probabilities, in training.
+        dropout: dropout, in training, of the attention probabilities.
     """
 
     def __init__(
@@ -93,8 +93,13 @@ class SelfAttention(nn.Module):
         memory: Memory | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """rotary: tables from `Rotary.tables` or `rotary_tables`; None: no positions. cu_seqlens, seq_len: as in
-        `dilated_attention`. first_only: return only the row of each sample's first token."""
+        """Return the attention's output, shaped like x.
+
+        Args:
+            rotary: tables from `Rotary.tables` or `rotary_tables`; None: no positions.
+            cu_seqlens, seq_len: as in `dilated_attention`.
+            first_only: return only the row of each sample's first token.
+        """
         attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         if first_only:
             attend = partial(self._attend_first, attend=attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
@@ -103,7 +108,7 @@ class SelfAttention(nn.Module):
         return self.output(self.norm(attend(*self.project(x, rotary)).flatten(-2)))  # q, k and v end with the call
 
     def project(self, x: Tensor, rotary: Tables | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with their own heads."""
+        """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with their own heads."""
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
 
@@ -162,7 +167,7 @@ def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) 
 
 
 class Source:
-    """What a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
+    """Hold what a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
 
     keep: let each layer keep the keys and values that it makes of them, for decoding.
     """
@@ -172,7 +177,7 @@ class Source:
         self._kept: dict[CrossAttention, tuple[Tensor, Tensor]] = {}
 
     def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
-        """The keys and values that `layer` makes of the states."""
+        """Return the keys and values that `layer` makes of the states."""
         found = self._kept.get(layer)
         if found is None:
             found = layer.project(self.states)
@@ -182,9 +187,9 @@ class Source:
 
 
 class CrossAttention(nn.Module):
-    """W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
+    """Compute W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
 
-    Without positions and without an inner norm, as torchscale's decoder.
+    It has no positions and no inner norm, as in torchscale's decoder.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
@@ -196,7 +201,7 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def project(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
-        """The keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
+        """Return the keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
         k, v = self.source(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads[1], 1)
         return k, v
 
@@ -207,7 +212,12 @@ class CrossAttention(nn.Module):
         mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """mask: True where a key is seen. cu_seqlens: where samples are packed in x."""
+        """Return the attention's output, shaped like x.
+
+        Args:
+            mask: True where a key is seen.
+            cu_seqlens: the edges of the samples that are packed in x.
+        """
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = source.read(self)
         if cu_seqlens is None:
@@ -253,12 +263,12 @@ class ShardDropout:
 
 
 class TransformerBlock(nn.Module):
-    """x + A(LN x), then x + C(LN x, source) in a decoder with a source, then x + W_2 LN gelu(W_1 LN x).
+    """Compute x + A(LN x), then x + C(LN x, source) in a decoder with a source, then x + W_2 LN gelu(W_1 LN x).
 
     Args:
-        bias, sub_ln: as in `SelfAttention`; the LN inside the MLP is sub-LN's too.
-        dropout: of what is added to x, in training.
-        attention_dropout: of the attention's probabilities.
+        bias, sub_ln: as in `SelfAttention`; sub_ln also includes the LN inside the MLP.
+        dropout: dropout, in training, of what is added to x.
+        attention_dropout: dropout, in training, of the attention probabilities.
         cross_attention: include C.
     """
 
@@ -317,8 +327,14 @@ class TransformerBlock(nn.Module):
         first_only: bool = False,
         shard_dropout: ShardDropout | None = None,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """source, source_mask: source and mask of `CrossAttention`. shard_dropout: over a mesh, in place of the block's
-        own dropout. The others as in `SelfAttention`."""
+        """Return the block's output, shaped like x.
+
+        Args:
+            source, source_mask: source and mask of `CrossAttention`.
+            shard_dropout: over a mesh, replaces the block's own dropout.
+
+        The other arguments are as in `SelfAttention`.
+        """
 
         def drop(x: Tensor, place: int) -> Tensor:
             if shard_dropout is None or not self.training:

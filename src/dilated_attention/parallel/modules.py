@@ -12,14 +12,15 @@ def set_context_parallel(
 ) -> None:
     """Run every attention of `module` over `mesh`, on which its sequences are sharded; None: back to one device.
 
-    Whatever takes part has its own method `set_context_parallel(mesh, transport, layer)`: the attention modules of this
-    library, and models whose positions or losses depend on where a shard lies. Errors name the layer.
+    Each module that takes part has its own method `set_context_parallel(mesh, transport, layer)`: the attention modules
+    of this library, and models whose positions or losses depend on where a shard lies. Errors name the layer.
 
     Args:
         seq_len: the global length of sequences with uneven shards, for attention that is called without one, as inside
             `nn.TransformerEncoder`.
 
-    Raises ValueError if nothing in `module` takes part: its attention would see only a shard.
+    Raises:
+        ValueError: nothing in `module` takes part, so its attention would see only a shard.
     """
     if mesh is not None:
         context_group(mesh)

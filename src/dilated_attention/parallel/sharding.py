@@ -18,8 +18,10 @@ from dilated_attention.torch_internals import flattened
 
 
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
-    """The tokens [start, stop) that this rank holds of a sequence: floor(rank * seq_len / size) and the next rank's
-    start."""
+    """Return the tokens (start, stop) of a sequence that this rank holds.
+
+    start is floor(rank * seq_len / size), and stop is the start of the next rank.
+    """
     seq_len = checks.integer("seq_len", seq_len, 0)
     group = context_group(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -27,7 +29,7 @@ def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
 
 
 def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
-    """This rank's slice of a sequence that every rank holds, a view; `dim` is the sequence."""
+    """Return this rank's slice of a sequence that every rank holds, as a view; `dim` is the sequence dimension."""
     start, stop = sequence_range(x.shape[dim], mesh)
     return x.narrow(dim, start, stop - start)
 
@@ -68,14 +70,15 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
-    """The whole sequence on every rank, from each rank's shard.
+    """Return the whole sequence on every rank, gathered from each rank's shard.
 
     Its gradient is the sum over ranks of the gradients of their copies, as in `torch.distributed`'s own all_gather.
 
     Args:
         seq_len: the global length; default: the shard's length times the number of ranks (equal shards).
 
-    Raises ValueError on every rank where the shards do not make one sequence.
+    Raises:
+        ValueError: the shards do not make one sequence. Every rank raises it.
     """
     group = context_group(mesh)
     return _Unshard.apply(x, group, dim, _agreed_length(x, group, dim, seq_len))
@@ -120,7 +123,7 @@ def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None
 
 
 def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor:
-    """This rank's next-token labels: the label of token p is token p + 1, which the next rank may hold.
+    """Return this rank's next-token labels: the label of token p is token p + 1, which the next rank may hold.
 
     Args:
         labels: `(batch, seq)`, the tokens of the whole sequence, not shifted; the same on every rank.
@@ -136,17 +139,17 @@ def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor
 
 
 def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Literal["mean", "sum"] = "mean") -> Tensor:
-    """The mean of a loss over all ranks' valid tokens: sum_j loss_sum_j / sum_j n_valid_j, the same on every rank.
+    """Average a loss over all ranks' valid tokens: sum_j loss_sum_j / sum_j n_valid_j, the same on every rank.
 
-    A mean of local means would weigh a shard with few valid labels as much as a full one.
+    A mean of local means would give a shard with few valid labels the same weight as a full one.
 
     Args:
         loss_sum: the sum of this rank's token losses, a scalar.
         n_valid: how many tokens it sums over.
-        mesh: the ranks to average over: where data and context axes both exist, the mesh of both, `mesh["data",
+        mesh: the ranks to average over. If there are data and context axes, give the mesh of both, `mesh["data",
             "context"]`, which is flattened.
         gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The
-            gradient of the result is scaled so that the reduced one is exactly that of the global mean.
+            gradient of the result is scaled so that the reduced gradient is exactly the gradient of the global mean.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')

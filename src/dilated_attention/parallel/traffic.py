@@ -27,16 +27,17 @@ _BUFFER_SHARDS = 4  # `auto` keeps received rows under this many times the shard
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What one rank moves in one attention call. A row is the key and the value of one token of one key-value head.
+    """Describe what one rank sends and receives in one attention call.
 
-    Bytes include the messages' seals, rows do not. Bytes that the rank sends itself do not count.
+    A row is the key and the value of one token of one KV head. Bytes include the messages' seals, rows do not. Bytes
+    that the rank sends to itself do not count.
 
     Attributes:
         peers_sent, peers_received: messages of the forward, over all its rounds.
         rounds: consecutive communication steps of the forward.
-        bytes_sent, bytes_received: of the forward, in the tensors' dtype.
-        backward_bytes_sent, backward_bytes_received: of the backward, which returns partial gradients in float32 at
-            least.
+        bytes_sent, bytes_received: bytes of the forward, in the tensors' dtype.
+        backward_bytes_sent, backward_bytes_received: bytes of the backward, which returns partial gradients in float32
+            at least.
         saved_bytes: bytes kept from forward to backward.
     """
 
@@ -57,7 +58,7 @@ class ExchangePlan:
 
     @property
     def modelled_seconds(self) -> float:
-        """The forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s."""
+        """Return the forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s."""
         messages, moved = max(self.peers_sent, self.peers_received), max(self.bytes_sent, self.bytes_received)
         return _LATENCY * messages + moved / _BANDWIDTH
 
@@ -247,13 +248,14 @@ def exchange_plan(
     transport: str = "exchange",
     bounds: tuple[int, ...] | None = None,
 ) -> ExchangePlan:
-    """What one rank of a context parallel call would move: bytes, peers, rounds, rows. No process, no tensor.
+    """Return what one rank of a context parallel call would move: bytes, peers, rounds, rows.
 
-    A sum with block layouts is several calls, whose counts add up.
+    Needs no process group and no tensors. A sum with block layouts is several calls, and their counts are added.
 
     Args:
-        num_heads: of q; `num_kv_heads` of k and v, default the same.
-        bounds: shard edges; default the balanced ones that `sequence_range` gives.
+        num_heads: heads of q.
+        num_kv_heads: heads of k and v; default: num_heads.
+        bounds: shard edges; default: the balanced ones that `sequence_range` gives.
     """
     seq_len, num_heads = checks.integer("seq_len", seq_len, 0), checks.positive("num_heads", num_heads)
     world_size = checks.positive("world_size", world_size)
