@@ -1368,7 +1368,7 @@ def _(told):
     assert KeyValueCache(model.config, 1, max_len=9).nbytes > 0
 
 
-@remedy("tokens: empty prompt; give at least one token a sample")
+@remedy("tokens: empty prompt; give at least one token per sample")
 def _(told):
     model = language_model()
     with told():

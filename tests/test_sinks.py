@@ -175,9 +175,9 @@ def test_under_vmap():
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [
-        ([0.0] * HEADS, "sinks must be a floating tensor of 4 logits, one a head of q; got list"),
-        (torch.zeros(KV_HEADS), r"4 logits, one a head of q; got torch.float32 of shape \(2,\)"),
-        (torch.zeros(HEADS, dtype=torch.int64), "4 logits, one a head of q; got torch.int64"),
+        ([0.0] * HEADS, "sinks must be a floating tensor of 4 logits, one per head of q; got list"),
+        (torch.zeros(KV_HEADS), r"4 logits, one per head of q; got torch.float32 of shape \(2,\)"),
+        (torch.zeros(HEADS, dtype=torch.int64), "4 logits, one per head of q; got torch.int64"),
         (torch.zeros(HEADS, device="meta"), "sinks must be on q's device, cpu; got meta"),
     ],
 )

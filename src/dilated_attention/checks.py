@@ -148,7 +148,7 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
         kind = (
             f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else f"{type(sinks).__name__}"
         )
-        raise ValueError(f"sinks must be a floating tensor of {q.shape[2]} logits, one a head of q; got {kind}")
+        raise ValueError(f"sinks must be a floating tensor of {q.shape[2]} logits, one per head of q; got {kind}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device, {q.device}; got {sinks.device}")
 

@@ -307,8 +307,7 @@ class Dilated(_Branched):
         warn_of_blind(keys, _covering(self))
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
-        """Return, for each branch, how many residues modulo its rate no head serves. Their tokens take no part in it.
-        """
+        """Return, for each branch, how many residues modulo its rate no head serves. Their tokens take no part."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:

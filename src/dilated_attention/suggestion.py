@@ -93,7 +93,7 @@ class _Problem:
         if isinstance(budget, float) and 0 < budget <= 1:
             return int(budget * self.entries(self.seq_len, 1))
         raise ValueError(
-            f"budget must be a share of dense attention's cost, a float in (0, 1], or a number of keys a query, a "
+            f"budget must be a share of dense attention's cost, a float in (0, 1], or a number of keys per query, a "
             f"positive integer; got {budget!r}"
         )
 
@@ -163,14 +163,14 @@ class _Problem:
         entries = self.cost(pattern)
         yield (
             f"{self.seq_len:,} tokens, {self.num_heads} heads{', causal' if self.is_causal else ''}: "
-            f"{entries / per_query:,.1f} keys a query, {entries / self.entries(self.seq_len, 1):.2%} of dense "
+            f"{entries / per_query:,.1f} keys per query, {entries / self.entries(self.seq_len, 1):.2%} of dense "
             f"attention; the budget was {budget!r}"
         )
         branches = list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
         for segment, rate in branches:
-            what = "all tokens of a segment" if rate == 1 else f"1 token in {rate} of a segment, by head another one"
+            what = "all tokens of a segment" if rate == 1 else f"1 token in {rate} of a segment, another one per head"
             spans = ", which spans the sequence" if segment >= self.seq_len else ""
-            yield f"  ({segment}, {rate}): {self.entries(segment, rate) / per_query:,.1f} keys a query; {what}{spans}"
+            yield f"  ({segment}, {rate}): {self.entries(segment, rate) / per_query:,.1f} keys per query; {what}{spans}"
         last = branches[-1][1]
         if len(branches) == 1:
             yield "The budget pays for dense attention: no pattern of branches shows more."

@@ -418,8 +418,7 @@ class BlockLayout:
 
     @cached_property
     def masked(self) -> Tensor:
-        """Return the mask of `indices` that the diagonal cuts, booleans `(blocks,)`; False where all pairs are visible.
-        """
+        """Return which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are seen."""
         return self.grid.cut(self.row, self.indices)
 
     @cached_property
@@ -502,8 +501,7 @@ class BlockLayout:
             )
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        """Return this layout with its tables on `device`. A call does this itself and keeps the copy in `plan_cache`.
-        """
+        """Return this layout with its tables on `device`. A call does this itself, and `plan_cache` keeps the copy."""
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
@@ -620,8 +618,7 @@ class BlockLayout:
     # ---- conversions
 
     def dense_blocks(self) -> Tensor:
-        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True where active; refused when large.
-        """
+        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True if active; refused when large."""
         shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
         conversions.check_dense(shape)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)

@@ -265,7 +265,7 @@ class LongNetLM(LongNetStack):
         batch, seq = tokens.shape
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):
-            raise ValueError("tokens: empty prompt; give at least one token a sample")
+            raise ValueError("tokens: empty prompt; give at least one token per sample")
         x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
         cache.source, cache.source_mask = self._read(source, source_lengths, keep=True)

@@ -290,8 +290,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters as `nn.MultiheadAttention` does, in the same order: Xavier for the inputs, zero biases.
-        """
+        """Draw parameters as `nn.MultiheadAttention` does, in the same order: Xavier for the inputs, zero biases."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)

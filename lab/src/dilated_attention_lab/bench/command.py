@@ -80,21 +80,21 @@ def add_options(command: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure, print a table, and keep one JSON row a figure under <out>/<device>/<suite>.jsonl."
+    parser.description = "Measure, print a table, and store one JSON row per figure in <out>/<device>/<suite>.jsonl."
     about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
     parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
     parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
     parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the steps whose label, as the progress bar shows it, holds it"
+        "--only", default="", metavar="TEXT", help="run only steps whose label in the progress bar contains it"
     )
-    parser.add_argument("--device", help="a PyTorch device (default: cpu; of the gpu suite cuda)")
+    parser.add_argument("--device", help="a PyTorch device (default: cpu; for the gpu suite cuda)")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
-    parser.add_argument("--part", type=int, choices=gpu.PARTS, help="of gpu: one of its parts, nine minutes at most")
-    parser.add_argument("--baseline", type=Path, help="of check: the file (default: results/baseline.json)")
-    parser.add_argument("--update", action="store_true", help="of check: write the file")
+    parser.add_argument("--part", type=int, choices=gpu.PARTS, help="run only this part of gpu (at most nine minutes)")
+    parser.add_argument("--baseline", type=Path, help="baseline file of check (default: results/baseline.json)")
+    parser.add_argument("--update", action="store_true", help="with check: write the baseline file")
     parser.set_defaults(run=_bench)
 
 
@@ -144,15 +144,16 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Every variant of the reports in the same rounds: dense, LongNet branches, head groups, rings, block-sparse, "
-        "both multihead modules; time, memory, error against float64, keys reached. One table a setting, rows under "
-        "<out>/<device>/compare.jsonl, two pictures. What the file holds is not measured again."
+        "Measure every variant of the reports in the same rounds: dense, LongNet branches, head groups, rings, "
+        "block-sparse, both multihead modules. Prints one table per setting with time, memory, error against float64 "
+        "and keys reached, writes rows to <out>/<device>/compare.jsonl and draws two pictures. Settings that the file "
+        "already holds are not measured again."
     )
     parser.add_argument(
         "--quick", action="store_true", help="2,048 and 4,096 tokens: 2 minutes on 2 cores, not an hour"
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="the settings whose title holds it")
-    parser.add_argument("--again", action="store_true", help="measure also what the file holds already")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only settings whose title contains it")
+    parser.add_argument("--again", action="store_true", help="also measure what the file already holds")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
@@ -274,7 +275,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         "<out>/<device>/."
     )
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("method", choices=[*_METHODS], help="what to call; model: a training step of LongNetLM")
+    parser.add_argument("method", choices=[*_METHODS], help="what to profile; model: a training step of LongNetLM")
     for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     parser.add_argument("--segments", type=integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
@@ -282,26 +283,28 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", choices=["local", "global", "dilated", "random"], default="local", help="kind of block layout"
     )
-    parser.add_argument("--density", type=float, default=0.1, help="active blocks of the layout", metavar="X")
-    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
-    parser.add_argument("--forward", action="store_true", help="without the backward")
+    parser.add_argument(
+        "--density", type=float, default=0.1, help="share of the layout's blocks that are active", metavar="X"
+    )
+    parser.add_argument("--causal", action="store_true", help="use a causal mask")
+    parser.add_argument("--forward", action="store_true", help="leave out the backward")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
-    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder to write to")
     parser.set_defaults(run=partial(_profile, parser))
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "plot PATTERN: draw which keys each query sees. plot RESULTS: draw what <results>/<device>/*.jsonl hold, as "
-        "<out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
+        "plot PATTERN: draw which keys each query sees. plot RESULTS: draw the contents of <results>/<device>/*.jsonl "
+        "as <out>/<device>/*.png, and write the figures that documents ask for between <!-- results: ... --> and "
         "<!-- end of results -->. In a clone it also writes docs/pictures/measured, docs/tables and docs/machines.md."
     )
     what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
     parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
-    out = "the PNG file of a pattern (runs/pattern.png); else a folder (docs/pictures)"
+    out = "for a pattern the PNG file to write (runs/pattern.png); for results a folder (docs/pictures)"
     parser.add_argument("--out", type=Path, help=out)
-    documents = "Markdown files, or folders (default, where RESULTS is results: README.md and docs, if they are there)"
+    documents = "Markdown files or folders (default, if RESULTS is results: README.md and docs, if they exist)"
     parser.add_argument("--documents", type=Path, nargs="*", help=documents)
     pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
@@ -309,26 +312,26 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the real code of the last rank of worlds of up to --ranks ranks, equally many tokens each, on PyTorch's "
-        "fake process group. Bytes and messages are counted, compute and memory measured on this device, time of "
-        "communication and the other schemes modelled. Writes rows and a picture to <out>."
+        "Run the real code of the last rank in worlds of up to --ranks ranks, with the same number of tokens per rank, "
+        "on PyTorch's fake process group. Bytes and messages are counted, compute and memory are measured on this "
+        "device, communication time and the other schemes are modelled. Writes rows and a picture to <out>."
     )
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     for name, default, text in (
-        ("tokens", 1 << 30, "of the largest world"),
-        ("ranks", 8192, "of the largest world"),
+        ("tokens", 1 << 30, "sequence length in the largest world"),
+        ("ranks", 8192, "ranks of the largest world"),
         ("least", 8, "ranks of the smallest world; they grow fourfold"),
         ("heads", 12, "attention heads"),
         ("head-dim", 64, "width of a head"),
-        ("segment", 2048, "of the first branch; rates and segments double"),
+        ("segment", 2048, "segment length of the first branch; rates and segments double"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
-    parser.add_argument("--not-causal", action="store_true", help="queries see later keys too")
+    parser.add_argument("--not-causal", action="store_true", help="let queries see later keys too")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--latency", type=float, default=5e-6, help="modelled seconds a message", metavar="X")
-    parser.add_argument("--bandwidth", type=float, default=50e9, help="modelled bytes a second and rank", metavar="X")
-    parser.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder")
+    parser.add_argument("--latency", type=float, default=5e-6, help="modelled seconds per message", metavar="X")
+    parser.add_argument("--bandwidth", type=float, default=50e9, help="modelled bytes per second and rank", metavar="X")
+    parser.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder to write to")
     parser.set_defaults(run=_simulate)
 
 

@@ -36,21 +36,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--segments", type=_integers, metavar="N,N", help="segment lengths; with a layout, a product")
     group.add_argument("--rates", type=_integers, metavar="N,N", help="dilation rate of each segment length")
     group.add_argument("--offsets", choices=["head", "head_block"], help="offsets of the heads")
-    group.add_argument("--head-groups", action="store_true", help="a run of heads for each branch")
+    group.add_argument("--head-groups", action="store_true", help="give each branch a run of heads of its own")
     group.add_argument("--heads", type=int, metavar="N", help="heads of the model")
-    group.add_argument("--head", type=int, metavar="N", help="the one to draw (0)")
-    group.add_argument("--causal", action="store_true", help="no query sees a later key")
-    group.add_argument("--block-size", type=_integers, metavar="N", help="of layouts (64), or N,N: of queries and keys")
+    group.add_argument("--head", type=int, metavar="N", help="head to draw (0)")
+    group.add_argument("--causal", action="store_true", help="use a causal mask")
+    group.add_argument(
+        "--block-size", type=_integers, metavar="N", help="block size of layouts (64); N,N: queries, keys"
+    )
     for name, kind, text in (
         ("window", _integer, "local, longformer, bigbird: tokens on either side"),
-        ("global-tokens", _integer, "global, longformer, bigbird: leading tokens that all see"),
-        ("stride", _integer, "strided: tokens"),
+        ("global-tokens", _integer, "global, longformer, bigbird: leading tokens that all tokens see"),
+        ("stride", _integer, "strided: stride in tokens"),
         ("block-rates", _integers, "dilated-blocks: rates, in blocks"),
         ("reach", _integer, "dilated-blocks: steps of each rate"),
         ("levels", _levels, "hierarchical: STRIDE:WINDOW,STRIDE:WINDOW in tokens, fine to coarse"),
         ("density", float, "local, global, dilated-blocks, random: share of the blocks"),
-        ("random-blocks", _integer, "bigbird: blocks a row"),
-        ("seed", _integer, "random, bigbird (0)"),
+        ("random-blocks", _integer, "bigbird: random blocks per row"),
+        ("seed", _integer, "random, bigbird: seed (0)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
 

@@ -18,16 +18,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "demo": "show what dilated attention is for: recall over a long sequence, and a model of real text",
+    "demo": "show what dilated attention can do: recall over a long sequence, and a model of real text",
     "train": "train a byte-level language model on any text",
-    "generate": "continue a text with a model that `train` has made",
+    "generate": "continue a text with a model trained by `train`",
     "convert": "convert a torchscale, GigaPath or LongViT checkpoint, and compare with its own algorithm",
     "suggest": "suggest segments and rates for a length, a number of heads and a budget",
     "info": "print device, versions and backends, and why each is or is not available",
     "bench": "measure speed and memory against dense attention",
-    "compare": "put every variant, and other implementations that you have, into one table",
-    "profile": "show where the time and the memory of a call go",
-    "plot": "draw a pattern; or the pictures and tables of the documents, from the files of results",
+    "compare": "put all variants and other installed implementations into one table",
+    "profile": "show where a call spends time and memory",
+    "plot": "draw a pattern, or the pictures and tables of the documents from result files",
     "simulate": "run one rank of a large context parallel world: bytes, peers, compute, memory, modelled time",
 }
 MEASURING = ("bench", "compare", "profile", "plot", "simulate")

@@ -14,25 +14,31 @@ from dilated_attention_lab.terminal import console, show
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a checkpoint as a folder that `from_pretrained` reads, and print how far the model is, on "
-        "random input, from what the released algorithm computes with the same weights. Files are never unpickled."
+        "Write a checkpoint as a folder that `from_pretrained` reads. Then print how much the model and the "
+        "released algorithm differ on random input. Files are never unpickled."
     )
-    parser.add_argument("checkpoint", type=Path, help="a state_dict: safetensors, or a file of torch.save")
+    parser.add_argument("checkpoint", type=Path, help="a state_dict: a safetensors file, or one written by torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="write even if the folder exists")
-    parser.add_argument("--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="whose weights")
+    parser.add_argument(
+        "--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="which model the weights are for"
+    )
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
-    parser.add_argument("--architecture", choices=architectures, help="of torchscale's model (default: recognised)")
-    parser.add_argument("--heads", type=positive, help="attention heads (default: 16, or as xPos tells)", metavar="N")
-    parser.add_argument("--segments", type=integers, help="segment lengths (default: the released)", metavar="N,N,...")
+    parser.add_argument("--architecture", choices=architectures, help="torchscale's model (default: recognised)")
+    parser.add_argument(
+        "--heads", type=positive, help="attention heads (default: 16, or inferred from xPos)", metavar="N"
+    )
+    parser.add_argument(
+        "--segments", type=integers, help="segment lengths (default: the released ones)", metavar="N,N,..."
+    )
     parser.add_argument("--rates", type=integers, help="dilation rate of each segment length", metavar="N,N,...")
     parser.add_argument(
         "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
     )
     parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
-    parser.add_argument("--leave-surplus", action="store_true", help="leave weights that the model has no place for")
-    plain(parser, "tokens", positive, 300, "of the random input")
-    plain(parser, "seed", seed, 0, "of the random input")
+    parser.add_argument("--leave-surplus", action="store_true", help="ignore weights that the model does not use")
+    plain(parser, "tokens", positive, 300, "length of the random input")
+    plain(parser, "seed", seed, 0, "seed for the random input")
     parser.set_defaults(run=run)
 
 

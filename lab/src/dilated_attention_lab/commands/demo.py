@@ -21,10 +21,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
     parser.add_argument(
-        "--tokens", type=positive, default=32768, help="in a sequence to recall a fact from", metavar="N"
+        "--tokens", type=positive, default=32768, help="length of the sequence to recall a fact from", metavar="N"
     )
-    parser.add_argument("--seconds", type=float, default=110.0, help="of training on text", metavar="X")
-    parser.add_argument("--seed", type=seed, default=0, help="of weights, questions and text", metavar="N")
+    parser.add_argument("--seconds", type=float, default=110.0, help="seconds of training on text", metavar="X")
+    parser.add_argument("--seed", type=seed, default=0, help="seed for weights, questions and text", metavar="N")
     parser.add_argument("--device", default="cpu", help="a PyTorch device")
     parser.set_defaults(run=run)
 

@@ -16,26 +16,28 @@ from dilated_attention_lab.training import writing
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Continue a prompt with a byte-level model, byte by byte, as it is drawn. The prompt is read once; "
-        "then every byte costs the same, however long the text has become."
+        "Continue a prompt with a byte-level model, and print each byte as soon as it is drawn. The prompt is read "
+        "once; then every byte costs the same, however long the text has become."
     )
     parser.add_argument(
         "model",
         type=Path,
         nargs="?",
         default=Path("runs/train"),
-        help="folder of a model or of a run, which gives its newest checkpoint (default: runs/train)",
+        help="folder of a model, or of a run whose newest checkpoint is used (default: runs/train)",
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, help="file to continue; - for standard input", metavar="FILE")
     plain(parser, "bytes", natural, 1024, "bytes to write")
-    plain(parser, "temperature", float, 0.8, "of the softmax; 0 takes the likeliest byte")
-    parser.add_argument("--top-k", type=positive, help="sample among the N likeliest bytes", metavar="N")
-    parser.add_argument("--top-p", type=float, help="sample among the fewest that reach probability X", metavar="X")
-    plain(parser, "seed", seed, 0, "of the draws")
+    plain(parser, "temperature", float, 0.8, "sampling temperature; 0 always picks the most likely byte")
+    parser.add_argument("--top-k", type=positive, help="sample among the N most likely bytes", metavar="N")
+    parser.add_argument(
+        "--top-p", type=float, help="sample among the fewest bytes that reach probability X together", metavar="X"
+    )
+    plain(parser, "seed", seed, 0, "seed for sampling")
     plain(parser, "device", str, "cpu", "a PyTorch device")
-    plain(parser, "backend", str, "auto", "of dilated attention")
+    plain(parser, "backend", str, "auto", "backend of dilated attention")
     parser.set_defaults(run=run)
 
 

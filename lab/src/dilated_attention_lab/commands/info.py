@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="instead run a dozen calls on every backend that serves the device, compare with the definition in double "
         "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
     )
-    parser.add_argument("--device", help="of --check: a PyTorch device (default: cuda where there is one, else cpu)")
+    parser.add_argument("--device", help="PyTorch device for --check (default: cuda if there is one, else cpu)")
     parser.set_defaults(run=run)
 
 

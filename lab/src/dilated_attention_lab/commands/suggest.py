@@ -10,17 +10,19 @@ from dilated_attention_lab.commands.options import budget, positive
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print a pattern of dilated branches that costs at most the budget, and the reasons for it."
-    parser.add_argument("--tokens", type=positive, required=True, help="of the sequence", metavar="N")
-    parser.add_argument("--heads", type=positive, required=True, help="of keys and values", metavar="N")
+    parser.add_argument("--tokens", type=positive, required=True, help="sequence length in tokens", metavar="N")
+    parser.add_argument("--heads", type=positive, required=True, help="number of KV heads", metavar="N")
     parser.add_argument(
         "--budget",
         type=budget,
         required=True,
-        help="share of the cost of dense attention, such as 0.1, or keys a query sees on average, such as 2048",
+        help="share of the cost of dense attention, such as 0.1, or mean number of keys per query, such as 2048",
         metavar="X",
     )
-    parser.add_argument("--causal", action="store_true", help="no query sees a later key")
-    parser.add_argument("--largest-rate", type=positive, help="of any branch (default: the heads)", metavar="N")
+    parser.add_argument("--causal", action="store_true", help="use a causal mask")
+    parser.add_argument(
+        "--largest-rate", type=positive, help="largest dilation rate of any branch (default: --heads)", metavar="N"
+    )
     parser.set_defaults(run=run)
 
 

@@ -31,7 +31,7 @@ DEFAULTS = {field.name: field.default for kind in (LongNetConfig, Recipe) for fi
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a byte-level LongNet language model; one window of text in 20 is held out. Ctrl-C saves a "
-        "checkpoint, and --resume continues it, on the CPU to the same losses bit for bit."
+        "checkpoint, and --resume continues from it. On the CPU the losses are then the same bit for bit."
     )
     parser.add_argument(
         "paths", nargs="*", type=Path, help="files or folders of text (default: the Python standard library's sources)"
@@ -42,16 +42,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="continue the run in --out with its options and text, or start it if there is none yet and text is given: "
-        "one command for a run that may be restarted. More --steps extend even a finished run, whose learning rate "
-        "then follows the schedule of the larger number",
+        "one command for a run that may be restarted. A larger --steps extends even a finished run; its learning rate "
+        "then follows the longer schedule",
     )
     begin.add_argument(
-        "--overwrite", action="store_true", help="start anew even if --out holds a checkpoint or a report"
+        "--overwrite", action="store_true", help="start a new run even if --out holds a checkpoint or a report"
     )
     _kept(parser, "device", str, "a PyTorch device")
-    _kept(parser, "backend", str, "of dilated attention")
+    _kept(parser, "backend", str, "backend of dilated attention")
     _kept(parser, "save-every", positive, "steps between checkpoints")
-    _kept(parser, "keep", natural, "older checkpoints to keep: --resume takes the newest that is whole")
+    _kept(parser, "keep", natural, "older checkpoints to keep; --resume uses the newest undamaged one")
     _kept(parser, "held-out", positive, "held-out windows to measure at the end")
     _kept(parser, "sample", natural, "bytes of sample text to write at the end")
 
@@ -59,22 +59,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
     )
     plain(ranks, "context-parallel", positive, 1, "processes that share each sequence; the others share the batch")
-    plain(ranks, "timeout", positive, 300, "seconds that a process waits for a lost one")
+    plain(ranks, "timeout", positive, 300, "seconds that a process waits for a lost process")
 
     model = parser.add_argument_group("model")
     _given(model, "layers", int, "num_layers", "transformer blocks")
     _given(model, "dim", int, "embed_dim", "width")
     _given(model, "heads", int, "num_heads", "attention heads")
-    _given(model, "kv-heads", int, "num_kv_heads", "heads of keys and values (default: as --heads)")
+    _given(model, "kv-heads", int, "num_kv_heads", "number of KV heads (default: --heads)")
     _given(model, "segments", integers, "segment_lengths", "segment lengths (default: context/16,context/4,context)")
     _given(
         model,
         "rates",
         integers,
         "dilation_rates",
-        "dilation rate of each segment length (default: 1,4,16, at most the heads)",
+        "dilation rate of each segment length (default: 1,4,16, at most --heads)",
     )
-    model.add_argument("--dense", action="store_true", help="dense attention, by PyTorch's fused operator")
+    model.add_argument("--dense", action="store_true", help="use dense attention (PyTorch's fused operator)")
 
     recipe = parser.add_argument_group("recipe")
     _given(recipe, "context", int, "context", "bytes per sequence")
@@ -82,9 +82,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _given(recipe, "steps", int, "steps", "optimizer steps")
     _given(recipe, "lr", float, "learning_rate", "peak learning rate")
     _given(recipe, "warmup", int, "warmup_steps", "steps of linear warm-up")
-    _given(recipe, "weight-decay", float, "weight_decay", "decay of the matrices")
-    _given(recipe, "seed", seed, "seed", "of the weights and of the order of the text")
-    _given(recipe, "dtype", str, "dtype", "of matrix products and attention, float32 or bfloat16; weights stay float32")
+    _given(recipe, "weight-decay", float, "weight_decay", "weight decay of the matrices")
+    _given(recipe, "seed", seed, "seed", "seed for the weights and the order of the text")
+    _given(recipe, "dtype", str, "dtype", "dtype of products and attention: float32 or bfloat16; weights stay float32")
     parser.set_defaults(run=run)
 
 
