@@ -39,7 +39,7 @@ Pattern = Dilated | Window | BlockLayout | Product | Sum
 
 
 class Options(TypedDict, total=False):
-    """The options that every public call takes; `attention` says what they mean."""
+    """Hold the options that every public call takes; `attention` says what they mean."""
 
     is_causal: bool
     scale: float | None
@@ -61,12 +61,12 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Shards:
-    """How the sequence of a call lies on the ranks of a group.
+    """Describe how a call's sequence is sharded over the ranks of a group.
 
     Attributes:
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
-        lengths: of all samples of the padded batch that the call is one sample of.
+        lengths: the lengths of all samples of the padded batch, if the call is one sample of it.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -80,17 +80,18 @@ class Shards:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What one call asks.
+    """Hold the checked arguments of one call.
 
     Attributes:
-        branches: the dilated pattern for the key-value heads of k; of a block layout alone, one branch of all tokens.
-        layouts: the block layout inside segments, one for each number of tokens that they have; none without blocks.
-        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh `shards` has the packed ones.
+        branches: the dilated pattern for the KV heads of k; for a block layout alone, one branch of all tokens.
+        layouts: the block layouts inside segments, one for each number of tokens that a segment has; empty without
+            blocks.
+        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh, `shards` has the packed ones.
         first_head: global index of the first query head.
-        seed: of dropout, drawn when the call runs; None without.
-        shards: over a mesh of several ranks; None on one device.
+        seed: the seed of dropout, drawn when the call runs; None without dropout.
+        shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
-        softcap: the bound of scores; 0: none.
+        softcap: the bound of scores; 0: no bound.
         layout_function: the name of the function that gives `layouts` when an exported call runs; "": they are here.
     """
 
@@ -135,7 +136,7 @@ class Call:
         k_start: int | None = None,
         softcap: float | None = None,
     ) -> Call:
-        """What `attention` with these arguments asks.
+        """Check the arguments of `attention` and return them as a call.
 
         Raises ValueError, naming the argument, its value and what would be right.
         """
@@ -165,7 +166,7 @@ class Call:
         ]
         if placed:
             check_placed(pattern, mesh, cu_seqlens)
-            if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has made other calls of these
+            if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has already split these
                 raise UnsupportedError(
                     "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
                 )
@@ -219,25 +220,25 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """What q is multiplied by, so that what is left of the scale is positive."""
+        """Return the factor by which q is multiplied, so that the rest of the scale is positive."""
         return split_scale(self.scale)[0]
 
     @property
     def positive_scale(self) -> float:
-        """What is left of the scale for the scores of q * factor."""
+        """Return the rest of the scale, which multiplies the scores of q * factor."""
         return split_scale(self.scale)[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
-        """The plan of one sample of this many queries, and of as many keys if not told otherwise, on one device."""
+        """Return the plan of one sample on one device, with this many queries and, by default, as many keys."""
         rows, columns = (
             (start, start + count) for start, count in zip(self.starts, (queries, keys or queries), strict=True)
         )
         return plan_of(self.branches, rows, columns, self.is_causal)
 
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
-        """The (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
+        """Return the (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
 
-        Raises ValueError where the values do not fit: this is the first place that reads them.
+        Raises ValueError if the values do not fit: this is the first place that reads them.
         """
         if self.lengths is not None and is_mapped(self.lengths):
             raise UnsupportedError(
@@ -257,17 +258,17 @@ class Call:
         return samples
 
     def sample_count(self, q: Tensor) -> int:
-        """How many samples the call has, each of which a layout may give lists of its own."""
+        """Return the number of samples; a layout may have lists for each of them."""
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def row_counts(self, length: int) -> set[int]:
-        """How many tokens take part in a segment, of all segments of a sample of this many tokens."""
-        # torch.compile of PyTorch 2.8 knows no slice of a named tuple.
+        """Return the different numbers of participating tokens that the segments of a sample of this length have."""
+        # torch.compile of PyTorch 2.8 does not support a slice of a named tuple.
         segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
         return row_counts(segment_lengths, dilation_rates, offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Which pairs of query and key survive; None where all do."""
+        """Return which pairs of query and key survive dropout; None if all do."""
         if self.seed is None:
             return None
         queries, keys = (
@@ -277,7 +278,7 @@ class Call:
         return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
 
     def over(self, shards: Shards) -> Call:
-        """The same call of a sequence that is sharded so."""
+        """Return the same call for a sequence that is sharded in this way."""
         samples, layouts = None, self.layouts
         # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
         slices = [seq for _, seq in self.samples(shards.bounds[-1])]
@@ -291,7 +292,7 @@ class Call:
     def _layouts(self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int) -> tuple[BlockLayout, ...]:
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
-            # Packed samples have the layout of their first tokens, whatever their common length.
+            # Packed samples use the layout of their first tokens, whatever their common length.
             length = seq_len if self.cu_seqlens is None else pattern.seq_len
             pattern.check(self.sample_count(q), length, heads, kv_heads)
             return (pattern,)
@@ -300,7 +301,7 @@ class Call:
     def _inside(
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
     ) -> tuple[BlockLayout, ...]:
-        """The layouts inside the segments of the call's samples."""
+        """Return the layouts inside the segments of the call's samples."""
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
             counts |= self.row_counts(seq.stop - seq.start)
@@ -310,7 +311,7 @@ class Call:
         return found
 
     def with_function(self, q: Tensor, k: Tensor) -> Call:
-        """The same call, with the layouts that its function gives."""
+        """Return the same call with the layouts that its function gives."""
         if not self.layout_function:
             return self
         layouts = self._inside(function_of(self.layout_function), q.shape[2], k.shape[2], q.shape[1])
@@ -323,7 +324,7 @@ def in_autocast(device: torch.device) -> bool:
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What autocast does for `scaled_dot_product_attention`: everything but double precision is cast."""
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`: everything except double precision."""
     given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
     if not given or not in_autocast(q.device):
         return q, k, v
@@ -332,14 +333,14 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
-    """What a product of x with a weight has: under autocast its dtype, unless x is in double precision."""
+    """Return the dtype of a product of x with a weight: autocast's, unless x is in double precision."""
     if x.dtype == torch.float64 or not in_autocast(x.device):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v filled with zeros to one head_dim: no score changes, and out has columns to leave off."""
+    """Pad q, k and v with zeros to one head_dim. No score changes, and the caller drops the extra columns of out."""
     missing = v.shape[3] - q.shape[3]
     if missing < 0:
         return q, k, torch.nn.functional.pad(v, (0, -missing))
@@ -363,7 +364,7 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
-    """The global length, of which q is this rank's shard."""
+    """Return the global length of the sequence of which q is this rank's shard."""
     if group is None:
         if transport != "auto":
             raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
@@ -380,7 +381,7 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
 
 
 def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:
-    """Refuse what has no meaning where q_start or k_start is given."""
+    """Raise if an option has no meaning together with q_start or k_start."""
     for name, given, remedy in (
         ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
@@ -392,7 +393,7 @@ def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:
 
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
-    """The factor of a pattern that has branches; a block layout alone has one segment of all tokens."""
+    """Return the factor of a pattern that has branches; for a block layout alone, one segment of all tokens."""
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):
@@ -406,7 +407,7 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
 
 
 def layout_remedy(given: Any) -> str:
-    """How to make a layout of what other packages take in its place."""
+    """Return how to turn an object of another package into a layout; "" if it is none that we can turn."""
     if isinstance(given, BlockMask):
         return "; give BlockLayout.from_block_mask of it"
     if isinstance(given, Tensor):
@@ -415,7 +416,7 @@ def layout_remedy(given: Any) -> str:
 
 
 def _work(branches: Branches, q: Tensor) -> int:
-    """About how many score entries times head_dim: of a head's tokens 1 / r take part in a branch, and see w / r."""
+    """Estimate score entries times head_dim: 1 / r of a head's tokens take part in a branch, and see w / r keys."""
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     if branches.bands:
         return q.numel() * min(_keys(branches), q.shape[1])
@@ -423,7 +424,7 @@ def _work(branches: Branches, q: Tensor) -> int:
 
 
 def _keys(branches: Branches) -> int:
-    """How many keys a query sees, summed over its branches, when every segment is full."""
+    """Return how many keys a query sees, summed over its branches, when every segment is full."""
     bands = branches.bands or ((None, None),) * len(branches.offsets)
     return sum(
         [

@@ -1,4 +1,4 @@
-"""The CPU backend: our own kernels in C++ (kernels/cpu), over the tables of tiles that the Triton backend uses.
+"""Run calls on the CPU with our own C++ kernels (kernels/cpu), over the tables of tiles that the Triton backend uses.
 
 Each turn of a plan is one call of the library: a flat loop over the keys of all spans that a tile of queries sees, one
 softmax. Tables are made once per plan and kernel.
@@ -28,31 +28,31 @@ KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MAX_OWN, LOOP = 256, 64
-"""Rows of a tile at most, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
-would not stay in the second cache; but where products are in tiles, what a backward adds to dq per tile weighs more:
-twice as many rows save a tenth there."""
+"""The most rows per tile, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
+would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
+as many rows save a tenth."""
 
 FEW, ROOM = (0, 4, 4, 2, 1), 2**18
-"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set (notebook, 2026-11-22), and the bytes
-of what a job holds there."""
+"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22), and the
+bytes that a job holds there."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
 
 MOST_IDLE = 1.3
-"""The time of a backward of five products, whose jobs are few, over that of even shares: with more, seven are
-faster."""
+"""The largest ratio of a five-product backward's time to the time of even shares. It has few jobs; above this ratio,
+seven products are faster."""
 
 
 LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
 LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (512, 24, 512)}
-"""Keys of a query, of whole segments, from which on `auto` takes this backend, on processors with AVX2 only, with
-AVX-512 and with AMX, for a head_dim of up to 64 and for more: below, a tile's gathers and edges cost more than its
-products (notebook, 2026-11-22 and 2026-11-24)."""
+"""The fewest keys per query, with full segments, for which `auto` chooses this backend: on processors with AVX2 only,
+with AVX-512 and with AMX, for a head_dim of up to 64 and for more. With fewer keys, a tile's gathers and edges cost
+more than its products (notebook, 2026-11-22 and 2026-11-24)."""
 
 
 def refusal(facts: Facts) -> str | None:
-    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.device.type != "cpu":
         return f"the kernels run on CPUs, not {facts.device.type}"
     if (why := missing()) is not None:
@@ -67,7 +67,7 @@ def refusal(facts: Facts) -> str | None:
 
 
 def on_request(facts: Facts) -> str | None:
-    """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
+    """Return why `auto` does not choose this backend for a call that it could serve; None if it does."""
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
     least = least_keys(facts.dtype, facts.head_dim)
@@ -77,7 +77,7 @@ def on_request(facts: Facts) -> str | None:
 
 
 def least_keys(dtype: torch.dtype, head_dim: int) -> int:
-    """Of LEAST_KEYS or LEAST_KEYS_WIDE, on this machine."""
+    """Return this machine's entry of LEAST_KEYS or LEAST_KEYS_WIDE."""
     table = LEAST_KEYS if head_dim <= 64 else LEAST_KEYS_WIDE
     return table.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
 
@@ -86,8 +86,11 @@ def least_keys(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
-    """The library, the machine's highest instruction set of INSTRUCTION_SETS, whether it has AMX for bfloat16, and why
-    there are no kernels."""
+    """Load the library, and return what the machine supports.
+
+    Returns the library, the machine's highest instruction set of INSTRUCTION_SETS, whether it has AMX for bfloat16, and
+    why there are no kernels.
+    """
     if not build.LIBRARY.exists():
         return None, 0, False, f"the kernels are not compiled: {build.refusal() or f'run {build.COMMAND}'}"
     try:
@@ -105,17 +108,17 @@ def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
 
 
 def missing() -> str | None:
-    """Why there are no kernels on this machine, and how to get them; None if there are."""
+    """Return why there are no kernels on this machine, and how to get them; None if there are."""
     return _MISSING
 
 
 def instruction_set() -> int:
-    """The highest instruction set of the machine that the kernels know, by its place in INSTRUCTION_SETS."""
+    """Return the machine's highest instruction set that the kernels support, as an index of INSTRUCTION_SETS."""
     return _HIGHEST
 
 
 def instruction_set_of(dtype: torch.dtype) -> str:
-    """That in which tensors of a type are multiplied now, and whether as halves."""
+    """Name the instruction set used for this dtype, and say whether each number is split into two bfloat16 halves."""
     name = INSTRUCTION_SETS[_set_of(dtype)]
     if not in_halves(dtype):
         return name
@@ -123,19 +126,19 @@ def instruction_set_of(dtype: torch.dtype) -> str:
 
 
 def in_tiles(dtype: torch.dtype) -> bool:
-    """Whether tensors of a type are multiplied in the tile registers of AMX."""
+    """Return whether tensors of this dtype are multiplied in the tile registers of AMX."""
     return _set_of(dtype) == AMX
 
 
 def in_halves(dtype: torch.dtype) -> bool:
-    """Whether a number is multiplied as the sum of two bfloat16, by three products in the tiles of AMX.
+    """Return whether a number is multiplied as the sum of two bfloat16, by three products in the tiles of AMX.
 
-    Float16 is: the sum is exact. Float32 only where `torch.set_float32_matmul_precision` allows it, "high" or "medium":
+    Float16 is: the sum is exact. Float32 is only if `torch.set_float32_matmul_precision` allows it, "high" or "medium":
     out and gradients are then within 3e-5.
     """
     if dtype == torch.bfloat16 or instruction_set() != AMX:
         return False
-    # What is traced cannot read the switch; the operator in the graph does.
+    # Traced code cannot read the switch; the operator in the graph does.
     return dtype == torch.float16 or (
         not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
     )
@@ -146,7 +149,7 @@ def _set_of(dtype: torch.dtype) -> int:
 
 
 def has_amx() -> bool:
-    """Whether the machine multiplies tiles of bfloat16, as PyTorch's operators do there."""
+    """Return whether the machine multiplies tiles of bfloat16, as PyTorch's operators do there."""
     return _AMX
 
 
@@ -156,11 +159,11 @@ def has_amx() -> bool:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a problem.
+    """Return out and lse of a problem.
 
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
+        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
 
     Returns:
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
@@ -185,10 +188,11 @@ def backward(
     lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
+    """Return dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
 
-    In each launch where the queries that tiles of keys share leave enough jobs for all threads, one kernel of five
-    products computes all three; else one for dk and dv and one for dq, of four and three.
+    A launch uses one kernel of five products for all three gradients if there are enough independent jobs for all
+    threads: tiles of keys that share queries form one job. Otherwise one kernel of four products computes dk and dv and
+    one of three computes dq.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
@@ -226,7 +230,7 @@ def backward(
     if state is not None:
         return state
     sums = [dv, dk, dq]
-    del arguments, dq, dk, dv  # so that each sum goes when its result is there
+    del arguments, dq, dk, dv  # so that each sum is freed when its result exists
     return sums.pop().to(q.dtype), sums.pop().to(k.dtype), sums.pop().to(v.dtype)
 
 
@@ -235,13 +239,13 @@ def backward(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call of the library: its tiles, and how threads share them.
+    """Hold one call of the library: its tiles, and how threads share them.
 
     Attributes:
         jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
         weights: the score entries of each job, roughly.
-        few: whether tiles are for kernels/cpu/few.h, which knows no owners.
-        rows: the most that are held at once: of a tile, or of a job of those.
+        few: whether tiles are for kernels/cpu/few.h, which has no owned jobs.
+        rows: the most rows that are held at once: of a tile, or of a job if `few`.
     """
 
     side: Side
@@ -252,7 +256,7 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """The time that threads take who each take the next job when they have done one, over that of even shares."""
+        """Return the time of threads that each take the next job when one is done, relative to even shares."""
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
@@ -264,7 +268,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """What the cache holds. It keeps the plan alive, whose id is in the key."""
+    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key."""
 
     plan: Plan
     launches: tuple[Launch, ...]
@@ -303,7 +307,7 @@ def launches(
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
-    """Rows of a tile: as many as a core's cache has room for, where that leaves tiles enough for many threads."""
+    """Return the rows per tile: as many as fit a core's cache, if that leaves enough tiles for many threads."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
@@ -332,16 +336,20 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
 
 
 def _neighbours(lines: np.ndarray) -> np.ndarray:
-    """An order in which tiles that stream the same rows are neighbours, for a thread keeps what it has gathered (Kept
-    of kernels/cpu/tiles.h), and the heads of a segment are, for their rows share pages of memory."""
+    """Return an order in which tiles that stream the same rows are neighbours, and so are the heads of a segment.
+
+    A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
+    pages of memory.
+    """
     *shorter, longest = lines[:, tiles.STARTS].T
     return np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An order of lines, and where in it a run of them begins that sees no rows of another run, nor ends.
+    """Return an order of lines and the edges of its runs, such that no row is seen by the lines of two runs.
 
-    What a line sees is taken to be all from its first token to its last: runs too few cost time only.
+    A line is taken to see everything from its first token to its last. This may give too few runs, which only costs
+    time.
     """
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
     start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
@@ -370,7 +378,7 @@ _INTEGERS = (
 
 
 class _Call(ctypes.Structure):
-    """kernels/cpu/call.h."""
+    """Mirror the struct of kernels/cpu/call.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -390,12 +398,12 @@ def assert_same_fields(library: ctypes.CDLL) -> None:
     assert found == expected, f"kernels/cpu/call.h has the fields {found}; backends/cpu.py has {expected}"
 
 
-# When this module is imported: torch.compile reads what `refusal` asks as constants.
+# At import, because torch.compile reads the values that `refusal` needs as constants.
 _LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
 
 
 class _Arguments:
-    """The arguments of a call of the library. It keeps alive the tensors whose addresses it holds."""
+    """Hold the arguments of a call of the library, and keep alive the tensors whose addresses it holds."""
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
@@ -416,7 +424,7 @@ class _Arguments:
             self.call.threshold, self.call.keep_scale = dropout.threshold, 1 / (1 - dropout.probability)
 
     def set(self, **values: Tensor | int | None) -> None:
-        """Give arguments by name; of q, k, v and dout also the strides."""
+        """Set arguments by name; for q, k, v and dout also the strides."""
         for name, x in values.items():
             if isinstance(x, Tensor):
                 if name in ("q", "k", "v", "dout"):
@@ -429,7 +437,7 @@ class _Arguments:
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Call the library once. Raise MemoryError where its threads get no memory."""
+    """Call the library once. Raise MemoryError if its threads get no memory."""
     table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,

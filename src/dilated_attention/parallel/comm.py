@@ -1,10 +1,11 @@
-"""Moving rows between the ranks of one process group: framed, sealed, counted, and refused once the group is broken.
+"""Move rows between the ranks of one process group: framed, sealed and counted, and refused once the group has failed.
 
-`torch.distributed` moves the bytes. What is added is what its users lack when something is wrong. Gloo hands over
+`torch.distributed` moves the bytes. This module adds checks that its users need when something is wrong. Gloo hands
+over
 whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
 message ends in a *seal*, which the receiver compares before it uses a row: the fingerprint of its plan, layer, phase
 and forward, and the number of the transfer. And before the first transfer of a plan the ranks compare fingerprints, so
-that a differing call is named instead of exchanged.
+that a rank with a different call raises an error instead of exchanging rows.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**16
-"""Descriptions that are remembered. The oldest goes first, at the same call on every rank, since all add alike."""
+"""The most descriptions kept. The oldest is dropped first, at the same call on every rank, as all add the same."""
 _MOST_FORWARDS = 2**12
-"""Forwards of a layer that a recomputation is looked up among."""
+"""The number of a layer's last forwards among which a recomputation is looked up."""
 
 
 def seal_rows(row_bytes: int) -> int:
-    """How many rows of a message its seal takes."""
+    """Return how many rows of a message its seal takes."""
     return -(-_SEAL_BYTES // max(row_bytes, 1))
 
 
 @dataclass(frozen=True)
 class Framing:
-    """A buffer of messages, one for each of `peers`, ascending: its rows, then `seal` rows that hold its seal."""
+    """Describe a buffer of messages, one for each of `peers`, ascending.
+
+    A message is its rows, then `seal` rows that hold its seal.
+    """
 
     peers: tuple[int, ...]
     counts: tuple[int, ...]
@@ -55,22 +59,22 @@ class Framing:
 
     @classmethod
     def of(cls, counts: Sequence[int], seal: int) -> Framing:
-        """From the rows of every rank's message; a rank without rows gets none."""
+        """Make a framing from the number of rows of every rank's message; a rank without rows gets no message."""
         peers = tuple([peer for peer, count in enumerate(counts) if count])
         return cls(peers, tuple([counts[peer] for peer in peers]), seal)
 
     @classmethod
     def single(cls, peer: int, count: int, seal: int) -> Framing:
-        """One message, or none where it has no rows."""
+        """Make a framing of one message, or of no message if it has no rows."""
         return cls((peer,) * (count > 0), (count,) * (count > 0), seal)
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the buffer, seals included."""
+        """Return the number of rows of the buffer, seals included."""
         return sum(self.counts) + self.seal * len(self.peers)
 
     def splits(self, size: int) -> list[int]:
-        """Rows to or from each of `size` ranks, seals included."""
+        """Return the number of rows to or from each of `size` ranks, seals included."""
         rows = [0] * size
         for peer, count in zip(self.peers, self.counts, strict=True):
             rows[peer] = count + self.seal
@@ -78,18 +82,18 @@ class Framing:
 
     @cached_property
     def positions(self) -> Integers:
-        """Where each data row lies in the buffer."""
+        """Return where each data row lies in the buffer."""
         counts = np.array(self.counts, dtype=np.int64)
         return np.arange(counts.sum()) + self.seal * np.repeat(np.arange(len(counts)), counts)
 
     @cached_property
     def seals(self) -> Integers:
-        """Where each message's seal rows lie, `(messages, seal)`."""
+        """Return where each message's seal rows lie, `(messages, seal)`."""
         ends = np.cumsum(np.array(self.counts, dtype=np.int64) + self.seal)
         return (ends - self.seal)[:, None] + np.arange(self.seal)
 
     def outside(self, rank: int) -> tuple[int, int]:
-        """(rows, messages) to or from other ranks than `rank`."""
+        """Return (rows, messages) to or from ranks other than `rank`."""
         if rank not in self.peers:
             return self.rows, len(self.peers)
         return self.rows - self.counts[self.peers.index(rank)] - self.seal, len(self.peers) - 1
@@ -97,11 +101,11 @@ class Framing:
 
 @dataclass
 class Traffic:
-    """What one rank has moved: counted where tensors are handed to `torch.distributed`.
+    """Count what one rank has moved, where tensors are handed to `torch.distributed`.
 
     Attributes:
         rounds: transfers that depend on nothing in flight: collectives, or batches of sends and receives.
-        agreements: comparisons of fingerprints; their bytes are in none of the counters.
+        agreements: comparisons of fingerprints; no counter includes their bytes.
         waited: seconds spent waiting for transfers.
     """
 
@@ -116,7 +120,7 @@ class Traffic:
 
 @dataclass
 class Transfer:
-    """A transfer in flight."""
+    """Hold a transfer in flight."""
 
     link: Link
     works: list[dist.Work]
@@ -126,7 +130,7 @@ class Transfer:
     what: str
 
     def wait(self) -> Tensor:
-        """The received buffer, its seals verified."""
+        """Return the received buffer after verifying its seals."""
         begin = time.perf_counter()
         with self.link.guard(self.what):
             for work in self.works:
@@ -138,7 +142,7 @@ class Transfer:
 
 @dataclass
 class Forwards:
-    """The forwards of one layer under one plan, numbered alike on every rank that is in step.
+    """Number the forwards of one layer under one plan, with the same numbers on every rank that is in step.
 
     Attributes:
         places: autograd's sequence number at each of the last forwards, ascending.
@@ -152,8 +156,8 @@ class Forwards:
     def next(self) -> int:
         """Return the number of the forward that starts.
 
-        Inside a backward that is the number of the forward which it recomputes: the last one before the node that
-        runs, and the how manieth in that node.
+        Inside a backward this is the number of the forward that it recomputes: the last one before the node that runs,
+        adjusted by how many forwards that node has recomputed so far.
         """
         here, node = autograd_position()
         if node is None:
@@ -167,7 +171,7 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """What the ranks have compared about a description.
+    """Hold what the ranks have agreed on for a description.
 
     Attributes:
         wanted: whether some rank wants gradients, in calls that can have them; None: not compared yet.
@@ -180,7 +184,10 @@ class Agreed:
 
 @dataclass(eq=False)
 class Link:
-    """One rank's end of a process group, which it does not keep alive: its threads end where it is destroyed."""
+    """Move rows as one rank of a process group.
+
+    A link does not keep the group alive; its threads end when the group is destroyed.
+    """
 
     end_of: InitVar[ProcessGroup]
     traffic: Traffic = field(default_factory=Traffic)
@@ -224,7 +231,7 @@ class Link:
         Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
 
         Args:
-            description: one `name=value` a line: all that must be equal for the ranks' messages to fit.
+            description: one `name=value` per line: all that must be equal for the ranks' messages to fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared once per description, and
                 again when this rank wants them and no rank did.
@@ -255,7 +262,7 @@ class Link:
         return agreed
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a call of a function that is no attention; `number` as in `begin`."""
+        """Begin a call of a function that is not attention; `number` as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
         number = self._functions.setdefault(name, Forwards()).next() if number is None else number
         self._call = fingerprint(f"{number} {name}")
@@ -265,7 +272,7 @@ class Link:
         """Put the layer and the number of the call into the seals that follow, and return the number.
 
         Args:
-            number: of the forward, where this is its backward.
+            number: in a backward, the number of its forward.
         """
         if number is None:
             number = self._agreed[self.fingerprint].layers.setdefault(layer, Forwards()).next()
@@ -273,7 +280,7 @@ class Link:
         return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
-        """Raise what makes this rank's call impossible: in the group's first call on every rank.
+        """Raise what makes this rank's call impossible. In the group's first call, raise it on every rank.
 
         Later the others may be past their comparisons and wait for this rank's rows: their error quotes the problem.
         """
@@ -304,7 +311,7 @@ class Link:
         return self.started(works, buffer, received, received, seal, what)
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, to the whole on every rank."""
+        """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, into the whole on every rank."""
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -316,8 +323,10 @@ class Link:
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
     def transposed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Exchange what every rank has of all shards, rows `(seq, columns, ...)` each: return what all ranks have of
-        this rank's shard, `(ranks, shard, columns, ...)`."""
+        """Exchange each rank's rows of all shards, and return all ranks' rows of this rank's shard.
+
+        Takes `(seq, columns, ...)` and returns `(ranks, shard, columns, ...)`.
+        """
         counts = [stop - start for start, stop in pairwise(bounds)]
         if not rows.shape[1:].numel():
             return rows.new_empty(1, counts[self.rank], *rows.shape[1:])
@@ -347,7 +356,7 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
-        """Start moving the bytes. A link that rehearses does this, `gather` and `post` in another way."""
+        """Start moving the bytes. A link for rehearsals replaces this method, `gather` and `post`."""
         splits = received.splits(self.size), sent.splits(self.size)
         return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
 
@@ -359,7 +368,7 @@ class Link:
         return works
 
     def received(self, transfer: Transfer) -> None:
-        """Compare the seals of what has arrived, before a row of it is used."""
+        """Compare the seals of the received rows before any of them is used."""
         expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
         seals = self._seals(transfer.buffer, transfer.framing)
         right = (seals == expected).all(1)
@@ -379,8 +388,7 @@ class Link:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Turn a failure of the group into an error that names rank, place and plan, and refuse the group from then
-        on."""
+        """Turn a failure of the group into an error that names rank, place and plan; then refuse the group."""
         self.require_alive()
         try:
             yield
@@ -394,25 +402,29 @@ class Link:
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
     def _store(self) -> dist.Store:
-        """The rendezvous store's part for this group; not that of a group of the same name before a restart, which had
-        the same store."""
+        """Return this group's part of the rendezvous store.
+
+        A group of the same name before a restart used the same store but has another part.
+        """
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _report_refusal(self, problem: str) -> None:
-        """Leave word of why this rank stays away from its current call."""
+        """Write to the store why this rank stays away from its current call."""
         word = f"{self.calls} {problem}"
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """Return what is known of a failure: from the witness, if the program has set one, else from the store."""
+        """Return what is known of a failure, from the witness if the program has set one, else from the store."""
         if verdict := presence.witness():
             return f"; {lost}" if (lost := verdict()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Which ranks have not reported this failure within a second, the likely culprits, or why they refused this
-        call; where all have reported, how their calls differ."""
+        """Return which ranks have not reported this failure within a second, or why they refused this call.
+
+        Those ranks are the likely culprits. If all ranks have reported, return how their calls differ.
+        """
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
         silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
@@ -430,7 +442,7 @@ class Link:
         return refusals or f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
 
     def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
-        """The seals in a buffer, int64 `(messages, 2)`."""
+        """Return the seals in a buffer, int64 `(messages, 2)`."""
         where = torch.from_numpy(framing.seals).to(buffer.device)
         found = buffer.flatten(1).view(torch.uint8)[where].flatten(1)
         return found[:, :_SEAL_BYTES].flatten().view(torch.int64).view(-1, 2)
@@ -448,11 +460,11 @@ class Link:
         return self._phase(what), 2 * self._collectives
 
     def _phase(self, what: str) -> int:
-        """Return what the plan, the layer and forward, and the phase in which rows move have in common on all ranks."""
+        """Return what all ranks have in common: the plan, the layer and forward, and the phase in which rows move."""
         return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """A receive buffer whose seals are void: fresh memory may hold those of an older call."""
+        """Return a receive buffer whose seals are void: fresh memory may hold the seals of an older call."""
         buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
         self._write_seals(buffer, received, (0, 0))
         return buffer
@@ -486,7 +498,7 @@ def compare_texts(
 ) -> tuple[list[str], int, bool]:
     """Return every rank's text, the largest of their numbers, and whether any flag is set.
 
-    One small reduction; texts are gathered only where they differ.
+    This takes one small reduction; texts are gathered only if they differ.
     """
     size, mine = dist.get_world_size(group), fingerprint(text)
     words = torch.tensor([mine, -mine, number, int(flag)], device=device)
@@ -499,7 +511,7 @@ def compare_texts(
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """Which ranks' descriptions differ from the most frequent one, and in what."""
+    """Return which ranks' descriptions differ from the most frequent one, and where."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
     if len(refusals) == len(texts) and len(set(texts)) == 1:
         return refusals[0]
@@ -520,12 +532,12 @@ _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionar
 
 
 def link_of(group: ProcessGroup) -> Link:
-    """This rank's end of a group; one for each group as long as the group lives."""
+    """Return this rank's link to a group; it is the same object as long as the group lives."""
     if group not in _links:
         _links[group] = Link(group)
     return _links[group]
 
 
 def use_link(link: Link) -> None:
-    """Make a link that of its group: one that a rehearsal or a measurement has made."""
+    """Use the given link, made by a rehearsal or a measurement, as the group's link."""
     _links[link.group] = link

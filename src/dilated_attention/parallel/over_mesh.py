@@ -1,4 +1,4 @@
-"""A call over a mesh: each rank computes its own rows of it.
+"""Run a call over a mesh: each rank computes its own rows.
 
 Forward merges the parts that a transport yields into a running (out, lse). Backward runs the same parts with the merged
 out and lse, which is the exact gradient of the whole (see `merge`).
@@ -43,7 +43,10 @@ _TRANSPORTS: dict[str, Callable[[Link, Sharding, int, torch.device], transports.
 
 @dataclass(frozen=True)
 class _Description:
-    """What must be equal on every rank for messages to fit, one `name=value` a line; and the plan in a few words."""
+    """Hold what must be equal on every rank for messages to fit, and the plan in a few words.
+
+    There is one `name=value` per line.
+    """
 
     text: str
     plan: str
@@ -56,7 +59,7 @@ def _group(call: Call) -> ProcessGroup:
 
 
 def sharding_of(call: Call, size: int) -> Sharding:
-    """What every one of `size` ranks knows of a call."""
+    """Return a call's sharding over `size` ranks, the same on each of them."""
     assert call.shards is not None
     bounds = call.shards.bounds
     layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
@@ -65,7 +68,7 @@ def sharding_of(call: Call, size: int) -> Sharding:
 
 
 class _Rank:
-    """One rank's view of a call."""
+    """Hold one rank's view of a call."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
         assert call.shards is not None
@@ -75,10 +78,10 @@ class _Rank:
         self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
 
     def open(self, q: Tensor, number: int | None = None) -> tuple[Link, int]:
-        """Return the link, once every rank has been found to make the same call, and the number of the forward.
+        """Check that every rank makes the same call, and return the link and the number of the forward.
 
         Args:
-            number: of the forward, where this is its backward.
+            number: in a backward, the number of its forward.
         """
         link = self.agree(q)[0]
         return link, link.begin(self.shards.layer, number)
@@ -137,7 +140,7 @@ class _Rank:
 
 
 def _digest(layout: BlockLayout) -> str:
-    """Of its lists: the same in every process, unlike a hash."""
+    """Return a digest of a layout's lists: the same in every process, unlike a hash."""
     tables = layout.to("cpu")
     digest = hashlib.sha256(f"{tuple(tables.indptr.shape)} {layout.is_causal}".encode())
     digest.update(tables.indptr.numpy().tobytes())
@@ -146,7 +149,7 @@ def _digest(layout: BlockLayout) -> str:
 
 
 class _Pairs:
-    """Which pairs of query and key a call's mask and dropout leave, by their tokens in the whole sequence."""
+    """Select the pairs of query and key that a call's mask and dropout leave, by tokens of the whole sequence."""
 
     def __init__(self, rank: _Rank, link: Link, q: Tensor) -> None:
         call, self.sharding = rank.call, rank.sharding
@@ -155,13 +158,13 @@ class _Pairs:
         self.dropout_p, self.first_head = call.dropout_p, call.first_head
         if call.key_padding_mask is not None:
             self.hidden = self._whole(link, call.key_padding_mask)
-        if call.seed is not None:  # ranks may have drawn other ones
+        if call.seed is not None:  # ranks may have drawn different seeds
             self.seed = call.seed.clone()
             with link.guard("while agreeing on the seed of dropout"):
                 dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
 
     def _whole(self, link: Link, mask: Tensor) -> Tensor:
-        """Return the mask of the whole sequence, `(batch, seq)`, from the shards': one byte per token."""
+        """Gather the mask of the whole sequence, `(batch, seq)`, from the shards' masks: one byte per token."""
         return link.whole(mask.T.to(torch.uint8), self.sharding.bounds, "while gathering key_padding_mask").T.bool()
 
     def of(
@@ -171,7 +174,7 @@ class _Pairs:
 
         Args:
             queries, keys: the token of each row of q, and of each row of k, or row and head; None: the shard's.
-            head: the first of q's heads, counted from the first of the rank's.
+            head: the first of q's heads, counted from the rank's first head.
         """
         queries, keys = (self.tokens if tokens is None else tokens for tokens in (queries, keys))
         hidden, dropped = None if self.hidden is None else self.hidden[:, keys], None
@@ -194,7 +197,7 @@ def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[part
 
 
 class _Compute:
-    """Parts of one call on a backend, added to what is there."""
+    """Compute the parts of one call on a backend and add them to the running results."""
 
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
@@ -203,7 +206,7 @@ class _Compute:
         self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
 
     def forward(self, part: parts.Part, state: State | None) -> State:
-        """The running (out, lse) with a part merged into it."""
+        """Return the running (out, lse) with a part merged into it."""
         if part.queries is None:
             return self.backend.forward(self._problem(part), self.q, part.keys, part.values, state)
         assert state is not None
@@ -219,7 +222,7 @@ class _Compute:
     def backward(
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
     ) -> parts.Gradients:
-        """A part's (dk, dv), in the type in which gradients add up; its dq is added to `dq`."""
+        """Return a part's (dk, dv), in the dtype in which gradients are summed; its dq is added to `dq`."""
         problem, keys = self._problem(part), (part.keys, part.values)
         sums = [torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in (part.keys, part.values)]
         if part.queries is None:
@@ -234,12 +237,12 @@ class _Compute:
         return sums[0], sums[1]
 
     def _index(self, queries: parts.BlockQueries) -> tuple[Any, ...]:
-        """Of the part's rows and heads in the shard's tensors."""
+        """Return the index of the part's rows and heads in the shard's tensors."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: parts.BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """The shard's rows where the part has them."""
+        """Return the shard's rows that the part reads."""
         index, made = self._index(queries), []
         for x in tensors:
             rows = x.new_full((x.shape[0], queries.layout.seq_len, len(index[2]), *x.shape[3:]), fill)
@@ -258,7 +261,7 @@ class _Compute:
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
-    """Whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    """Return whether some rank wants gradients of this call: then every rank has to take part in its backward."""
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
@@ -266,8 +269,11 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out; lse, `(batch, shard, heads)`; and for each sample of a padded batch, or once, what the backward needs of
-    other ranks' rows, two flat tensors, and the number of the forward, int64 on the CPU."""
+    """Compute out and lse, `(batch, shard, heads)`, and what the backward needs.
+
+    For each sample of a padded batch, or once, this is two flat tensors of other ranks' rows, and the number of the
+    forward, int64 on the CPU.
+    """
     if call.lengths is None or not len(q):
         return _forward(call, q, k, v)
     out, lse, saved = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=parts.statistic(q.dtype)), []
@@ -306,14 +312,14 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
-    """All tokens, for the heads of q that this rank has of each other one's."""
+    """Return a problem over all tokens for the heads of q that this rank has, when ranks exchange heads."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
     problem = Problem(heads.plan, rank.call.positive_scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
 
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
-    """What `forward` gives for the backward, as fake tensors."""
+    """Return fake tensors shaped like those that `forward` saves for the backward."""
     found: list[Tensor] = []
     for _ in range(1 if call.lengths is None or not len(q) else len(q)):
         found += (*_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu"))
@@ -322,7 +328,7 @@ def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
 
 def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     wide = parts.statistic(q.dtype)
-    if call.layouts or call.lengths is not None:  # what is saved depends on the lists, or the samples
+    if call.layouts or call.lengths is not None:  # the saved tensors' shapes depend on the lists or the samples
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
         return k.new_empty(sizes[0]), k.new_empty(sizes[1], dtype=wide)
     rank = _Rank(call, q, k)
@@ -344,7 +350,7 @@ def backward(
     v: Tensor,
     results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the shard, from what `forward` gave."""
+    """Return (dq, dk, dv) of the shard, from what `forward` saved."""
     if call.lengths is None or not len(q):
         return _backward(call, dout, dlse, q, k, v, results)
     out, lse, *saved = results
@@ -394,9 +400,10 @@ def _backward(
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """How rows travel, what this rank moves, and the groups that it computes, as if no layout thinned them out.
+    """Return how rows travel, what this rank moves, and the groups that it computes, ignoring what layouts leave out.
 
-    Of a padded batch, what all samples move together, their groups one after another, and the longest one's transport.
+    For a padded batch: what all samples move together, their groups one after another, and the longest sample's
+    transport.
     """
     assert call.shards is not None
     group = _group(call)
@@ -417,7 +424,7 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Raise on every rank what makes this rank's call impossible, as far as the others wait for it."""
+    """Raise on every rank, as far as the others wait for this rank, what makes its call impossible."""
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return
     group = context_group(mesh)
@@ -426,7 +433,7 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
-    """A padded batch as calls of one sample each: how many of this shard's tokens a sample has, and its call.
+    """Yield a padded batch as calls of one sample each: how many of this shard's tokens a sample has, and its call.
 
     A sample is sharded by the edges of the batch, cut at its own length.
     """

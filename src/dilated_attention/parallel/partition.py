@@ -1,7 +1,7 @@
-"""Who needs which rows: a pattern over a sequence cut into contiguous shards, as pure functions of integers.
+"""Compute which rank needs which rows: a pattern over a sequence cut into contiguous shards, as pure integer functions.
 
 Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
-bounds[j] or bounds[j + 1], so a rank has at most two in a branch. The one segment of a window is the whole sequence.
+bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment, the whole sequence.
 In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low <= i <= high: all
 of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a contiguous run
 of the class, so the keys that they see are one too, and attention of that run splits into
@@ -10,12 +10,12 @@ of the class, so the keys that they see are one too, and attention of that run s
     rows before, after   groups of the *remote* plan, over received rows: the same band, shifted. Where a bound hides
                          nothing it is left out, so that whole segments are groups without a band.
 
-The rows that a peer sees of a rank's own keys follow in the same way, for all peers at once. `plan.sights` says what a
-branch shows; nothing here knows of windows or leading tokens.
+The rows of a rank's own keys that a peer sees follow in the same way, for all peers at once. `plan.sights` says what a
+branch shows; this module does not distinguish windows and leading tokens.
 
-Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one key-value
-head: token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row
-that several branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and
+Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one KV head:
+token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that
+several branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and
 exclusion.
 """
 
@@ -53,18 +53,19 @@ rows."""
 
 
 def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
-    """The default shard edges, floor(j * seq_len / world_size): sizes differ by at most one."""
+    """Return the default shard edges, floor(j * seq_len / world_size): sizes differ by at most one."""
     return tuple([j * seq_len // world_size for j in range(world_size + 1)])
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A pattern in normal form over a sharded sequence: what every rank knows.
+    """Describe a pattern in normal form over a sharded sequence, as every rank knows it.
 
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
-        layouts: the block layout inside segments, for each number of rows that a segment has; causal if the call is.
+        layouts: the block layouts inside segments, one for each number of rows that a segment has; causal if the call
+            is.
     """
 
     branches: Branches
@@ -93,33 +94,33 @@ class Sharding:
         return len(self.branches.offsets[0])
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """The tokens [start, stop) of a rank."""
+        """Return the tokens [start, stop) of a rank."""
         return self.bounds[rank], self.bounds[rank + 1]
 
     @property
     def nbytes(self) -> int:
-        """Size charged to the cache for a key that holds it."""
+        """Return the size that the cache counts for a key that holds this sharding."""
         return 8 * len(self.bounds) + sum([layout.nbytes for layout in self.layouts])
 
     def layout(self, rows: int) -> BlockLayout:
-        """The layout inside a segment of this many rows."""
+        """Return the layout inside a segment of this many rows."""
         return next(layout for layout in self.layouts if layout.seq_len == rows)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """The [start, stop) of each independent segment grid."""
+        """Yield the [start, stop) of each independent segment grid."""
         yield from pairwise(self.samples or (0, self.seq_len))
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What the heads of one offset see in one segment that an edge of a rank's shard cuts; tokens are global.
+    """Describe one rank's part of a crossing segment, for the heads of one offset; tokens are global.
 
     A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
         queries, keys: the rows of the segment, over all ranks.
         band: low, high.
-        own, shown: the queries and the keys of the rank.
+        own, shown: the queries and the keys that this rank holds.
         before, after: the keys of other ranks that `own` sees.
     """
 
@@ -135,13 +136,13 @@ class Crossing:
 
 
 def clip(rows: range, start: int, stop: int) -> range:
-    """The numbers of an ascending range that lie in [start, stop)."""
+    """Return the numbers of an ascending range that lie in [start, stop)."""
     start = max(start, rows.start)
     return range(start + (rows.start - start) % rows.step, min(stop, rows.stop), rows.step)
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """The keys that some neighbouring queries see."""
+    """Return the keys that a run of neighbouring queries sees."""
     if not queries:
         return keys[:0]
     low, high = band
@@ -151,7 +152,7 @@ def _seen(queries: range, keys: range, band: Band) -> range:
 
 
 def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, int] | None:
-    """The [start, stop) of the segment with tokens on both sides of a shard edge, after the start of its grid."""
+    """Return the segment with tokens on both sides of a shard edge, as (start of its grid, start, stop), or None."""
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
@@ -168,7 +169,7 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
-    """The crossing segments of a rank in which it has rows, by branch and offset."""
+    """Return the crossing segments in which a rank has rows, by branch and offset."""
     return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
 
 
@@ -193,10 +194,10 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
 
 
 def local_plan(sharding: Sharding, rank: int) -> Plan:
-    """What a rank computes from its own shard: whole segments, and its own rows of crossing ones. Rows count from its
-    start.
+    """Plan what a rank can compute from its shard alone: every whole segment, plus its own rows of crossing segments.
 
-    With layouts the whole segments alone: crossing ones are `block_partition.problem`s.
+    Rows are numbered from the shard's first token. With layouts the plan has whole segments only: the crossing ones are
+    `block_partition.problem`s.
     """
     lower, upper = sharding.shard(rank)
     branches = sharding.branches
@@ -222,12 +223,14 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """The groups over received rows, and the key tensor they read: `(batch, rows, num_heads, head_dim)`.
+    """Hold the groups over received rows, and the layout of the key tensor that they read.
+
+    The key tensor is `(batch, rows, num_heads, head_dim)`.
 
     Attributes:
         rows: rows of the key tensor.
         keys: int64, the key held by each filled slot.
-        slots: int64, the slot, row * num_heads + head, of each of `keys`. The other slots are read by no group.
+        slots: int64, the slot, row * num_heads + head, of each of `keys`. No group reads the other slots.
     """
 
     plan: Plan
@@ -237,7 +240,7 @@ class Remote:
 
 
 def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Sequence[range]]]) -> Remote:
-    """Lay out the received rows of some crossing segments as a key tensor, one contiguous run of rows a group.
+    """Lay out the received rows of some crossing segments as a key tensor, with one contiguous run of rows per group.
 
     Args:
         wanted: crossing segments of `rank`, each with the token ranges to attend.
@@ -249,7 +252,7 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     keys: list[Integers] = []
     slots: list[Integers] = []
     for crossing, parts in wanted:
-        runs: dict[tuple[Rows, Band], list[Integers]] = {}  # parts that the same queries see whole are one
+        runs: dict[tuple[Rows, Band], list[Integers]] = {}  # join parts that the same queries see whole
         for part in parts:
             if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
                 queries, seen, band = found
@@ -283,15 +286,14 @@ def _rows(tokens: range, origin: int) -> Rows:
 
 
 def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
-    """All that a rank computes, as if no block layout thinned it out."""
+    """Return all groups that a rank computes, ignoring what block layouts leave out."""
     whole = replace(sharding, layouts=())
     parts = remote(whole, rank, [(c, (c.before, c.after)) for c in crossings(whole, rank)])
     return local_plan(whole, rank).groups + parts.plan.groups
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """The keys that a rank receives: int64, sorted, without repeats; neighbours in the list have neighbouring
-    owners."""
+    """Return the keys that a rank receives: int64, sorted, without repeats, hence grouped by owner."""
     return _union(
         sharding,
         (
@@ -303,7 +305,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
-    """The sorted keys of a union of (tokens, heads)."""
+    """Return the sorted keys of a union of (tokens, heads)."""
     keys = [
         (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
     ]
@@ -311,13 +313,16 @@ def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
-    """How many of some sorted keys each rank owns."""
+    """Return how many of some sorted keys each rank owns."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
-    """Which of this rank's rows of one of its crossing segments each rank sees: some ranges, and each rank's number."""
+    """Return which of this rank's rows of one of its crossing segments each rank sees.
+
+    The result is a list of ranges, and for each rank the number of its range.
+    """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
     start += (queries.start - start) % queries.step
@@ -328,13 +333,16 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
     forth = far if high is None else min(high * rows.step, far)
     first = np.maximum((start - back - rows.start) // rows.step, 0)
     last = np.minimum(-((rows.start - stop - forth) // rows.step), len(rows))
-    asks &= first < last  # in rows: peers that see the same ones are one number
+    asks &= first < last  # in rows: peers that see the same rows share a number
     pairs, numbers = np.unique(np.where(asks, first * (len(rows) + 1) + last, 0), return_inverse=True)
     return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """The keys that a rank sends, peer after peer, each peer's sorted: int64; and how many go to each peer."""
+    """Return the keys that a rank sends, int64, and how many go to each peer.
+
+    Keys are ordered by peer, and sorted for each peer.
+    """
     lower, upper = sharding.shard(rank)
     span = max((upper - lower) * sharding.num_heads, 1)
     messages = [np.empty(0, dtype=np.int64)]
@@ -349,7 +357,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """The residue class (residue, modulus) of numbers in both classes."""
+    """Return the residue class (residue, modulus) of the numbers that lie in both classes."""
     (x, m), (y, n) = a, b
     common = gcd(m, n)
     if (x - y) % common:
@@ -360,7 +368,10 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
-    """The same numbers; all residue classes of a rate that begin and end side by side become one range."""
+    """Return the same numbers as fewer ranges.
+
+    All residue classes of a rate that begin and end side by side become one range.
+    """
     by_step: dict[int, list[range]] = {}
     for part in sorted({part for part in parts if part}, key=lambda part: part.start):
         by_step.setdefault(part.step, []).append(part)
@@ -377,8 +388,10 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """How many numbers of a union of arithmetic progressions lie between neighbouring edges: int64, one fewer than
-    `edges`."""
+    """Count the numbers of a union of arithmetic progressions between neighbouring edges.
+
+    Returns int64, one count fewer than `edges`.
+    """
     parts = list(_joined(parts))
     total = np.zeros(len(edges) - 1, dtype=np.int64)
     for low, high in pairwise(sorted({x for part in parts for x in (part.start, part.stop)})):
@@ -393,22 +406,24 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
         for sign, (residue, rate) in terms:
             first = low + (residue - low) % rate
             if first < high:
-                step = min(rate, high - low)  # a longer step has no second number here, and might not fit int64
+                step = min(rate, high - low)  # a longer step also leaves one number, but may exceed int64
                 total += sign * np.maximum((right - first + step - 1) // step, 0)
                 total -= sign * np.maximum((left - first + step - 1) // step, 0)
     return total
 
 
 def _by_head(sharding: Sharding) -> Iterator[tuple[int, int]]:
-    """(head, how many heads have its offsets in every branch), one head of each kind."""
+    """Yield (head, number of heads with the same offsets in every branch), once for each kind of head."""
     columns = list(zip(*sharding.branches.offsets, strict=True))
     for column in dict.fromkeys(columns):
         yield columns.index(column), columns.count(column)
 
 
 def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank receives from each peer: int64, `(world_size,)`. Closed-form; equals the splits of
-    `received_keys`."""
+    """Return how many rows a rank receives from each peer: int64, `(world_size,)`.
+
+    Computed in closed form; equals the splits of `received_keys`.
+    """
     edges = np.array(sharding.bounds)
     rows = np.zeros(sharding.world_size, dtype=np.int64)
     for head, number in _by_head(sharding):
@@ -418,17 +433,19 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 
 
 def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank sends to each peer: int64, `(world_size,)`. Closed-form; equals the splits of
-    `sent_keys`."""
+    """Return how many rows a rank sends to each peer: int64, `(world_size,)`.
+
+    Computed in closed form; equals the splits of `sent_keys`.
+    """
     edges = np.array(sharding.shard(rank))
     rows = np.zeros(sharding.world_size, dtype=np.int64)
     found = crossings(sharding, rank)
     if not found:
         return rows
     asked = [_asked(sharding, rank, crossing) for crossing in found]
-    # Peers that ask for the same rows are served alike.
+    # Peers that ask for the same rows get the same counts.
     requested = np.stack([numbers for _, numbers in asked], 1)
-    peers = np.flatnonzero(requested.any(1))  # number 0 is no row: the rank itself asks for it
+    peers = np.flatnonzero(requested.any(1))  # number 0 means no rows; the rank itself has it
     requests, kind = np.unique(requested[peers], axis=0, return_inverse=True)
     for head, number in _by_head(sharding):
         mine = [i for i, crossing in enumerate(found) if head in crossing.heads]
@@ -438,7 +455,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 
 def crosses(sharding: Sharding) -> bool:
-    """Whether any rank's rows may be seen by another: the same answer on every rank."""
+    """Return whether any rank may see another rank's rows: the same answer on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
         for segment in sharding.branches.segment_lengths
@@ -447,8 +464,10 @@ def crosses(sharding: Sharding) -> bool:
 
 
 def doubling_refusal(sharding: Sharding) -> str | None:
-    """Why recursive doubling does not serve a sharding, or None. It needs equal shards and aligned power-of-two
-    segments."""
+    """Return why recursive doubling cannot serve a sharding, or None if it can.
+
+    It needs equal shards and aligned power-of-two segments.
+    """
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size
     if size & (size - 1):
@@ -469,20 +488,22 @@ def doubling_refusal(sharding: Sharding) -> str | None:
 
 
 def doubling_level(sharding: Sharding, branch: int) -> int:
-    """Rounds of doubling after which a rank holds the branch's rows of its segment."""
+    """Return the number of rounds of doubling after which a rank holds the branch's rows of its segment."""
     return (
         min(sharding.branches.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
     ).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
-    """Rounds of doubling: log2 of the longest segment over the shard."""
+    """Return the number of rounds of doubling: log2 of the ratio of the longest segment to the shard."""
     return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.branches.offsets))])
 
 
 def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """What the 2^level ranks from `block` on pass on in round `level`: the rows of theirs that some later segment
-    holds."""
+    """Yield what a block of 2^level ranks, `block` the first, passes on in round `level`.
+
+    These are the block's rows that belong to a segment which is not complete yet.
+    """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
         if doubling_level(sharding, branch) > level:
@@ -495,12 +516,12 @@ def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tupl
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """The sorted keys that each of the 2^level ranks from `block` on sends to its sibling in round `level`."""
+    """Return the sorted keys that each of 2^level ranks, `block` the first, sends to its sibling in round `level`."""
     return _union(sharding, _doubling_parts(sharding, block, level))
 
 
 def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
-    """The number of `doubling_keys`, in closed form."""
+    """Return the number of `doubling_keys`, in closed form."""
     parts = list(_doubling_parts(sharding, block, level))
     edges = np.array([0, sharding.seq_len])
     return sum(
@@ -510,7 +531,7 @@ def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
 
 
 def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """A rank's rows that the queries before it and those after it see: what it hands to an all-gather."""
+    """Yield a rank's rows that queries before or after its shard see: what it contributes to an all-gather."""
     lower, upper = sharding.shard(rank)
     for crossing in crossings(sharding, rank):
         for start, stop in ((0, lower), (upper, sharding.seq_len)):
@@ -519,12 +540,12 @@ def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[i
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """The sorted keys of a rank's rows that some other rank sees."""
+    """Return the sorted keys of a rank's rows that some other rank sees."""
     return _union(sharding, _contributed(sharding, rank))
 
 
 def contributed_rows(sharding: Sharding, rank: int) -> int:
-    """The number of `contributed_keys`, in closed form."""
+    """Return the number of `contributed_keys`, in closed form."""
     parts, edges = list(_contributed(sharding, rank)), np.array(sharding.shard(rank))
     return sum(
         number * int(count_union((rows for rows, heads in parts if head in heads), edges)[0])
