@@ -1,8 +1,7 @@
-"""Patterns: what attends to what, as small frozen values that know no length, device or tensor.
+"""Patterns: which tokens attend to which, as small frozen values without a length, a device or tensors.
 
-A pattern's heads are the heads of k and v. With grouped queries, query head h has the offset of the key-value head
-that it reads, h // (num_heads // num_kv_heads), so that a key-value head shows all its query heads the same strided
-rows.
+A pattern's heads are the heads of k and v. With grouped queries, query head h has the offset of the KV head that it
+reads, h // (num_heads // num_kv_heads), so that a KV head shows all its query heads the same strided rows.
 """
 
 from __future__ import annotations
@@ -40,23 +39,24 @@ def _of_branches(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Branched:
-    """A pattern with a normal form of branches: `Dilated`, `Window`, and sums of them."""
+    """Base class of patterns with a normal form of branches: `Dilated`, `Window`, and sums of them."""
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern in normal form for num_heads key-value heads; arguments as in `Dilated.offset_table`."""
+        """Return the pattern in normal form for num_heads KV heads; arguments as in `Dilated.offset_table`."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Sum:
-        """Show what either pattern shows, counts added; see `Sum`."""
+        """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
         return _sum(self, other)
 
     def __radd__(self, other: Any) -> Sum:
         return _sum(other, self)
 
     def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
-        """How many keys each token of each head sees, counted with multiplicity: int64, `(num_heads, seq_len)`.
+        """Return the number of keys that each token sees, per head: int64, `(num_heads, seq_len)`.
 
-        Warns when some tokens of some heads see no key at all, and says how many: their output is 0.
+        Keys are counted with multiplicity. Warns with their number if some tokens of some heads see no key at all:
+        their output is 0.
 
         Args:
             is_causal: count only the keys that do not come after the token.
@@ -85,7 +85,7 @@ class _Branched:
         warn_of_blind(keys, "A window covers every token")
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Floating-point operations of a forward: 4 head_dim for each score entry (two products, multiply and add)."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
         head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
@@ -103,8 +103,8 @@ class _Branched:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
-            num_heads: heads of k and v; default: those of a table of offsets, else just enough for `head` to exist,
-                with `head_groups` at least one per branch.
+            num_heads: number of KV heads; default: as many as a table of offsets has, else just enough for `head` to
+                exist, with `head_groups` at least one per branch.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
@@ -300,7 +300,7 @@ class Dilated(_Branched):
         return _kept_branches(self, num_heads, head_offset)
 
     def __mul__(self, layout: BlockLayout | LayoutOfLength) -> Product:
-        """Block sparsity inside the dilated subsequences; see `Product`."""
+        """Apply block sparsity inside the dilated subsequences; see `Product`."""
         return Product(self, layout)
 
     def _warn_of_blind(self, keys: Tensor) -> None:
@@ -323,7 +323,10 @@ _kept_branches = lru_cache(maxsize=1024, typed=True)(_branches)  # typed: True i
 
 
 def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
-    """Of each branch: residues without a head, segment length, rate. A segment shorter than the rate has fewer."""
+    """For each branch, return (number of residues that no head serves, segment length, rate).
+
+    A segment shorter than the rate has only as many residues as tokens.
+    """
     return [
         (min(segment, rate) - len({offset for offset in row if 0 <= offset < segment}), segment, rate)
         for segment, rate, row in zip(*branches[:3], strict=True)
@@ -331,7 +334,7 @@ def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
 
 
 def describe_unserved(branches: Branches) -> tuple[str, ...]:
-    """A line for each branch in which some tokens take part for no head."""
+    """Return one line for each branch in which some tokens take part for no head."""
     return tuple(
         f"residues that no head serves: {count} of {min(segment, rate)} in branch ({segment}, {rate})"
         for count, segment, rate in _unserved(branches)
@@ -393,7 +396,7 @@ class Sum(_Branched):
 
 
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
-    """How many keys each token of each head sees."""
+    """Return how many keys each token of each head sees."""
     if isinstance(part, BlockLayout):
         return (part.causal() if is_causal else part).seen_by(seq_len, num_heads)
     if isinstance(part, Product):
@@ -417,7 +420,7 @@ def _sum(first: Any, second: Any) -> Sum:
 
 
 def without_padding(pattern: Dilated) -> Dilated:
-    """The exact pattern in place of one with compat: the same offsets, and no padding is attended."""
+    """Return the exact pattern that replaces one with compat: the same offsets, and no padding is attended."""
     return replace(pattern, compat=None, offsets=_offsets(pattern))
 
 
@@ -426,16 +429,17 @@ def _offsets(pattern: Dilated) -> Offsets:
 
 
 def _covering(pattern: Dilated) -> str:
-    """What lets every token of every head see a key."""
+    """Return a remedy: what lets every token of every head see a key."""
     if pattern.head_groups:  # each head has one branch
         return "With head_groups=True, dilation rate 1 in every branch covers every token"
     return "A branch of dilation rate 1 covers every token"
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """The layout for `length` tokens; `plan_cache` keeps what a callable returns for as long as the callable lives.
+    """Return the layout for `length` tokens.
 
-    Whether it lives, a weak reference tells; a callable that cannot have one (`__slots__`) is called every time.
+    `plan_cache` keeps what a callable returns for as long as the callable lives, which a weak reference shows. A
+    callable that cannot have one (`__slots__`) is called every time.
     """
     if isinstance(layout, BlockLayout):
         return layout
@@ -452,7 +456,7 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
 
 
 def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """The layout inside a segment of which `length` tokens take part."""
+    """Return the layout inside a segment in which `length` tokens take part."""
     layout = layout_for(layout, length)
     if layout.seq_len != length:
         raise ValueError(
@@ -465,17 +469,20 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 
 def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
-    """The pattern of a layout function: its layout, or while the length is a symbol, the function in one segment."""
+    """Return the pattern of a layout function.
+
+    This is its layout, or while the length is a symbol, the function in one segment.
+    """
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 
 
 _FUNCTIONS: dict[str, LayoutOfLength] = {}
-"""The layout functions that exported programs of any length call when they run. They are kept for good."""
+"""The layout functions that exported programs of any length call when they run. They are kept permanently."""
 
 
 @constant_when_traced
 def function_name(layout: LayoutOfLength) -> str:
-    """The name under which an exported program of this process finds a layout function."""
+    """Return the name under which an exported program of this process finds a layout function."""
     name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
     _FUNCTIONS[name] = layout
     return name

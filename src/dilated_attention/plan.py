@@ -1,6 +1,6 @@
-"""Plans: the closed-form groups of rows that a pattern means at one length.
+"""Plans: the closed-form groups of rows that a pattern means at one sequence length.
 
-A group is a family of equal strided blocks, so that a plan stays a few integers at any length. Plans are pure integers:
+A group is a family of equal strided blocks, so a plan stays a few integers at any length. Plans are pure integers:
 tables on a device are derived from them elsewhere.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dilated_attention.cache import plan_cache
 
 OffsetTable = tuple[tuple[int, ...], ...]
-"""Branch x head: the offset of a head in a branch, or -1 where the head takes no part in the branch."""
+"""The offset of each head in each branch (branch x head), or -1 where the head takes no part in the branch."""
 
 Band = tuple[int | None, int | None]
 """(low, high): row i sees row j iff low <= j - i <= high; None: no bound."""
@@ -21,13 +21,13 @@ EVERY: Band = (None, None)
 
 
 class Branches(NamedTuple):
-    """A pattern in normal form: w and r of each branch, and the offset of each key-value head in it.
+    """Hold a pattern in normal form: w and r of each branch, and the offset of each KV head in it.
 
     Attributes:
         compat: `"torchscale"` or None, as in `Dilated`.
-        bands: for each branch, which of a segment's rows see which, in rows that take part; empty: all see all.
-        leading: for each branch, the first tokens, which all see and which see all beside what the band shows; empty:
-            none.
+        bands: for each branch, which of a segment's participating rows see which; empty: all see all.
+        leading: for each branch, the number of first tokens that all see and that see all, besides what the band shows;
+            empty: no leading tokens.
     """
 
     segment_lengths: tuple[int, ...]
@@ -40,7 +40,7 @@ class Branches(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens start + i * segment + j * stride, for 0 <= i < segments and 0 <= j < count."""
+    """Describe the tokens start + i * segment + j * stride, for 0 <= i < segments and 0 <= j < count."""
 
     start: int
     segment: int
@@ -51,15 +51,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StridedGroup:
-    """Independent attention problems of one shape: one per segment and per head.
+    """Describe independent attention problems of one shape: one per segment and per head.
 
-    In segment i, for the key-value heads head + m * head_stride with 0 <= m < heads, query row a of the segment sees
-    key row b of the segment iff low <= b - a <= high.
+    In segment i, for the KV heads head + m * head_stride with 0 <= m < heads, query row a of the segment sees key row b
+    of the segment iff low <= b - a <= high.
 
     Attributes:
         low, high: the band; None: no bound. A causal group has high = 0 where its queries are its keys.
         first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
-        phantoms: zero keys (score 0, value 0) that each query sees besides, when not causal; see compat="torchscale".
+        phantoms: zero keys (score 0, value 0) that each query also sees, when not causal; see compat="torchscale".
     """
 
     queries: Rows
@@ -74,11 +74,11 @@ class StridedGroup:
 
     @property
     def banded(self) -> bool:
-        """Whether some query of a segment does not see some key of it."""
+        """Return whether some query of a segment does not see some key of it."""
         return self.low is not None or self.high is not None
 
     def entries(self) -> int:
-        """The number of score entries that the group computes for one query head per key-value head."""
+        """Return the number of score entries that the group computes for one query head per KV head."""
         rows, keys = self.queries.count, self.keys.count
         beyond = 0 if self.high is None else _above(rows, keys, self.high)
         before = 0 if self.low is None else _above(keys, rows, -self.low)
@@ -86,7 +86,7 @@ class StridedGroup:
 
 
 def _above(rows: int, columns: int, diagonal: int) -> int:
-    """How many entries (i, j) of a matrix have j - i > diagonal."""
+    """Count the entries (i, j) of a matrix that have j - i > diagonal."""
 
     def triangle(side: int) -> int:
         return side * (side + 1) // 2 if side > 0 else 0
@@ -97,11 +97,11 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
 
 
 class Part(NamedTuple):
-    """What some query rows see.
+    """Describe what some query rows see.
 
     Attributes:
-        keys: the rows of keys, a group each, with their band.
-        first: no other part of the branch holds these queries before.
+        keys: rows of keys with their band; each becomes a group.
+        first: no earlier part of the branch holds these queries.
     """
 
     queries: Rows
@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one pattern means at one length.
+    """Hold what one pattern means at one sequence length.
 
     Attributes:
         covered: the groups marked `first` hold every (row, head), so that nothing needs to be initialised.
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Size charged to the cache, in bytes: an upper estimate of the Python objects."""
+        """Return the size that the cache counts, in bytes: an upper estimate of the Python objects."""
         return 256 + 512 * len(self.groups)
 
 
@@ -144,11 +144,11 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class Spans(NamedTuple):
-    """The segments of a grid that have tokens in [lower, upper), in equal runs.
+    """Describe the segments of a grid that have tokens in [lower, upper), in equal runs.
 
     Attributes:
         segment: w', at most the length of the grid.
-        runs: of each run the first segment's [start, stop), the number of segments, and whether it reaches beyond
+        runs: for each run the first segment's [start, stop), the number of segments, and whether it reaches beyond
             [lower, upper).
     """
 
@@ -159,7 +159,7 @@ class Spans(NamedTuple):
 
 
 def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """The segments of w tokens, counted from the start of `grid` [start, stop), that have some of `tokens`."""
+    """Return the segments of w tokens, counted from the start of `grid` [start, stop), that hold some of `tokens`."""
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:
@@ -177,11 +177,11 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
 
 
 def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
-    """The rows of some tokens that take part in a branch, in equal runs.
+    """Return, in equal runs, the rows of some tokens that take part in a branch.
 
     Returns:
-        Of each run: rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) the whole
-        segment has; whether the segment reaches beyond the tokens.
+        For each run: rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) rows the
+            whole segment has; whether the segment reaches beyond the tokens.
     """
     segment, lower, upper, runs = spans
     found = []
@@ -198,7 +198,7 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
 def compile_groups(
     dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]], seq_len: int
 ) -> tuple[tuple[StridedGroup, ...], bool]:
-    """The groups of a plan, and whether those marked `first` hold every (row, head).
+    """Return the groups of a plan, and whether those marked `first` hold every (row, head).
 
     The densest branch goes first: it writes the running output that the others are merged into.
 
@@ -239,7 +239,7 @@ WHOLE = 2**62
 
 
 class Sight(NamedTuple):
-    """Queries and keys of one stride: a query at position p sees the keys at p + i * stride for low <= i <= high."""
+    """Describe queries and keys of one stride: a query at p sees the keys at p + i * stride for low <= i <= high."""
 
     queries: Rows
     keys: Rows
@@ -285,7 +285,7 @@ def parts_of(
     is_causal: bool,
     origins: tuple[int, int],
 ) -> Iterator[Part]:
-    """Yield the parts in which some query sees some key; arguments as of `sights`.
+    """Yield the parts in which some query sees some key; arguments as in `sights`.
 
     Args:
         origins: the positions of row 0 of q and of row 0 of k.
@@ -327,9 +327,9 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
 
 
 def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The segments that have both queries and keys: for each run of whole ones, and for each cut one, (start, number).
+    """Yield the segments that have both queries and keys, as (start, number).
 
-    At most the first and the last are cut.
+    Whole segments come in runs; a cut segment comes alone. At most the first and the last are cut.
     """
     lower, upper = max(queries[0], keys[0]), min(queries[1], keys[1])
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
@@ -346,7 +346,7 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
-    """The numbers of first + stride * {0, 1, ...} in [lower, upper), and in as many segments after it."""
+    """Return the numbers of first + stride * {0, 1, ...} in [lower, upper), and in as many segments after it."""
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
 
@@ -369,7 +369,10 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Leave out rows that see no column and columns that no row sees, and bounds that hide nothing; None if all go."""
+    """Leave out rows that see no column, columns that no row sees, and bounds that hide nothing.
+
+    Returns None if nothing is left.
+    """
     left = 0 if low is None else max(0, low)
     right = columns.count if high is None else min(columns.count, high + rows.count)
     top = 0 if high is None else max(0, left - high)
@@ -392,9 +395,9 @@ def plan_of(
     """Return the plan of a pattern in normal form, from the cache.
 
     Args:
-        queries, keys: positions [start, stop) of the rows of q and of k; keys: as queries by default. Rows of the plan
-            are numbered from these starts. With compat="torchscale", which needs all tokens, groups that are not causal
-            count ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
+        queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows of
+            the plan are numbered from these starts. With compat="torchscale", which needs all tokens, groups that are
+            not causal count ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(
@@ -423,8 +426,10 @@ def plan_dilated(
 def row_counts(
     segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int
 ) -> set[int]:
-    """How many tokens take part in a segment, of all segments, branches and heads: without plan or cache, whose lock
-    `torch.compile` cannot trace."""
+    """Return the numbers of tokens that take part in a segment, over all segments, branches and heads.
+
+    Uses no plan and no cache, whose lock `torch.compile` cannot trace.
+    """
     counts = set()
     for segment, rate, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
         segment = max(1, min(segment, seq_len))

@@ -1,8 +1,8 @@
-"""Block-sparse attention on PyTorch's fused operators: a layout's rows in few batched calls.
+"""Compute block-sparse attention with PyTorch's fused operators: a layout's rows in few batched calls.
 
-The query blocks of a layout are sorted into groups, each one batched call: a run of key blocks that moves along with
-its query block (a window), or stays (global keys), is an overlapping strided view of k and v; what is left of each row
-is gathered, rows with equally many blocks together; the blocks that the diagonal cuts, and the partial last block, are
+The query blocks of a layout are sorted into groups, each one batched call. A run of key blocks that moves along with
+its query block (a window), or stays (global keys), is an overlapping strided view of k and v. What is left of each row
+is gathered, rows with equally many blocks together. The blocks that the diagonal cuts, and the partial last block, are
 groups of their own. The groups' results merge, so the softmax runs over whole rows. No loop is over blocks or heads.
 """
 
@@ -25,9 +25,9 @@ from dilated_attention.merge import merge_into
 _CHUNK_BYTES = 16 << 20
 """Bound on the temporaries of one call: gathered keys and values, and partial results."""
 _GATHER_BYTES = 2 << 20
-"""The same a thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is copied,
-and the head's keys. 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to the keys of all
-heads, is 3 to 6 % slower so."""
+"""The same bound per thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is
+copied, and the head's keys. It takes 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to
+the keys of all heads, would be 3 to 6 % slower with it."""
 _VIEW_BLOCKS = 8
 """Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
 _LONG_ROWS = (768, 256)
@@ -39,16 +39,16 @@ _FOLD_TOKENS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Query blocks that see equally many key blocks, all of one size, in one batched call.
+    """Hold query blocks that see equally many key blocks, all of one size, in one batched call.
 
     Attributes:
         rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
         keys: (R, m) key blocks.
-        q_tokens, k_tokens: tokens a query block and a key block have; the block size, or what the last block holds.
+        q_tokens, k_tokens: tokens per query block and per key block; the block size, or what the last block holds.
         first: no earlier group holds any of the rows.
         masked: the diagonal cuts the key blocks.
-        row_view: (first, step) where row t is the b query blocks from first + t * step on; key_view: (first, step)
-            where it sees the m key blocks from first + t * step on.
+        row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
+            it sees the m key blocks starting at first + t * step.
     """
 
     rows: Tensor
@@ -66,7 +66,7 @@ class _Group:
         return self.rows.shape[1] * self.q_tokens
 
     def part(self, start: int, stop: int) -> _Group:
-        """The rows start to stop."""
+        """Return the rows start to stop."""
         if stop - start == len(self.rows):
             return self
         return replace(
@@ -85,7 +85,10 @@ def _moved(view: tuple[int, int] | None, by: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, eq=False)
 class _BlockPlan:
-    """covered: the groups marked `first` hold every row, so that nothing needs to be initialised."""
+    """Hold the groups of a layout.
+
+    covered: the groups marked `first` hold every row, so that nothing needs to be initialised.
+    """
 
     groups: tuple[_Group, ...]
     covered: bool
@@ -100,7 +103,7 @@ class _BlockPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """Rows of one head that a fused call takes together, as many of them as memory allows.
+    """Describe rows of one head that a fused call takes together, as many of them as memory allows.
 
     Attributes:
         rows: how many, over all lists of the layout; queries, keys: tokens of each.
@@ -117,7 +120,7 @@ class Calls:
 
 
 def calls(layout: BlockLayout) -> tuple[Calls, ...]:
-    """What runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
+    """Return what runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
     return tuple(
         Calls(len(g.rows), g.row_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
         for batch in range(layout.batch_size)
@@ -169,7 +172,10 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Rows of `merged` query blocks, `stride` blocks apart. A head's rows are numbered by residue, then by place."""
+    """Describe rows of `merged` query blocks, `stride` blocks apart.
+
+    A head's rows are numbered by residue, then by place.
+    """
 
     merged: int
     stride: int
@@ -178,19 +184,19 @@ class _Shape:
         return -(-query_blocks // (self.merged * self.stride))
 
     def row(self, block: Tensor, query_blocks: int) -> Tensor:
-        """The row of each query block."""
+        """Return the row of each query block."""
         place = block // self.stride // self.merged
         return block % self.stride * self.per_residue(query_blocks) + place
 
     def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
-        """(R, merged): the query blocks of each row."""
+        """Return (R, merged): the query blocks of each row."""
         number = self.per_residue(query_blocks)
         member = torch.arange(self.merged, device=row.device)
         return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Rows to try: long ones first; query blocks as far apart as many of their key blocks are, then neighbours."""
+    """Return rows to try, long ones first: query blocks as far apart as many key blocks are, then neighbours."""
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
     strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
@@ -199,7 +205,7 @@ def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
 
 
 class _Groups:
-    """The groups of a layout's lists, as they are made."""
+    """Collect the groups of a layout's lists."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
@@ -217,7 +223,7 @@ class _Groups:
         cut: bool,
         view: tuple[int, int] | None,
     ) -> None:
-        """A group of lanes (head * rows + row, of rows of that shape), which see the key blocks `key`."""
+        """Add a group of lanes (head * rows + row, of rows of that shape), which see the key blocks `key`."""
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
         head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
@@ -235,7 +241,7 @@ class _Groups:
         self.groups.append(_Group(blocks, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Groups of sorted lists of whole, unmasked key blocks, for rows of that shape."""
+        """Add groups of sorted lists of whole, unmasked key blocks, for rows of that shape."""
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
@@ -252,7 +258,7 @@ class _Groups:
 
 
 def _progression(key: Tensor) -> tuple[int, int] | None:
-    """(first, step) where row t of `key` (R, m) is the m blocks from first + t * step on."""
+    """Return (first, step) if row t of `key` (R, m) is the m blocks starting at first + t * step."""
     start = key[:, 0]
     step = 0 if len(start) < 2 else int(start[1] - start[0])
     if step < 0 or bool((start.diff() != step).any()) or bool((key.diff(dim=1) != 1).any()):
@@ -261,7 +267,7 @@ def _progression(key: Tensor) -> tuple[int, int] | None:
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
+    """Return the key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
     if shape.merged == 1:
         return torch.ones_like(lane, dtype=torch.bool), lane, key
     blocks, columns = layout.query_blocks, layout.key_blocks
@@ -277,7 +283,7 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 
 
 def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(count, lanes, index of each one's first entry) for the lanes that have equally many entries."""
+    """Yield (count, lanes, index of each lane's first entry) for the lanes that have equally many entries."""
     if not len(lane):
         return
     lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -288,11 +294,11 @@ def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int, int]]:
-    """Families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
+    """Yield families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
 
     The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
-    viewed where that saves a gather of at least two blocks, or is all its row has: else the merge costs what the gather
-    would.
+    viewed where that saves a gather of at least two blocks, or if its row has nothing else: otherwise the merge costs
+    what the gather would.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)
@@ -322,12 +328,12 @@ def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int,
 
 
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first `tokens` of blocks `ids` (R, m) of x (seq, heads, ...), for a head each or all heads: where they are.
+    """Locate the first `tokens` of blocks `ids` (R, m) of x (seq, heads, ...), for one head each or for all heads.
 
-    A view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole blocks
-    of all heads are the slices of a plain dimension. Else that dimension counts elements, and the slice at an offset is
-    the block that starts there: copies whole runs of memory at any strides, 3 to 5 times as fast as advanced indexing,
-    for a head of its own above all, and a tenth to a half slower than the plain one.
+    Returns a view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole
+    blocks of all heads are the slices of a plain dimension. Otherwise that dimension counts elements, and the slice at
+    an offset is the block that starts there. This copies whole runs of memory at any strides: 3 to 5 times as fast as
+    advanced indexing, above all for a single head, and a tenth to a half slower than the plain dimension.
     """
     if heads is None and tokens == block:
         return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()
@@ -342,43 +348,43 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 
 
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Those blocks, copied: (R, heads or 1, m * tokens, ...)."""
+    """Return those blocks, copied: (R, heads or 1, m * tokens, ...)."""
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
 
 
 def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """(R, heads or 1, m * tokens, ...) as slices of `_blocks`, in its second dimension: (tokens, R * m, ...)."""
+    """Return (R, heads or 1, m * tokens, ...) as slices of `_blocks`, in its second dimension: (tokens, R * m, ...)."""
     x = x.squeeze(1) if per_head else x.transpose(1, 2)
     return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
 
 
 def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: int) -> Tensor:
-    """(number, heads, tokens, ...) of x (seq, heads, ...): problem t starts at block first + t * step. No copy."""
+    """View x (seq, heads, ...) as (number, heads, tokens, ...): problem t starts at block first + t * step. No copy."""
     token, head, *rest = x.stride()
     size = (number, x.shape[1], tokens, *x.shape[2:])
     return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
 
 
 def _cut(queries: int) -> int:
-    """Queries of a piece, the operator's unit of work on CPU."""
+    """Return the number of queries of a piece, the operator's unit of work on CPU."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 class Sequence:
-    """One sequence: q, k, v `(seq, heads, head_dim)`, with lists that all heads share, or lists per head."""
+    """Hold one sequence: q, k, v `(seq, heads, head_dim)`, with lists that all heads share, or lists per head."""
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
-        """The groups, cut into calls whose temporaries stay bounded, and the heads of each.
+        """Yield the groups, cut into calls whose temporaries stay bounded, and the heads of each.
 
-        By rows of all heads, and where one such row is too much by heads too. `by_head`: where keys are gathered, by
-        heads first, and one head's rows only if they are too many, as long as every thread has work. `token_bytes`: of
-        one token of one head.
+        Cut by rows of all heads, and where one such row is too large, by heads too. `by_head`: where keys are gathered,
+        cut by heads first, and cut one head's rows only if they are too many, as long as every thread has work.
+        `token_bytes`: bytes of one token of one head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -421,11 +427,14 @@ class Sequence:
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: _Group) -> bool:
-        """Whether the operator's own causal mask serves: the key block is the query block."""
+        """Return whether the operator's own causal mask applies: the key block is the query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: _Group, dtype: torch.dtype) -> Tensor | None:
-        """0 or -inf a score: the key bias, and the diagonal where it does not run through the corners of the blocks."""
+        """Return 0 or -inf per score, from the key bias and the diagonal.
+
+        The diagonal is included where it does not run through the corners of the blocks.
+        """
         bias = None
         if self.key_bias is not None:
             bias = self.keys(self.key_bias[:, None].expand(-1, self.layout.num_heads), group)[:, :1, None, :]
@@ -442,7 +451,7 @@ class Sequence:
 def _sequences(
     layout: BlockLayout, scores: Scores, tensors: tuple[Tensor, ...]
 ) -> Iterator[tuple[Sequence, tuple[Tensor, ...]]]:
-    """The sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
+    """Yield the sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
     for i in range(tensors[0].shape[0]):
         bias = None if scores.bias is None else scores.bias[i, 0, 0]
         yield Sequence(layout, i, bias), tuple(x[i].transpose(0, 1) for x in tensors)
@@ -453,7 +462,7 @@ def _words(pairs: Pairs | None, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def _scores(scores: Scores, sequence: Sequence, group: _Group, dtype: torch.dtype, words: tuple[Tensor, ...]) -> Scores:
-    """The scores of a group. `words`: dropout's of the sequence, (seq, heads, ...)."""
+    """Return the scores of a group. `words`: the sequence's words of dropout, (seq, heads, ...)."""
     pairs = scores.pairs
     if pairs is not None:
         pairs = replace(pairs, queries=sequence.queries(words[0], group), keys=sequence.keys(words[1], group))
@@ -463,7 +472,7 @@ def _scores(scores: Scores, sequence: Sequence, group: _Group, dtype: torch.dtyp
 def forward(
     layout: BlockLayout, scores: Scores, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Statistic]:
-    """(out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
+    """Return (out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
     Args:
         scores: causality is the layout's; a bias has one row for all heads and queries.
@@ -496,13 +505,13 @@ def forward(
 
 
 def _foldable(layout: BlockLayout, bias: Tensor | None, q: Tensor) -> bool:
-    """Whether many small problems that share everything are better one problem with more heads."""
+    """Return whether many small problems that share everything are better one problem with more heads."""
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
     return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and bias is None
 
 
 def _fold(x: Tensor) -> Tensor:
-    """(batch, heads, ...) to (1, batch * heads, ...)."""
+    """Reshape (batch, heads, ...) to (1, batch * heads, ...)."""
     return x.reshape(1, -1, *x.shape[2:])
 
 
@@ -517,7 +526,7 @@ def backward(
     out: fused.Queries,
     lse: fused.Statistic,
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
-    """(dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
+    """Return (dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
     shape = q.shape
     words = _words(scores.pairs, k)
     if _foldable(layout, scores.bias, q):

@@ -1,11 +1,11 @@
-"""Attention dropout: which pairs of query and key survive, the same on every backend, device and rank.
+"""Attention dropout: choose which pairs of query and key survive, the same on every backend, device and rank.
 
 Dropout acts on P after the softmax: lse stays, and with K = 1 where a pair survives, else 0,
 
     out = Σ_j P_ij K_ij v_j / (1 - p),        dS = P (K dP / (1 - p) - δ),        δ = rowsum(dout · out),
 
 so that the merged out serves the backward as it does without dropout. K is a pure function of the seed and of four
-global positions, sample, query head, query and key: tiles, branches, segments and shards do not enter, a key that two
+global positions, sample, query head, query and key. Tiles, branches, segments and shards do not enter, a key that two
 branches show has one K, and the backward repeats the forward's. The state of a pair is 96 bits, all of them hashed:
 
     mix(x): x ^= x >> 16, x *= 0x21F0AAAD, x ^= x >> 15, x *= 0xD35A2D97, x ^= x >> 15        (32 bits, a bijection)
@@ -14,7 +14,7 @@ branches show has one K, and the backward repeats the forward's. The state of a 
     k = hash(C; low and high word of the seed, key)
     K = 1 iff mix_b(a ^ k) ≥ p 2³² - 2³¹ as a signed number, mix_b being mix with x ^= b before its second product.
 
-The words a, b and k are made once a call, O(tokens); a pair costs mix_b, ten integer instructions. mix is one of the
+The words a, b and k are made once per call, O(tokens); a pair costs mix_b, ten integer instructions. mix is one of the
 two-product hashes of least bias that C. Wellons' search (hash-prospector) has found.
 """
 
@@ -32,12 +32,12 @@ _A, _B, _C = 0x1B873593, 0x3C6EF372, 0x6A09E667
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropout:
-    """What backends need of a call's dropout.
+    """Hold what backends need for a call's dropout.
 
     Attributes:
         probability: p, in (0, 1).
         queries: the words a and b of every row of q.
-        keys: the word k of every row of k; key_heads is 1, or that of k where the rows of heads differ.
+        keys: the word k of every row of k; key_heads is 1, or the number of heads of k if their rows differ.
     """
 
     probability: float
@@ -46,22 +46,22 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """The least signed 32-bit number that survives."""
+        """Return the least signed 32-bit number that survives."""
         return min(round(self.probability * 2**32), 2**32 - 1) - 2**31
 
     def sample(self, batch: slice, seq: slice) -> Dropout:
-        """That of some samples and tokens."""
+        """Return the dropout of some samples and tokens."""
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
 
     def packed(self) -> Dropout:
-        """That of all samples as one sequence, one after another."""
+        """Return the dropout of all samples as one sequence, one after another."""
         keys = self.keys.repeat(self.queries.shape[0], 1)
         return replace(self, queries=self.queries.flatten(0, 1).unsqueeze(0), keys=keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """The part of a `Dropout` that some independent attention problems need.
+    """Hold the part of a `Dropout` that some independent attention problems need.
 
     Attributes:
         threshold: the least hash that survives.
@@ -78,7 +78,7 @@ class Pairs:
         return replace(self, queries=self.queries[problems, heads, rows], keys=self.keys[problems, its_heads, keys])
 
     def drop(self, x: Tensor) -> Tensor:
-        """K x / (1 - p), in place, of x `(problems, heads, rows, keys)`."""
+        """Compute K x / (1 - p) in place, for x `(problems, heads, rows, keys)`."""
         return x.mul_(survives(self.queries, self.keys, self.threshold)).mul_(self.factor)
 
 
@@ -91,13 +91,13 @@ def dropout_of(
     keys: Int64[Tensor, "keys key_heads"],
     head_offset: int = 0,
 ) -> Dropout | None:
-    """The words of a call; None where p is 0.
+    """Return the dropout of a call; None where p is 0.
 
     Args:
         seed: any 64-bit number, on the device of q.
-        heads: those of q.
+        heads: the number of heads of q.
         queries: the global position of each row of q.
-        keys: that of each row of k, which may differ by head where rows were gathered.
+        keys: the global position of each row of k, which may differ by head where rows were gathered.
         head_offset: global index of the first query head.
     """
     if not probability:
@@ -114,7 +114,7 @@ def dropout_of(
 def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
-    """K of every pair of a row and a key."""
+    """Return K of every pair of a row and a key."""
     a, b = queries[..., 0, None], queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)
@@ -131,10 +131,10 @@ def _hash(constant: int, *positions: Tensor) -> Tensor:
 
 
 def _word(x: Tensor) -> Tensor:
-    """The low 32 bits, as int32."""
+    """Return the low 32 bits, as int32."""
     return ((x + (1 << 31)) & 0xFFFFFFFF).sub(1 << 31).to(torch.int32)
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >> bits, in place, with zeros shifted in."""
+    """Compute x ^= x >> bits, in place, with zeros shifted in."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))

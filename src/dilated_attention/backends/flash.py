@@ -1,8 +1,8 @@
-"""FlashAttention's operators under `fused`'s signature, where one of its packages is installed: never required.
+"""Wrap FlashAttention's operators in `fused`'s signature, if one of its packages is installed. Never required.
 
-FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass as they are; its
-backward takes out and lse, the merged ones, and is deterministic where `torch.use_deterministic_algorithms` says so. It
-has no mask but the causal one and a dropout of its own: calls that need more are refused.
+FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass unchanged. Its
+backward takes the merged out and lse, and is deterministic if `torch.use_deterministic_algorithms` asks for it. It has
+only the causal mask, and a dropout of its own: calls that need more are refused.
 
 The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
 Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.
@@ -32,14 +32,14 @@ MAX_HEAD_DIM = 256
 
 
 def order(capability: tuple[int, int]) -> tuple[int, ...]:
-    """The versions that serve a compute capability, the preferred one first."""
+    """Return the versions that serve a compute capability, the preferred one first."""
     if capability < (8, 0):
         return ()
     return {9: (3, 4, 2), 10: (4, 2)}.get(capability[0], (2,))
 
 
 def refusal(facts: Facts) -> str | None:
-    """Why FlashAttention cannot serve a call, and what would serve; None if it can."""
+    """Return why FlashAttention cannot serve a call, and what would serve it; None if it can."""
     if torch.compiler.is_compiling():  # what the next lines ask cannot be traced; `_library` asks it when the call runs
         return None
     if facts.device.type != "cuda":
@@ -58,13 +58,13 @@ def refusal(facts: Facts) -> str | None:
 
 
 def on_request(facts: Facts) -> str:
-    """Why `auto` passes this backend by."""
+    """Return why `auto` does not choose this backend."""
     return "not required to be installed; only on request"
 
 
 @cache
 def version(capability: tuple[int, int]) -> int | None:
-    """The installed version that serves a compute capability best."""
+    """Return the installed version that serves a compute capability best."""
     return next((number for number in order(capability) if _installed(MODULES[number])), None)
 
 
@@ -74,7 +74,7 @@ def _installed(module: str) -> bool:
 
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """As `fused.forward`, without bias and dropout."""
+    """Compute the same as `fused.forward`, without bias and dropout."""
     is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None
@@ -102,7 +102,7 @@ def backward(
     out: Queries,
     lse: Statistic,
 ) -> tuple[Queries, Keys, Keys]:
-    """As `fused.backward`, without bias and dropout."""
+    """Compute the same as `fused.backward`, without bias and dropout."""
     is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None

@@ -33,20 +33,20 @@ Statistic = Float[Tensor, "batch heads queries"]
 Bias = Float[Tensor, "batch #heads #queries keys"]
 
 _CHUNK = 1 << 18
-"""Scores of a chunk of plain products: its temporaries, 4 bytes a score each, stay in a cache."""
+"""Scores per chunk of plain products: its temporaries, 4 bytes per score each, stay in a cache."""
 _CHUNK_OF_ACCELERATORS = 1 << 24
-"""The same where every chunk costs a dozen kernel launches: 64 MiB a temporary. Not measured."""
+"""The same where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
 
 
 class Scores(NamedTuple):
-    """How the scores of a call are formed.
+    """Say how the scores of a call are computed.
 
     Attributes:
         is_causal: query i sees keys up to i; then `bias` has one row for all queries.
         scale: factor of q kᵀ, positive.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
         pairs: dropout of these queries and keys.
-        softcap: c > 0 takes c tanh(s / c) in place of the scores s; plain products alone serve it.
+        softcap: c > 0 replaces the scores s by c tanh(s / c); only plain products support it.
     """
 
     is_causal: bool
@@ -57,11 +57,11 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether no operator of PyTorch forms such scores."""
+        """Return whether no operator of PyTorch computes such scores."""
         return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
-        """The scores of some problems, heads, rows and keys."""
+        """Return the scores of some problems, heads, rows and keys."""
         bias, pairs = self.bias, self.pairs
         if bias is not None:
             every = slice(None)
@@ -96,7 +96,7 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
 
 @constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
-    """What counts as the compute capability of a CUDA device."""
+    """Return what counts as the compute capability of a device with CUDA's interface."""
     return _capability_of(device)
 
 
@@ -108,7 +108,7 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
+    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
     bias = scores.bias
     kind = _kind(q, k, bias)
     if kind == "plain" or scores.plain:
@@ -133,9 +133,9 @@ def backward(
     out: Queries,
     lse: Statistic,
 ) -> tuple[Queries, Keys, Keys]:
-    """(dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse); lse is finite.
+    """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse).
 
-    A gradient on lse enters as one more column, see `append_column`.
+    lse is finite. A gradient on lse enters as one more column, see `append_column`.
     """
     kind = _kind(q, k, scores.bias)
     if kind == "plain" or scores.plain:
@@ -152,7 +152,7 @@ def backward(
 def append_column(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dout, q, k, v and out with `width` more columns, in which a gradient on lse enters a backward that takes none.
+    """Append `width` columns to dout, q, k, v and out, through which a gradient on lse enters a backward without one.
 
     With q, k, v = 0, out = 1 and dout = -dlse in the first of them, sum(dout out) becomes sum(dout out) - dlse, and no
     product changes.
@@ -164,10 +164,10 @@ def append_column(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied if a row of it does not begin at a multiple of 16 bytes.
+    """Return x, copied if a row of it does not begin at a multiple of 16 bytes.
 
-    The operators of CUDA load as many at once, check nothing but the last stride, and a misaligned address ends the
-    whole CUDA context.
+    The operators of CUDA load 16 bytes at once and check only the last stride; a misaligned address ends the whole CUDA
+    context.
     """
     unit = 16 // x.element_size()
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
@@ -228,7 +228,7 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """out, in single precision at least, and lse of the queries from `first` on."""
+    """Return out, in single precision at least, and lse of the queries from index `first`."""
     s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
@@ -259,7 +259,7 @@ def _plain_backward(
 def _plain_gradients(
     scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, in single precision at least, of the queries from `first` on."""
+    """Return dq, dk and dv, in single precision at least, of the queries from index `first`."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
     s, slope = _formed(scores, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()
@@ -274,7 +274,7 @@ def _chunk(q: Tensor) -> int:
 
 
 def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Problems, heads, rows and the keys that they see, with at most `chunk` scores as far as can be."""
+    """Yield problems, heads, rows and the keys that they see, with at most `chunk` scores if possible."""
     number, heads, rows, keys = *q.shape[:3], k.shape[2]
     sizes, left = [], chunk // max(1, keys)
     for length in (rows, heads, number):  # whole rows of a head first: long matrix products
@@ -289,7 +289,10 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Form the scores in single precision (double for double), and with a cap its derivative; row i is `first` + i."""
+    """Compute the scores, and with a cap their derivative, in single precision (double for double).
+
+    Row i is `first` + i.
+    """
     statistic = torch.promote_types(q.dtype, torch.float32)
     s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None
     if scores.softcap:

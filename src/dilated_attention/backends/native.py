@@ -1,8 +1,8 @@
-"""The native backend: PyTorch's fused attention on zero-copy strided views of q, k and v.
+"""Run calls with PyTorch's fused attention on zero-copy strided views of q, k and v.
 
 A group's rows are an arithmetic progression of tokens, hence a strided view; no row is gathered, padded or transposed.
-A group is cut into tiles, one fused call each, so that a tile's temporaries are a bounded part of the output. Where
-the first group is the whole sequence, one call's result *is* the running output.
+A group is cut into tiles, one fused call each, so that a tile's temporaries are a bounded part of the output. Where the
+first group is the whole sequence, one call's result *is* the running output.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ TokenStatistic = Float[Tensor, "batch seq heads"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
-"""Output of one tile: large against a call's start-up, small enough to be merged from cache and to be allocated from
-memory that the tile before it gave back. An accelerator gets at least a quarter of the whole output a call."""
+"""Bytes of one tile's output: large against a call's start-up, small enough to be merged from cache and to be allocated
+from memory that the previous tile freed. An accelerator gets at least a quarter of the whole output per call."""
 _BAND_ROWS = 256
-"""Queries of a window that a call takes; with w keys it computes w + 256 per query."""
+"""Queries of a window per call; with w keys a call computes w + 256 scores per query."""
 _MOST_PROBLEMS = 65_535
-"""Problems of a call: CUDA's operators count them in a dimension of the launch that goes no further; more are an
-"invalid configuration argument" (PyTorch's issue 142228)."""
+"""The most problems per call. CUDA's operators count them in a launch dimension with this limit; more raise "invalid
+configuration argument" (PyTorch's issue 142228)."""
 _MOST_ACCUMULATED = 2**31
-"""Elements of the buffer in which a call's dq is summed: FlashAttention 2, and PyTorch's copy of it, find their places
-in 32 bits. Beyond, numbers are wrong or an address is illegal (FlashAttention's pull request 2260 mends it)."""
+"""The most elements of the buffer in which a call's dq is summed. FlashAttention 2, and PyTorch's copy of it, index it
+with 32 bits. Larger buffers give wrong numbers or an illegal address (FlashAttention's pull request 2260 fixes it)."""
 
 
 def refusal(facts: Facts) -> str | None:
-    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.dtype not in DTYPES:
         return f"PyTorch's fused attention has no kernel for {facts.dtype}; use float32"
     return None
 
 
 def on_request(facts: Facts) -> None:
-    """`auto` takes this backend wherever no other comes first."""
+    """Return None: `auto` chooses this backend wherever no other comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Groups of one shape, each one token and one key-value head after the other: a branch whose offset is h mod r.
+    """Hold groups of one shape, each one token and one KV head after the other: a branch whose offset is h mod r.
 
     Several residues of tokens then fold into one stride, token + head.
     """
@@ -67,7 +67,7 @@ class _Family:
 
 
 def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
-    """Join runs of groups that differ by one token and one head a step."""
+    """Join runs of groups that differ by one token and one head per step."""
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
@@ -85,11 +85,11 @@ def _shifted(group: StridedGroup, step: int) -> StridedGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """The part of a family that one fused call computes: a block of (batch, segment, residue, head) indices.
+    """Describe the part of a family that one fused call computes: a block of (batch, segment, residue, head) indices.
 
     At most one of the batch, segment and residue counts exceeds 1, unless batch and segment are one stride. Query heads
-    are q_head + i * q_step, key-value heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one shared head. A
-    residue shifts the tokens by 1, the query heads by q_shift and the key-value heads by 1.
+    are q_head + i * q_step, KV heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one shared head. A residue
+    shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
     """
 
     batch: int
@@ -106,19 +106,22 @@ class _Tile:
     heads: int
 
     def queries(self, x: Tensor, rows: Rows) -> Tensor:
-        """(problems, heads, rows, ...) of a tensor with query heads, (batch, seq, heads, ...)."""
+        """View a tensor with query heads, (batch, seq, heads, ...), as (problems, heads, rows, ...)."""
         return self._view(x, rows, self.q_head, self.q_step, self.heads, self.q_shift)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
-        """The same of a tensor with key-value heads; a shared head is repeated by a stride of 0."""
+        """View a tensor with KV heads in the same way; a shared head is repeated by a stride of 0."""
         return self._view(x, rows, self.k_head, self.k_step, self.heads, 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
-        """The same, a shared head once: where sums over its query heads belong."""
+        """View a tensor with KV heads with a shared head only once, for sums over its query heads."""
         return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1, 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
-        """(problems, 1, 1, keys) of a bias (batch, seq), or (batch, seq, heads), equal over the heads of a group."""
+        """View a bias as (problems, 1, 1, keys).
+
+        It is (batch, seq), or (batch, seq, heads) and equal over the heads of a group.
+        """
         if x is None:
             return None
         view = (
@@ -127,14 +130,14 @@ class _Tile:
         return view.unsqueeze(-2)
 
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """The dropout of the group's queries and keys; k has the keys' batch and heads."""
+        """Return the dropout of the group's queries and keys; k has the keys' batch and heads."""
         if dropout is None:
             return None
         words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
         return Pairs(dropout.threshold, 1 / (1 - dropout.probability), *words)
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
-        """The layout inside the group's segments, of this tile's batch elements and query heads."""
+        """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
         layout = layouts[group.queries.count]
         batch = range(self.batch, self.batch + self.batches) if layout.batch_size > 1 else None
         heads = (
@@ -164,13 +167,16 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """The most problems times heads of a call with these rows each, whose dq is summed in padded rows and columns."""
+    """Return the most problems times heads of a call with these rows each.
+
+    dq of such a call is summed in padded rows and columns.
+    """
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
 
 
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
-    """The tile of a group that is every row of every head in one call; its result is the output itself."""
+    """Return a tile that covers every row of every head of a group in one call; its result is the output itself."""
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
     every_row = every_row and group.keys == rows
@@ -184,7 +190,7 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
 
 
 def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether batch and segment are one stride in every (batch, seq, ...) tensor."""
+    """Return whether batch and segment are one stride in every (batch, seq, ...) tensor."""
     if tensors[0].shape[0] == 1 or group.queries.segments == 1:
         return True
     step = group.queries.segment * group.queries.segments
@@ -200,12 +206,12 @@ def _tiles(
     limit: int,
     layouts: Layouts | None,
 ) -> Iterator[tuple[StridedGroup, _Tile]]:
-    """Cut groups into tiles whose `row_bytes` a row stay under `limit` bytes as far as can be, in few calls.
+    """Cut groups into few tiles with `row_bytes` bytes per row that stay under `limit` bytes if possible.
 
     Args:
         tensors: all (batch, seq, ...) tensors that the tiles will view.
-        ratio: query heads per key-value head.
-        head_dim: of the calls.
+        ratio: query heads per KV head.
+        head_dim: head_dim of the calls.
     """
     batches = tensors[0].shape[0]
     per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
@@ -241,9 +247,9 @@ def _tiles(
 
 
 def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int, int]]:
-    """(q_head, q_step, k_head, k_step, heads) of the progressions of query heads that a group has.
+    """Return (q_head, q_step, k_head, k_step, heads) of the progressions of query heads in a group.
 
-    The query heads of one key-value head are neighbours; those of several are a progression when taken one of each.
+    The query heads of one KV head are neighbours; taking one query head of each KV head also gives a progression.
     """
     if ratio == 1:
         return [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
@@ -255,7 +261,7 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int
 
 
 def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of min(number, length) nearly equal pieces of range(length)."""
+    """Yield (start, size) of min(number, length) nearly equal pieces of range(length)."""
     number = min(number, length)
     for i in range(number):
         start = i * length // number
@@ -263,7 +269,7 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
-    """Cut a group with a band into groups for PyTorch's operators, which know a causal mask and a bias.
+    """Cut a group with a band into groups that PyTorch's operators support: a causal mask or a bias.
 
     Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into
     runs of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
@@ -286,7 +292,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
-    """Which keys are hidden from which queries: bool, `(1, 1, queries, keys)`."""
+    """Return which keys are hidden from which queries: bool, `(1, 1, queries, keys)`."""
     row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
     distance = column - row[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -298,14 +304,16 @@ def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x, copied only if its last dimension is strided or its tokens overlap: the fused operators read rows as dense
-    vectors, and matrix products want the next row at least a row's length away."""
+    """Return x, copied only if its last dimension is strided or its tokens overlap.
+
+    The fused operators read rows as dense vectors, and matrix products need the next row at least a row's length away.
+    """
     apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Merged(NamedTuple):
-    """What a backward starts from: the gradients of the merged out and lse, and these."""
+    """Hold the inputs of a backward: the merged out and lse, and their gradients."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -314,7 +322,7 @@ class _Merged(NamedTuple):
 
 
 class _Whole:
-    """A problem and its tensors, of which each tile computes a part."""
+    """Hold a problem and its tensors; each tile computes a part of it."""
 
     def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem, self.operators = problem, operators
@@ -325,7 +333,7 @@ class _Whole:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor that tiles view: q, k, v, the mask and the words of dropout."""
+        """Return every tensor that tiles view: q, k, v, the mask and the words of dropout."""
         dropout = self.problem.dropout
         words = () if dropout is None else (dropout.queries, dropout.keys.expand(self.k.shape[:3]))
         return tuple(x for x in (self.q, self.k, self.v, self.bias, *words) if x is not None)
@@ -350,7 +358,7 @@ class _Whole:
         return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
-        """out and lse of a tile."""
+        """Return out and lse of a tile."""
         views = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
@@ -361,7 +369,7 @@ class _Whole:
         return out, lse
 
     def differentiate(self, merged: _Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of a tile."""
+        """Return dq, dk and dv of a tile."""
         dout, q, out, lse = (tile.queries(x, group.queries) for x in (merged.dout, self.q, merged.out, merged.lse))
         dlse = None if merged.dlse is None else tile.queries(merged.dlse, group.queries)
         views = dout, dlse, q, tile.keys(self.k, group.keys), tile.keys(self.v, group.keys), out, lse
@@ -380,7 +388,7 @@ def forward(
     *,
     operators: ModuleType = fused,
 ) -> tuple[Tokens, TokenStatistic]:
-    """(out, lse) of a problem: out as q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf for rows without keys.
+    """Return (out, lse) of a problem: out like q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf without keys.
 
     Args:
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
@@ -425,7 +433,7 @@ def backward(
     *,
     operators: ModuleType = fused,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
-    """The exact (dq, dk, dv) of a problem from the merged out and lse.
+    """Return the exact (dq, dk, dv) of a problem from the merged out and lse.
 
     Args:
         dlse: the gradient of the returned lse, or None.

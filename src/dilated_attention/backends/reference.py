@@ -40,23 +40,23 @@ def count_matrix(
     starts: tuple[int, int] = (0, 0),
     num_keys: int | None = None,
 ) -> Int[Tensor, "heads seq keys"]:
-    """How many branches show key j to query i, for every head of k and v.
+    """Count how many branches show key j to query i, for every head of k and v.
 
-    In a branch (w, r) token p lies in segment p // w and takes part for head h iff (p mod w) mod r = o(h); a query that
-    takes part sees the keys of its segment that take part (causal: those at j <= i). With an offset of `plan.ALL` every
-    token takes part, and sees those of its own residue. In a branch with a band (low, high) a query at p sees a key at
-    p + i * r of these iff low <= i <= high; where n tokens lead, they are seen by all and see all, once.
+    In a branch (w, r) token p lies in segment p // w and takes part for head h iff (p mod w) mod r = o(h). A
+    participating query sees the participating keys of its segment (causal: those at j <= i). With an offset of
+    `plan.ALL` every token takes part, and sees those of its own residue. In a branch with a band (low, high) a query at
+    p sees a key at p + i * r of these iff low <= i <= high; where n tokens lead, all see them and they see all, once.
 
     Args:
         segment_lengths, dilation_rates: w and r of each branch.
         table: o(h) per branch and head; -1 where the head takes no part in the branch.
         seq_len: N, the number of queries.
-        is_causal: whether a query sees no key behind it.
-        key_padding_mask: True at keys that nobody sees.
-        visible: of the n tokens of a segment that take part, which sees which, `visible(n)`; default: all.
-        bands, leading: for each branch; default: without a bound, and none.
+        is_causal: hide the keys after each query.
+        key_padding_mask: True at keys that are hidden from every query.
+        visible: `visible(n)` returns which of a segment's n participating tokens sees which; default: all see all.
+        bands, leading: for each branch; default: no bound and no leading tokens.
         starts: the positions of the first query and of the first key.
-        num_keys: default: N.
+        num_keys: the number of keys; default: N.
 
     Returns:
         int32 `(heads, seq, keys)`, indexed by head, query and key.
@@ -111,11 +111,11 @@ def phantom_counts(
     *,
     is_causal: bool,
 ) -> Int[Tensor, "heads seq"]:
-    """How many zero keys `compat="torchscale"` shows to each query.
+    """Count the zero keys that `compat="torchscale"` shows to each query.
 
     torchscale pads the sequence to a multiple of w' = min(w, N) and each segment to a multiple of r, and attends the
-    padding: a query that takes part in a branch sees, beside the m keys of its segment that take part,
-    ceil(w'/r) - m keys with score 0 and value 0. They lie behind every token, so a causal query sees none.
+    padding. A query that takes part in a branch sees the m participating keys of its segment, and also ceil(w'/r) - m
+    keys with score 0 and value 0. They lie after every token, so a causal query sees none of them.
     """
     phantoms = torch.zeros(len(table[0]), seq_len, dtype=torch.int32, device="cpu")
     if is_causal or seq_len == 0:
@@ -143,20 +143,20 @@ def attend(
     keep: Bool[Tensor, "batch heads queries keys"] | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch queries heads"]]:
-    """Softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
+    """Compute a softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
 
     Args:
         q, k, v: query head h attends with KV head h // (heads / kv_heads).
         counts: c, of any pattern; the batch may be left out.
         scale: s = scale · q·k.
-        softcap: c > 0 takes c tanh(s / c) in place of s.
+        softcap: c > 0 replaces s by c tanh(s / c).
         phantoms: further keys per query with score 0 and value 0.
         keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
     Returns:
         out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
-        query that sees nothing gets out = 0, lse = -inf and passes no gradient. A non-finite number makes NaN of
-        what it reaches: one in q its row, one in k the rows that see it, one in v their out, and their gradients.
+        query that sees nothing gets out = 0, lse = -inf and passes no gradient. A non-finite number turns what it
+        reaches into NaN: one in q its row, one in k the rows that see it, one in v their out, and their gradients.
     """
     kv_heads = k.shape[2]
     query, key, value = (x.to(torch.float64) for x in (q, k, v))
@@ -216,7 +216,7 @@ def batch_counts(
     num_keys: int | None = None,
     **of_branches: Any,
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
-    """Counts and phantoms of a batch whose samples each have segments of their own, from their own first token on.
+    """Return counts and phantoms of a batch whose samples each have segments from their own first token.
 
     Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are unseen.
     """
@@ -266,18 +266,18 @@ def reference_attention(
     starts: tuple[int, int] = (0, 0),
     **of_branches: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
-    """Dilated attention from the definition.
+    """Compute dilated attention from the definition.
 
     Args:
         segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
         scale: 1/√head_dim unless given.
         softcap: as for `attend`.
         compat: `"torchscale"` adds the zero keys of `phantom_counts`.
-        lengths: tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
-        cu_seqlens: where the samples packed into a batch of one start and end, from 0 on. Every sample, packed or not,
-            has its own segments from its own first token.
-        key_padding_mask: True at keys that nobody sees.
-        visible: `visible(i, n)`: which of the n tokens that take part in a segment of sample i sees which.
+        lengths: number of tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
+        cu_seqlens: the edges of samples packed into a batch of one, starting at 0. Every sample, packed or not, has its
+            own segments from its own first token.
+        key_padding_mask: True at keys that are hidden from every query.
+        visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
         dropout: which pairs survive, and the probability that one does not.
         starts, of_branches: `starts`, `bands` and `leading` of `count_matrix`.
 
@@ -316,14 +316,14 @@ def reference_attention(
 
 
 def refusal(facts: Facts) -> str | None:
-    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"lse and gradients have no place in {facts.dtype}; use float32"
     return None
 
 
 def on_request(facts: Facts) -> str:
-    """Why `auto` passes this backend by."""
+    """Return why `auto` does not choose this backend."""
     return "quadratic in the sequence; only on request"
 
 

@@ -1,7 +1,7 @@
-"""The registry of backends, and the choice among them.
+"""Register the backends and choose among them.
 
-Whether a backend serves a call, and whether `auto` takes it, rests on facts of the call, never on the environment.
-Every refusal is a sentence that says what would serve.
+Whether a backend serves a call, and whether `auto` chooses it, depends on facts of the call, never on the environment.
+Every refusal is a sentence that says what would serve the call.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def _absent(*_: Any, **__: Any) -> Any:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """Describe one way to compute attention.
 
     Attributes:
-        merits: why `auto` takes it, where it does.
-        refusal: why it cannot serve a call, and what would; None if it can.
-        on_request: why `auto` passes it by for a call that it could serve; None if it does not.
-        forward, backward: of a `Problem`; arguments as those of `native`.
-        attend: instead of the two, a function that autograd differentiates; arguments as those of `reference`.
+        merits: why `auto` chooses it, where it does.
+        refusal: returns why it cannot serve a call, and what would serve it; None if it can.
+        on_request: returns why `auto` does not choose it for a call that it could serve; None if it does.
+        forward, backward: compute a `Problem`; the arguments are those of `native`.
+        attend: replaces these two by a function that autograd differentiates; the arguments are those of `reference`.
         over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
-        masks_over_mesh: so with a mask of keys or dropout, which rows gathered from other ranks have by head.
+        masks_over_mesh: they can also do so with a key mask or dropout, which differ by head in rows from other ranks.
         packs_samples: takes the samples of a ragged call as one sequence with one plan.
-        details: what else `explain` should say of a call that it serves.
+        details: what else `explain` should say about a call that it serves.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Backend:
     details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
-        """Why it cannot serve a call; None if it can."""
+        """Return why it cannot serve a call; None if it can."""
         if facts.over_mesh and not self.over_mesh:
             return "it sees one device, and the call has a mesh"
         given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]
@@ -60,7 +60,7 @@ class Backend:
         return self.refusal(facts)
 
     def chosen(self, why: str, facts: Facts) -> Choice:
-        """The choice of this backend, and why."""
+        """Return the choice of this backend, and why."""
         return Choice(self, why if self.details is None else f"{why}; {self.details(facts)}", facts)
 
 
@@ -88,12 +88,12 @@ _REGISTERED = (
     ),
 )  # fmt: skip
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _REGISTERED}
-"""By name, in the order in which `auto` looks at them."""
+"""The backends by name, in the order in which `auto` tries them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves a call, and why."""
+    """Hold the backend that serves a call, and why."""
 
     backend: Backend
     reason: str = "chosen before"
@@ -101,7 +101,7 @@ class Choice:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Why each other backend does not serve the call."""
+        """Return why each other backend does not serve the call."""
         return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 
@@ -111,7 +111,7 @@ def check_name(name: str) -> None:
 
 
 def choose(name: str, facts: Facts) -> Choice:
-    """The backend for a call: the named one, or for "auto" the first that serves it and is not on request only.
+    """Choose the backend for a call: the named one, or for "auto" the first that serves it and is not on request only.
 
     Raises BackendError, with every refusal, when none can serve it.
     """

@@ -1,8 +1,8 @@
-"""From a plan to tables of tiles: what each program of a kernel launch computes, as plain integers.
+"""Turn a plan into tables of tiles: what each program of a kernel launch computes, as plain integers.
 
 A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and the
 spans of rows that it sees. It is made from *cells*, lines that are not yet cut into tiles nor given to heads, by numpy
-over all segments at once: no tile is a Python object. And the buffers that launches write.
+over all segments at once: no tile is a Python object. This module also makes the buffers that launches write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_EXTRA_STEPS = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The tiles of one launch.
+    """Hold the tiles of one launch.
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
@@ -49,10 +49,10 @@ class Table:
         is_causal: the diagonals count.
         banded: both diagonals of a span count, not just the first.
         even: no tile, held or streamed, reaches past its rows.
-        edge: whether tiles that the loop streams need masks: 0 no, -1 all of them, else those at the edges (of lists:
-            so many blocks).
+        edge: whether tiles that the loop streams need masks: 0 none, -1 all of them, else those at the edges (for
+            lists: this number of blocks).
         reach: the most tokens between the first and the last row of a tile that the loop streams.
-        count: the rows of its segments, of which lists thin out the spans; None without layouts.
+        count: the number of rows of its segments, whose spans the lists thin out; None without layouts.
     """
 
     lines: Tensor
@@ -75,9 +75,10 @@ def tables(
     *,
     join: bool = True,
 ) -> list[Table]:
-    """The launches, in order, of a plan with groups; with layouts, of their blocks in every segment of every group.
+    """Return the launches of a plan with groups, in order.
 
-    `join`: whether to look for turns that can run together.
+    With layouts they are the launches of their blocks in every segment of every group. `join`: whether to look for
+    turns that can run together.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -117,7 +118,7 @@ def _block_table(
 
 
 def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
-    """The group with the diagonal of its layout, if it is causal."""
+    """Return the group with the diagonal of its layout, if it is causal."""
     return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
@@ -125,7 +126,7 @@ def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
     count: int | None = None,
 ) -> Table:  # fmt: skip
-    """`even` and `edge` of the tiles that the loop streams."""
+    """Make a table, with `even` and `edge` of the tiles that the loop streams."""
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
@@ -133,8 +134,10 @@ def _table(
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
-    """ValueError where a token's number does not fit: refusals count the tokens of one sample, and a packed batch has
-    more."""
+    """Raise ValueError if a token's number does not fit.
+
+    Refusals count the tokens of one sample, and a packed batch has more.
+    """
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
     table = torch.from_numpy(np.ascontiguousarray(lines, np.int32))
@@ -142,7 +145,7 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
-    """The most rows that a tile can hold, and the most that a step of its loop can visit."""
+    """Return the most rows that a tile can hold, and the most that a step of its loop can visit."""
     sides = [_sides(group, side) for group in plan.groups]
     own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
     if layouts is None:
@@ -152,9 +155,9 @@ def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
-    """One plan over `seq_len` tokens for samples that begin at ascending `starts`: a ragged batch is one call.
+    """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`: a ragged batch is one call.
 
-    Packed samples lie one after another; those of a padded batch do so in its view as one sample.
+    Packed samples lie one after another; the samples of a padded batch do so if it is viewed as one sample.
     """
     groups = [
         replace(group, queries=_shift(group.queries, start), keys=_shift(group.keys, start))
@@ -175,7 +178,7 @@ def _shift(rows: Rows, start: int) -> Rows:
 
 
 def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
-    """The rows that tiles hold and those that they see."""
+    """Return the rows that tiles hold and the rows that they see."""
     return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
 
 
@@ -187,10 +190,10 @@ def _heads(group: StridedGroup) -> range:
 
 
 def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
-    """The groups in turns: in a turn no two share a (row, head), and groups that do share one keep their order.
+    """Return the groups in turns: within a turn no two share a (row, head), and groups that share one keep their order.
 
-    A group takes the turn after the last one that touches the tokens of one of its heads. What it touches is taken to
-    be all from its first token to its last: a turn too many costs time only.
+    A group takes the turn after the last one that touches the tokens of one of its heads. It is taken to touch
+    everything from its first token to its last. This may give one turn too many, which only costs time.
     """
     out: list[list[StridedGroup]] = []
     touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
@@ -214,7 +217,7 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """The groups of each launch, where none are joined: those of a turn, and of one layout."""
+    """Return the groups of each launch if no launches are joined: those of one turn and one layout."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -226,12 +229,12 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Cells per launch: a launch per turn, or with `join` one for consecutive turns where the loops take hardly more
-    steps for it.
+    """Return cells per launch: one launch per turn, or fewer with `join`.
 
-    Then branches share one softmax and the running state stays in registers. It pays where the residue classes of the
-    sparsest branch fill tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a
-    sparse class spans so much of a dense segment that up to half of its scores would lie above the diagonal.
+    With `join` consecutive turns become one launch where the loops take hardly more steps for it. Then branches share
+    one softmax and the running state stays in registers. It pays where the residue classes of the sparsest branch fill
+    tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a sparse class spans so
+    much of a dense segment that up to half of its scores would lie above the diagonal.
     """
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
@@ -248,7 +251,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Steps of the inner loop that the cells take, all heads together."""
+    """Return the steps of the inner loop that the cells take, over all heads."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -259,7 +262,7 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """One cell per segment of a group, which sees the whole of its one span."""
+    """Return one cell per segment of a group; a cell sees the whole of its one span."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
@@ -277,7 +280,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
+    """Return cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -286,7 +289,7 @@ def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of runs that follow one another: which run each element belongs to, and its place in it."""
+    """Return, for consecutive runs, which run each element belongs to, and its place in it."""
     run = np.repeat(np.arange(len(lengths)), lengths)
     return run, np.arange(len(run)) - (np.cumsum(lengths) - lengths)[run]
 
@@ -301,7 +304,10 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """The cells of several turns together; none if tiles would see too many spans or rows fall in too many classes."""
+    """Return the cells of several turns together.
+
+    Returns no cells if tiles would see too many spans or rows fall in too many classes.
+    """
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
         for head in _heads(group):
@@ -321,11 +327,11 @@ def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
 
 
 def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
-    """The rows that `groups`, of one head and without masks, hold, cut so that all rows of a cell see the same spans.
+    """Cut the rows that `groups`, of one head and without masks, hold, so that all rows of a cell see the same spans.
 
-    Of a residue class modulo the least common multiple of the strides, either all rows inside a segment of a group
-    belong to the group or none does. So the ends of segments cut each class into cells, and a segment has those from
-    one of its ends to the other.
+    Take a residue class modulo the least common multiple of the strides. Inside a segment of a group, either all its
+    rows belong to the group or none does. So the ends of segments cut each class into cells, and a segment has those
+    from one of its ends to the other.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
     segments = np.concatenate([_segment_cells(group, side) for group in groups])
@@ -358,8 +364,11 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Cells cut into tiles and given to heads. Tiles of one cell and head are neighbours, since they share their loops'
-    rows; in a causal cell the heaviest come first."""
+    """Return cells cut into tiles and given to heads.
+
+    Tiles of one cell and head are neighbours, since they share their loops' rows; in a causal cell the heaviest come
+    first.
+    """
     blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
@@ -376,26 +385,32 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
 
 
 def heaviest_first(lines: np.ndarray) -> np.ndarray:
-    """No long tile is left for the end."""
+    """Order tiles so that no long tile is left for the end."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
 
 
 def by_head(lines: np.ndarray) -> np.ndarray:
-    """Head by head, one stretch as long as the longest span after another: programs that run at the same time see the
-    same rows, which stay in the L2 cache. The heaviest tiles of a stretch come first."""
+    """Order tiles head by head, in stretches as long as the longest span.
+
+    Programs that run at the same time then see the same rows, which stay in the L2 cache. The heaviest tiles of a
+    stretch come first.
+    """
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
     return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]
 
 
 def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Buffers for out and lse, in which the rows that no tile writes are those of queries that see nothing."""
+    """Return buffers for out and lse; rows that no tile writes hold the values of queries that see nothing."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
 
 
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
-    """A buffer for the gradient of x: float32 zeros if launches add up, else one launch writes the rows it covers."""
+    """Return a buffer for the gradient of x.
+
+    It is float32 zeros if launches add up; otherwise one launch writes the rows it covers.
+    """
     if add or not covered:
         return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
     return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""The Triton backend: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
+"""Run calls on GPUs with Triton: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
 
 Kernels continue from the running state where an earlier launch wrote a row, so nothing is gathered, padded or kept per
 branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation,
@@ -37,18 +37,18 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MOST_BOUND = 64  # launches of one kernel over one table that are kept for tensors of one kind each
 WIDE_FROM = 2**31
-"""Elements, that a streamed tile reaches over, whose offsets take 64 bits."""
+"""How many elements a streamed tile may span before its offsets need 64 bits."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When `auto` takes this backend on a GPU.
+    """Say when `auto` chooses this backend on a GPU.
 
     Attributes:
-        asks: what a call asks for beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
+        asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
         native: what such a call costs on the native backend there, counted and not timed.
-        least: score entries times head_dim from which on this backend is the faster one, by architecture
-            (kernels/configurations.py); None where being right is enough, since native is no rival.
+        least: the number of score entries times head_dim above which this backend is faster, by architecture
+            (kernels/configurations.py); None where being right is enough, since native cannot compete.
     """
 
     asks: str
@@ -64,7 +64,7 @@ RULES = (
     Rule("softcap", "multiplies in hundreds of chunks"),
     Rule("", "makes a call a branch and merges", least={}),
 )  # fmt: skip
-"""The first whose `asks` the call has counts."""
+"""The first rule whose `asks` the call needs applies."""
 
 RIGHT: frozenset[str] = frozenset()
 """Architectures on which every row of `bench gpu --part 1` in results/ was right. Empty: none has run yet. Such a file
@@ -72,7 +72,7 @@ also has what to enter in `least` above, from part 3."""
 
 
 def refusal(facts: Facts) -> str | None:
-    """Why this backend cannot serve a call, and what would serve; None if it can."""
+    """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if (why := _refusal_of(facts.device)) is not None:
         return why
     if facts.dtype not in DTYPES:
@@ -86,7 +86,7 @@ def refusal(facts: Facts) -> str | None:
 
 @constant_when_traced
 def _refusal_of(device: torch.device) -> str | None:
-    """Why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
+    """Return why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and not _interpreted():
@@ -99,7 +99,7 @@ def _refusal_of(device: torch.device) -> str | None:
 
 
 def on_request(facts: Facts) -> str | None:
-    """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
+    """Return why `auto` does not choose this backend for a call that it could serve; None if it does."""
     if facts.device.type != "cuda":
         return "only on request; a GPU is what it is for"
     here = architecture(facts.device)
@@ -118,7 +118,7 @@ def on_request(facts: Facts) -> str | None:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1), on CPU tensors: for tests."""
+    """Return whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1), on CPU tensors: for tests."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -126,7 +126,7 @@ def _interpreted() -> bool:
 
 @constant_when_traced
 def architecture(device: torch.device) -> str:
-    """The row of kernels/configurations.py that serves a device."""
+    """Return the row of kernels/configurations.py that applies to a device."""
     return _architecture(device)
 
 
@@ -144,11 +144,11 @@ def _architecture(device: torch.device) -> str:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a problem.
+    """Return out and lse of a problem.
 
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous, continued in place by the groups that are not `first`.
+        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
 
     Returns:
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
@@ -175,7 +175,7 @@ def backward(
     lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
+    """Return dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
 
     Args:
         dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
@@ -206,25 +206,27 @@ def backward(
 
 
 def run(kernel: Any, programs: int, **arguments: Any) -> Any:
-    """Launch a kernel; returns what was compiled for it. With `again`, all that this backend does on a device but for
-    filling buffers."""
+    """Launch a kernel and return what was compiled for it.
+
+    Except for filling buffers, `run` and `again` are all that this backend does on a device.
+    """
     with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
         return kernel[(programs,)](**arguments)
 
 
 def again(compiled: Any, programs: int, arguments: list[Any], device: torch.device) -> None:
-    """Launch what `run` returned with all arguments in order: without finding out anew what they were compiled as."""
+    """Launch what `run` returned, with all arguments in order, without looking up the compiled kernel again."""
     with _on(device):
         compiled[(programs, 1, 1)](*arguments)
 
 
 @dataclass(slots=True)
 class Bound:
-    """A launch that fits tensors of one kind: all but the tensors is settled.
+    """Hold a launch for tensors of one kind: everything except the tensors is fixed.
 
     Attributes:
-        settled: the other arguments by name; compiled: from the first launch on, what it was compiled to.
-        arguments: from then on all arguments in order, with gaps for the tensors at `places`.
+        settled: the other arguments by name; compiled: after the first launch, what it was compiled to.
+        arguments: after that, all arguments in order, with gaps for the tensors at `places`.
     """
 
     kernel: Any
@@ -252,8 +254,10 @@ class Bound:
 def _bound(
     held: dict[tuple[Any, ...], Bound], tensors: Tensors, also: tuple[Any, ...], settle: Callable[[], Bound]
 ) -> Bound:
-    """The launch that fits these tensors, from `held`, which does not grow where each call is of another kind. `also`:
-    what else it was settled for, the shapes that count included."""
+    """Return the launch for these tensors from `held`, which does not grow if every call is of another kind.
+
+    `also`: what else the launch depends on, including the shapes that matter.
+    """
     kinds = [None if x is None else (x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
     seen = (*also, *kinds)
     bound = held.get(seen)
@@ -266,10 +270,10 @@ def _bound(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: its tiles and their shape.
+    """Hold one kernel launch: its tiles and their shape.
 
     Attributes:
-        bound: the same, bound to tensors of one kind each.
+        bound: the launch bound to tensors, once for each kind of tensors.
     """
 
     kernel: Kernel
@@ -278,7 +282,10 @@ class Launch:
     bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
     def __call__(self, problem: Problem, tensors: Tensors, chain: bool) -> None:
-        """`tensors`: the kernel's, by name, but for the lists of a layout; `chain` as in kernels/strided.py."""
+        """Run the launch.
+
+        `tensors`: the kernel's tensors by name, except the lists of a layout; `chain` as in kernels/strided.py.
+        """
         scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
         # One beyond these bounds is 0 or infinite in single precision, or makes what it divides so.
         softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
@@ -303,7 +310,7 @@ class Launch:
         _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
-        """The kernel's arguments that the table settles."""
+        """Return the kernel's arguments that the table determines."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
@@ -316,7 +323,7 @@ class Launch:
         }  # fmt: skip
 
     def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-        """The kernel's arguments that a layout settles; `indptr`: of the lists that the kernel reads."""
+        """Return the kernel's arguments that a layout determines; `indptr`: of the lists that the kernel reads."""
         if layout is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
         batch, heads, lines = indptr.shape
@@ -326,7 +333,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """What the cache holds. It keeps the plan alive, whose id is in the key.
+    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key.
 
     Attributes:
         stats: for a backward, the launch of its statistics, bound to tensors of one kind each.
@@ -370,7 +377,7 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
 
 
 def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
-    """The lists that a kernel reads."""
+    """Return the lists that a kernel reads."""
     return layout if side_of(kernel) == "queries" else layout.transposed
 
 
@@ -380,7 +387,7 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], Bound]
 ) -> Tensor:
-    """lse and rowsum(dout · out) - dlse as the kernels read them: (B, N, H, 2)."""
+    """Return lse and rowsum(dout · out) - dlse as the kernels read them: (B, N, H, 2)."""
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()
@@ -404,7 +411,7 @@ def _stats(
 
 
 def _hidden(problem: Problem) -> dict[str, Tensor | None]:
-    """The tensors that hide pairs."""
+    """Return the tensors that hide pairs."""
     hidden, dropout = problem.hidden, problem.dropout
     return {
         "HIDDEN": None if hidden is None else hidden.contiguous().view(torch.uint8),
@@ -414,7 +421,7 @@ def _hidden(problem: Problem) -> dict[str, Tensor | None]:
 
 
 def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> dict[str, Any]:
-    """The kernels' arguments that the call settles."""
+    """Return the kernels' arguments that the call determines."""
     q, k = tensors["Q"], tensors["K"]
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]

@@ -1,9 +1,9 @@
-"""Who needs which rows where block layouts thin out the segments: the same questions as `partition`, answered by lists.
+"""Compute which rank needs which rows where block layouts thin out the segments: like `partition`, but from lists.
 
-A crossing segment has a layout over its rows. The key blocks that a rank's own query blocks list are what it needs of
-the segment; a row travels once, however many query blocks, heads of a group and branches list it. The attention of the
-rank's own rows to some of those keys is again a square block-sparse problem: the sequence that is left when only the
-query and key blocks in question are kept, in their order. The diagonal stays the diagonal.
+A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row travels
+once, however many query blocks, heads of a group and branches list it. The attention of the rank's own rows to some of
+those keys is again a square block-sparse problem: the sequence that is left when only the query and key blocks in
+question are kept, in their order. The diagonal stays the diagonal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Interval = tuple[int, int]
 
 
 def _indices(crossing: Crossing, own: range) -> Interval:
-    """Which rows of a crossing segment's subsequence [a, b) some of its tokens are."""
+    """Return which rows of a crossing segment's subsequence some of its tokens are, as a range [a, b)."""
     first = (own.start - crossing.keys.start) // own.step
     return first, first + len(own)
 
 
 def _lists(layout: BlockLayout, head: int, rows: Interval) -> Iterator[Integers]:
-    """The key blocks that the query blocks of these rows list for one head, an array a batch element."""
+    """Yield the key blocks that the query blocks of these rows list for one head, one array per batch element."""
     first, last = rows[0] // layout.q_block, -(-rows[1] // layout.q_block)
     indptr, indices = layout.to("cpu").indptr.numpy(), layout.to("cpu").indices.numpy()
     for batch in range(layout.batch_size):
@@ -37,7 +37,7 @@ def _lists(layout: BlockLayout, head: int, rows: Interval) -> Iterator[Integers]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Key-value heads that share lists, and the layout's heads whose lists these are."""
+    """Yield KV heads that share lists, and the layout's heads whose lists these are."""
     if layout.num_heads == 1:
         yield crossing.heads, [0]
         return
@@ -49,7 +49,7 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, rows: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """(heads, rows of the subsequence inside the intervals `within`, ascending) that the queries `rows` list."""
+    """Yield (heads, rows of the subsequence inside the intervals `within`, ascending) that the queries `rows` list."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         blocks = np.unique(np.concatenate([part for head in lists for part in _lists(layout, head, rows)]))
@@ -66,7 +66,7 @@ def _keys(sharding: Sharding, crossing: Crossing, heads: tuple[int, ...], rows: 
 
 
 def _others(sharding: Sharding, crossing: Crossing) -> list[Interval]:
-    """The rows of a segment's subsequence that lie on other ranks and may be seen."""
+    """Return the rows of a segment's subsequence that lie on other ranks and may be seen."""
     start, stop = _indices(crossing, crossing.own)
     return [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
 
@@ -76,7 +76,7 @@ def _distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """The sorted keys that a rank receives."""
+    """Return the sorted keys that a rank receives."""
     return _distinct(
         [
             _keys(sharding, crossing, heads, rows)
@@ -89,7 +89,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """The keys that a rank sends, peer after peer, each peer's sorted; and how many go to each peer."""
+    """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
         mine, rate, first = _indices(crossing, crossing.own), crossing.own.step, crossing.keys.start
@@ -105,7 +105,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """The sorted keys that a rank sends to anyone."""
+    """Return the sorted keys that a rank sends to anyone."""
     return np.unique(sent_keys(sharding, rank)[0])
 
 
@@ -114,25 +114,27 @@ def contributed_rows(sharding: Sharding, rank: int) -> int:
 
 
 def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank receives from each peer: int64, `(world_size,)`."""
+    """Return how many rows a rank receives from each peer: int64, `(world_size,)`."""
     return np.array(owner_splits(sharding, received_keys(sharding, rank)))
 
 
 def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """How many rows a rank sends to each peer: int64, `(world_size,)`."""
+    """Return how many rows a rank sends to each peer: int64, `(world_size,)`."""
     return np.array(sent_keys(sharding, rank)[1])
 
 
 @dataclass(frozen=True, eq=False)
 class BlockProblem:
-    """Attention of a rank's own rows of one crossing segment to some of the keys that they list, as a sequence apart.
+    """Describe a rank's attention of its own rows of a crossing segment to some of the keys that they list.
+
+    It is a separate sequence.
 
     Attributes:
-        layout: of the `layout.seq_len` rows that are left; only the rank's own query blocks have lists.
-        heads: the key-value heads, in the order of the problem's.
+        layout: the layout of the `layout.seq_len` rows that are left; only the rank's own query blocks have lists.
+        heads: the KV heads, in the order of the problem's heads.
         tokens, positions: the rank's own rows: tokens of its shard, and where they lie in the sequence.
         keys, slots: the keys attended, and where they lie: row * len(heads) + index of the head.
-        hidden: rows of listed blocks that are not to be seen, `(rows,)`, or None.
+        hidden: rows of listed blocks that must not be seen, `(rows,)`, or None.
     """
 
     layout: BlockLayout
@@ -149,7 +151,7 @@ class BlockProblem:
 
 
 def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval]) -> BlockProblem | None:
-    """The problem over the keys among `tokens`, intervals of the global sequence; None where no list has any."""
+    """Return the problem over the keys among `tokens`, intervals of the global sequence; None if no list has any."""
     first, rate, length = crossing.keys.start, crossing.own.step, len(crossing.keys)
     layout = sharding.layout(length)
     q_block, k_block, unit = layout.q_block, layout.k_block, lcm(layout.q_block, layout.k_block)
@@ -176,7 +178,7 @@ def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[
     rows = len(units) * unit - (-length % unit if units[-1] == (length - 1) // unit else 0)
 
     def moved(block: Integers, size: int) -> Integers:
-        """Where blocks of `size` rows come to lie."""
+        """Return where blocks of `size` rows come to lie."""
         per_unit = unit // size
         return np.searchsorted(units, block // per_unit) * per_unit + block % per_unit
 

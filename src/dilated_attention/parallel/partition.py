@@ -368,7 +368,7 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
-    """Return the same numbers as fewer ranges.
+    """Yield the same numbers as fewer ranges.
 
     All residue classes of a rate that begin and end side by side become one range.
     """

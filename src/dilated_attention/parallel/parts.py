@@ -1,7 +1,7 @@
-"""What a rank computes of a call: parts, each a plan over keys and values that were gathered from rows.
+"""Compute one rank's share of a call in parts: each is a plan over keys and values that were gathered from rows.
 
-Rows lie in buffers, of the shard's own and of received ones; a row is the key and the value of one token of one
-key-value head, `(2, batch, head_dim)`. The tables that say which row goes where are made once for a sharding.
+Rows lie in buffers, of the shard's own and of received rows. A row is the key and the value of one token of one KV
+head, `(2, batch, head_dim)`. The tables that say which row goes where are made once per sharding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dilated_attention.plan import Plan, plan_dilated
 
 @dataclass(frozen=True)
 class BlockQueries:
-    """The queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
+    """Hold the queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
 
     Attributes:
         tokens, positions: the shard's tokens, and their rows; the other rows have no query.
-        heads: key-value heads.
+        heads: KV heads.
         hidden: bool `(rows,)`, True where no query sees a key, or None.
     """
 
@@ -39,11 +39,11 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class Part:
-    """One computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
+    """Hold one computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
 
     Attributes:
-        queries: where the queries are not all the rows of the shard; then the layout is its own, too.
-        tokens: the token in the whole sequence of each row and head of the keys; None: those of the shard.
+        queries: the queries, if they are not all the rows of the shard; then the layout is its own, too.
+        tokens: the token in the whole sequence of each row and head of the keys; None: the shard's tokens.
     """
 
     keys: Tensor
@@ -59,12 +59,12 @@ BackwardParts = Generator[Part, Gradients, Gradients]
 
 
 def statistic(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of one row from several ranks travel and add up."""
+    """Return the dtype in which gradients of one row from several ranks travel and are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """The positions of some keys in a list of distinct keys, in any order."""
+    """Return the positions of some keys in a list of distinct keys, in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -73,11 +73,11 @@ def locate(held: Integers, wanted: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Gather:
-    """How a remote plan's key tensor is made of a buffer of rows.
+    """Say how a remote plan's key tensor is made from a buffer of rows.
 
     Attributes:
         index: the buffer row of each slot; 0 where no group reads the slot.
-        rows: the buffer row of each filled slot; slots: which those are, None for all.
+        rows: the buffer row of each filled slot; slots: which slots those are, None for all.
         tokens: the token of each slot, `(slots / heads, heads)`.
     """
 
@@ -90,7 +90,7 @@ class Gather:
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
-        """From the keys that a buffer holds and the buffer row of each; None where the remote plan is empty."""
+        """Make it from the keys that a buffer holds and the buffer row of each; None if the remote plan is empty."""
         if not remote.plan.groups:
             return None
         rows = positions[locate(held, remote.keys)]
@@ -108,30 +108,30 @@ class Gather:
         return 8 * (2 * len(self.index) + len(self.rows)) + self.plan.nbytes
 
     def part(self, buffer: Tensor) -> Part:
-        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        """Return the keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
         return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan, None, self.tokens)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
-        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
+        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
         for i, rows in enumerate(_slot_rows(gradients)):
             rows = rows if self.slots is None else rows[self.slots]
             sums[:, i].index_add_(0, self.rows, rows.to(sums.dtype))
 
 
 def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """`(batch, rows, heads, head_dim)` each of slots `(rows * heads, 2, batch, head_dim)`, views."""
+    """View slots `(rows * heads, 2, batch, head_dim)` as keys and values, `(batch, rows, heads, head_dim)` each."""
     both = slots.unflatten(0, (-1, heads)).permute(2, 3, 0, 1, 4)
     return both[0], both[1]
 
 
 def _slot_rows(gradients: Gradients) -> list[Tensor]:
-    """The other way round: `(rows * heads, batch, head_dim)` each."""
+    """Do the reverse: return `(rows * heads, batch, head_dim)` each."""
     return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
 
 
 @dataclass(frozen=True)
 class BlockGather:
-    """How the keys and values of a block-sparse part are made of a buffer of rows: `slots[i]` holds row `rows[i]`."""
+    """Say how a block-sparse part's keys and values are made from a buffer of rows: `slots[i]` holds row `rows[i]`."""
 
     plan: Plan
     queries: BlockQueries
@@ -148,14 +148,14 @@ class BlockGather:
         return 16 * len(self.rows) + 16 * len(self.queries.tokens) + self.queries.layout.nbytes + self.plan.nbytes
 
     def part(self, buffer: Tensor) -> Part:
-        """The keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        """Return the keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
         size = self.queries.layout.seq_len * len(self.queries.heads)
         filled = buffer.new_zeros(size, *buffer.shape[1:])
         filled[self.slots] = buffer[self.rows]
         return Part(*_keys_and_values(filled, len(self.queries.heads)), self.plan, self.queries)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
-        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the latter's type."""
+        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
         for i, rows in enumerate(_slot_rows(gradients)):
             sums[:, i].index_add_(0, self.rows, rows[self.slots].to(sums.dtype))
 
@@ -167,13 +167,16 @@ def _queries(problem: BlockProblem, device: torch.device) -> BlockQueries:
 
 
 def _square_plan(problem: BlockProblem) -> Plan:
-    """One segment of all rows, all heads."""
+    """Return a plan of one segment with all rows and all heads."""
     return plan_dilated((problem.layout.seq_len,), (1,), ((0,) * len(problem.heads),), problem.layout.seq_len)
 
 
 @dataclass(frozen=True)
 class Own:
-    """The shard's rows behind some buffer rows: `tokens[i]`, `heads[i]` in buffer row `positions[i]` of `size`."""
+    """Say which of the shard's rows some buffer rows hold.
+
+    Buffer row `positions[i]` of `size` holds `tokens[i]`, `heads[i]`.
+    """
 
     tokens: Tensor
     heads: Tensor
@@ -192,15 +195,17 @@ class Own:
         return 24 * len(self.tokens)
 
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-        """The buffer of rows `(size, 2, batch, head_dim)`."""
+        """Return the buffer of rows `(size, 2, batch, head_dim)`."""
         out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
         for i, x in enumerate((k, v)):
             out[self.positions, i] = x[:, self.tokens, self.heads].transpose(0, 1)
         return out
 
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add returned gradients, a buffer of rows, to the shard's, contiguous. A row may have gone to several
-        ranks."""
+        """Add returned gradients, a buffer of rows, to the shard's gradients, contiguous.
+
+        A row may have gone to several ranks.
+        """
         index = self.tokens * dk.shape[2] + self.heads
         for i, gradient in enumerate((dk, dv)):
             gradient.view(*gradient.shape[:1], -1, gradient.shape[3]).index_add_(
@@ -210,7 +215,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Local:
-    """What needs no other rank: the plan of whole segments, and block-sparse problems over the shard's own rows."""
+    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's rows."""
 
     plan: Plan
     problems: tuple[tuple[BlockQueries, Own], ...]
@@ -243,7 +248,7 @@ class Local:
             yield self._part(queries, own, k, v)
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
-        """The shard's part of (dk, dv), in the type in which gradients add up, contiguous."""
+        """Compute the shard's part of (dk, dv), in the dtype in which gradients are summed, contiguous."""
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
         for queries, own in self.problems:
@@ -264,7 +269,10 @@ def gathers_of(
     positions: Integers,
     device: torch.device,
 ) -> Gathers:
-    """The parts over other ranks' rows among `tokens`, of a buffer that holds the keys `held` in rows `positions`."""
+    """Return the parts over other ranks' rows among `tokens`.
+
+    The buffer holds the keys `held` in rows `positions`.
+    """
     if not sharding.layouts:
         wanted_rows = [(c, [partition.clip(part, *tokens) for part in (c.before, c.after)]) for c in found]
         remote = partition.remote(sharding, rank, wanted_rows)

@@ -1,6 +1,6 @@
-"""Which ranks are there, by what each writes to the rendezvous store: who came, who differs, who is silent.
+"""Find out which ranks respond, from what each writes to the rendezvous store: who came, who differs, who is silent.
 
-A collective that fails does not say whose fault it was: the connection that breaks may belong to a healthy rank which
+A collective that fails does not say which rank caused it: the connection that breaks may belong to a healthy rank which
 gave up a moment earlier, and a frozen rank breaks no connection at all. The store is apart from the group, so it still
 answers.
 """
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]:
-    """The places in `keys` of those that nobody has written within `seconds`."""
+    """Return the places in `keys` of the keys that nobody has written within `seconds`."""
     deadline = time.monotonic() + seconds
     while not store.check(list(keys)):
         if time.monotonic() >= deadline:
@@ -33,7 +33,7 @@ def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]
 
 
 def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
-    """By halves: few of many cost few questions."""
+    """Find the unwritten keys by bisection: a few among many take few queries to the store."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -43,12 +43,14 @@ def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
 
 
 def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
-    """What `call` returns; None where it does not come to its end. The store may be gone or frozen with its host, so it
-    runs in a thread that may be left behind."""
+    """Return what `call` returns; None if it does not finish in time.
+
+    The store may be gone or frozen with its host, so the call runs in a thread that may be left behind.
+    """
     answers: list[Answer] = []
 
     def quietly() -> None:
-        with suppress(RuntimeError):  # the store is gone; what it was asked stays unanswered
+        with suppress(RuntimeError):  # the store is gone and does not answer
             answers.append(call())
 
     thread = threading.Thread(target=quietly, daemon=True)
@@ -58,14 +60,16 @@ def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """ "rank 1, 2, 3", of many the first ones."""
+    """Return the ranks as text, "rank 1, 2, 3"; of many only the first ones."""
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """Which ranks' facts differ from those that most ranks have (of two as frequent, from the lowest rank's), and in
-    what."""
+    """Return which ranks' facts differ from those that most ranks have, and where.
+
+    If two are equally frequent, the lowest rank's facts count.
+    """
     texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
     usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
     ranks: dict[str, list[int]] = {}
@@ -82,11 +86,14 @@ _witness: Callable[[], str] | None = None
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:
-    """Ask `verdict` who is lost when an exchange fails: for a program that watches its ranks itself. None ends that."""
+    """Use `verdict` to name lost ranks when an exchange fails; None ends this.
+
+    Meant for a program that watches its ranks itself.
+    """
     global _witness
     _witness = verdict
 
 
 def witness() -> Callable[[], str] | None:
-    """The function that `set_witness` set."""
+    """Return the function that `set_witness` set."""
     return _witness

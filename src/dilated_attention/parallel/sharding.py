@@ -1,4 +1,4 @@
-"""Sequences cut into contiguous shards, one per rank: slices, labels across edges, and the global mean of a loss."""
+"""Cut sequences into contiguous shards, one per rank: slices, labels across edges, and the global mean of a loss."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
 
 
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
-    """What a rank of the mesh has, on every rank, each of which gives a tensor of that shape and dtype."""
+    """Return one rank's tensor on every rank of the mesh; each gives a tensor of that shape and dtype."""
     group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
 
 
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
-    """A random int64, the same on every rank of the mesh, each of which draws one from its own generator."""
+    """Return a random int64, the same on every rank of the mesh; each rank draws one from its own generator."""
     link = link_of(context_group(mesh))
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
     with link.guard("while agreeing on the seed of dropout"):
@@ -85,8 +85,10 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
 
 
 def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
-    """The global length, once every rank has been found to hold its shard of it: gathering others would hang or mix
-    up rows."""
+    """Return the global length after checking that every rank holds its shard of it.
+
+    Otherwise a gather would hang or mix up rows.
+    """
     rank, size, sizes = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
     rows, problem = 0, ""
     if -x.dim() <= dim < x.dim():

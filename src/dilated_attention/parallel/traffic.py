@@ -1,4 +1,4 @@
-"""What each transport moves on one rank, counted without a process, and the choice that rests on it."""
+"""Count what each transport moves on one rank, without a process group, and choose the transport from these counts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dilated_attention.parallel.partition import Sharding
 from dilated_attention.patterns import Product, Sum
 from dilated_attention.plan import row_counts
 
-_LATENCY = 5e-6  # seconds a message, and
-_BANDWIDTH = 50e9  # bytes a second: the model by which `auto` weighs messages against bytes
+_LATENCY = 5e-6  # seconds per message, and
+_BANDWIDTH = 50e9  # bytes per second: the model with which `auto` weighs messages against bytes
 _BUFFER_SHARDS = 4  # `auto` keeps received rows under this many times the shard's own keys and values
 
 
@@ -64,7 +64,10 @@ class ExchangePlan:
 
 
 def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
-    """What calls move one after another: the sums of their counts, and the first one's transport and shard."""
+    """Return what several calls move one after another.
+
+    Counts are summed; transport and shard are the first call's.
+    """
     whose = ("transport", "world_size", "rank", "shard")
     counts = [field.name for field in fields(ExchangePlan) if field.name not in whose]
     return replace(plans[0], **{name: sum([getattr(plan, name) for plan in plans]) for name in counts})
@@ -72,7 +75,7 @@ def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call's tensors that messages depend on."""
+    """Hold the sizes of a call's tensors that determine its messages."""
 
     batch: int
     num_heads: int
@@ -85,7 +88,7 @@ class Shape:
 
 
 def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
-    """Why a transport does not serve a call, or None."""
+    """Return why a transport cannot serve a call, or None if it can."""
     if transport == "doubling":
         return partition.doubling_refusal(sharding)
     if transport == "ulysses" and (sharding.num_heads % sharding.world_size or num_heads % sharding.world_size):
@@ -97,7 +100,7 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
 
 
 def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
-    """The counts of one rank, in closed form; of lists, where block layouts say which rows are seen."""
+    """Return the counts of one rank: in closed form, or from lists where block layouts say which rows are seen."""
     row, wide = (
         shape.row_bytes,
         2 * shape.batch * shape.head_dim * torch.promote_types(shape.dtype, torch.float32).itemsize,
@@ -179,7 +182,7 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The transport that serves a call, why, and why the others do not. nbytes: charged to the cache."""
+    """Hold the transport that serves a call, why, and why the others do not. nbytes: the size that the cache counts."""
 
     transport: str
     reason: str
@@ -188,11 +191,11 @@ class TransportChoice:
 
 
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
-    """The transport of a call, from the cache. The same on every rank, since it looks at one fixed rank: the last when
-    causal, the first when its leading tokens see all, else the middle.
+    """Choose the transport of a call, from the cache. The choice is the same on every rank.
 
-    `auto` takes the transport with the least modelled time among those whose received rows fit in a few times the
-    shard's keys and values, else `ring`.
+    It looks at one fixed rank: the last when causal, the first when its leading tokens see all, else the middle. `auto`
+    takes the transport with the least modelled time among those whose received rows fit in a few times the shard's keys
+    and values, else `ring`.
     """
     key = ("transport", transport, sharding, shape)
     return plan_cache.get(key, lambda: _choose(transport, sharding, shape))

@@ -1,11 +1,11 @@
-"""Schedules that bring the rows a rank needs, and return their gradients: five ways to run one partition.
+"""Schedules that bring the rows a rank needs, and return their gradients: several ways to run one partition.
 
 A schedule is a pair of coroutines over *parts* (keys, values, plan). Forward yields the parts of a call and lets the
 caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's (dk, dv), and returns
 the gradients of the shard's own k and v. The local part is yielded first in forward, while rows travel, and last in
 backward, while partial gradients return; these are float32 (float64 for float64) and added at the owner.
 
-A message's row is the key and the value of one token of one key-value head: `(2, batch, head_dim)`.
+A message's row is the key and the value of one token of one KV head: `(2, batch, head_dim)`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dilated_attention.parallel.parts import (
 
 @runtime_checkable
 class Transport(Protocol):
-    """A schedule for one sharding on one rank."""
+    """Base class of schedules, for one sharding on one rank."""
 
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts: ...
 
@@ -69,7 +69,7 @@ def _exchange_tables(sharding: Sharding, rank: int, seal: int, device: torch.dev
 
 
 class Exchange:
-    """One all_to_all: every row that a rank needs, once, from its owner."""
+    """Run one all_to_all: every row that a rank needs comes once, from its owner."""
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link, self.active = link, partition.crosses(sharding)
@@ -146,7 +146,7 @@ def _doubling_tables(sharding: Sharding, rank: int, seal: int, device: torch.dev
 
 
 class Doubling:
-    """log2 rounds: after round i a rank holds the rows of its block of 2^(i + 1) shards that later segments need.
+    """Run log2 rounds: after round i a rank holds the rows of its block of 2^(i + 1) shards that later segments need.
 
     With nested offsets and segments and rates that double together each round is only a sibling's half, of constant
     size. A branch is computed when its segment is complete, while the next round travels.
@@ -205,7 +205,10 @@ class Doubling:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of the ring: rows to the rank `distance` after this one, and from the rank as far before."""
+    """Describe one step of the ring.
+
+    Rows go to the rank `distance` after this one, and come from the rank as far before.
+    """
 
     own: Own
     sent: Framing
@@ -215,7 +218,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RingTables:
-    """`steps` by distance; a distance at which a rank has nothing to send or receive is left out."""
+    """Hold `steps` by distance; a distance at which a rank has nothing to send or receive is left out."""
 
     local: Local
     steps: dict[int, _Step]
@@ -247,10 +250,11 @@ def _ring_tables(sharding: Sharding, rank: int, seal: int, device: torch.device)
 
 
 class Ring:
-    """Point to point, one peer a step, nothing kept: two peers' rows in memory at most. The backward fetches again.
+    """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
 
-    Two ranks exchange rows at one distance and return gradients at its complement. Messages between them match by their
-    order, so every rank posts them by distance, also past distances at which it has nothing to do.
+    The backward fetches the rows again. Two ranks exchange rows at one distance and return gradients at its complement.
+    Messages between them match by their order, so every rank posts them by distance, also past distances at which it
+    has nothing to do.
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
@@ -326,7 +330,7 @@ def _gather_tables(sharding: Sharding, rank: int, seal: int, device: torch.devic
 
 
 class AllGather:
-    """One all_gather over the group of every rank's rows of crossing segments, padded to the longest list."""
+    """Run one all_gather over the group of every rank's rows of crossing segments, padded to the longest list."""
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link = link

@@ -1,4 +1,4 @@
-"""Ulysses: heads instead of tokens travel (Jacobs et al. 2023, arXiv:2309.14509)."""
+"""Exchange heads instead of tokens (Ulysses, Jacobs et al. 2023, arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilated_attention.parallel.partition import Sharding
 
 
 class Ulysses:
-    """Heads instead of tokens: each rank computes all tokens of its share of the heads. Not a schedule over parts.
+    """Exchange heads: each rank computes all tokens of its share of the heads. This is not a schedule over parts.
 
     A message's row is what one token has of one rank's heads: q, k and v; or out and lse.
     """
@@ -37,7 +37,7 @@ class Ulysses:
         }
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """`(batch, shard, heads, ...)` each to `(batch, seq, heads / size, ...)`."""
+        """Turn `(batch, shard, heads, ...)` tensors into `(batch, seq, heads / size, ...)`."""
         size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
         rows = [x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(0, 1) for x in tensors]
         counts = [stop - start for start, stop in pairwise(self.bounds)]
@@ -45,14 +45,14 @@ class Ulysses:
         return [x.transpose(0, 1) for x in arrived]
 
     def gather_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """`(batch, seq, heads / size, ...)` each to `(batch, shard, heads, ...)`."""
+        """Turn `(batch, seq, heads / size, ...)` tensors into `(batch, shard, heads, ...)`."""
         size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
         counts = [stop - start for start, stop in pairwise(self.bounds)]
         arrived = self._exchange([x.transpose(0, 1) for x in tensors], counts, [shard] * size, what)
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
-        """Rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
+        """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         seal = seal_rows(packed.shape[1])
         sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
@@ -69,5 +69,5 @@ class Ulysses:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """A copy whose strides are those of its shape, also in dimensions of size 1, as a view of bytes requires."""
+    """Return a copy whose strides follow from its shape, also in dimensions of size 1, as a view of bytes requires."""
     return x.clone(memory_format=torch.contiguous_format)
