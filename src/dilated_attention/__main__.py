@@ -1,4 +1,4 @@
-"""`python -m dilated_attention`: the command, which another distribution brings."""
+"""Run `python -m dilated_attention`: the command, which another distribution provides."""
 
 import signal
 import sys

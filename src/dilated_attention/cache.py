@@ -34,7 +34,10 @@ def name_of(thing: Any) -> int:
 
 
 def is_named(table: Tensor) -> bool:
-    """Whether a table has a name and still is what it was. One without may be written to by whoever made it."""
+    """Return whether a table has a name and is unchanged.
+
+    A table without a name may be written to by whoever made it.
+    """
     named = _names.get(table)
     return named is not None and named[1] == _version(table)
 
@@ -44,7 +47,7 @@ def _version(thing: Any) -> int:
 
 
 class CacheInfo(NamedTuple):
-    """Counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
+    """Hold the counters of a `PlanCache` since it was made or cleared; sizes in bytes."""
 
     hits: int
     misses: int
@@ -133,7 +136,7 @@ The triton backend's tables take about 36 bytes per token for 16 heads and four 
 
 
 def lasting(make: Callable[[], Value], device: torch.device) -> Value:
-    """`make()`, with its tensors on `device` allocated outside the memory of any CUDA graph.
+    """Return `make()`, with its tensors on `device` allocated outside the memory of any CUDA graph.
 
     While `torch.compile(mode="reduce-overhead")` warms up, what this thread allocates on its stream lies in the memory
     of the graph, which overwrites it when it runs. A separate thread on the default stream allocates as usual.
@@ -154,7 +157,7 @@ def lasting(make: Callable[[], Value], device: torch.device) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A layout in the cache, charged for the tables that it derives, each of its own size at most."""
+    """Hold a layout in the cache. Its size includes the tables that it may derive, each at most as large as itself."""
 
     layout: Any
 
@@ -164,6 +167,6 @@ class _Kept:
 
 
 def plan_layout(key: Hashable, make: Callable[[], Value]) -> Value:
-    """The layout that `make` returns, cached; `key` names everything that the layout depends on."""
+    """Return the layout that `make` returns, cached; `key` names everything that the layout depends on."""
     layout: Value = plan_cache.get(("layout", key), lambda: _Kept(make())).layout
     return layout

@@ -1,5 +1,4 @@
-"""What the arguments of a call must be: each check raises a ValueError that names the argument, the value and the
-remedy."""
+"""Check the arguments of a call. Each check raises a ValueError that names the argument, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
-    """q, k and v of one call; `placed`: positions were given, so that q and k may have different lengths."""
+    """Check q, k and v of one call; `placed`: positions were given, so that q and k may have different lengths."""
     dense(q, k, v)
     if torch.jit.is_tracing():  # sizes are tensors there
         raise UnsupportedError(
@@ -53,7 +52,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Dense tensors of 4 dimensions, of one floating dtype and on one device."""
+    """Check for dense tensors of 4 dimensions, of one floating dtype and on one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
@@ -74,7 +73,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _outside() -> int:
-    """The stack level, for a warning of the caller, of the first function outside this package."""
+    """Return the stack level of the first function outside this package, for a warning of the caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -110,9 +109,9 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
 
 
 def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
-    """Return the (batch, seq) slices of the samples of a ragged call; one of all rows where it is not ragged.
+    """Return the (batch, seq) slices of a ragged call's samples; one slice of all rows if it is not ragged.
 
-    Raises ValueError where the values do not fit.
+    Raises ValueError if the values do not fit.
     """
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
@@ -177,14 +176,14 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether looking at values takes no wait: on the CPU, and not in a graph."""
+    """Return whether values can be read without waiting: on the CPU, and not in a graph."""
     if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
         return False
     return all(x.device.type == "cpu" for x in tensors)
 
 
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:
-    """Whole numbers in [least, stop), where looking at them takes no wait."""
+    """Check for whole numbers in [least, stop), where they can be read without waiting."""
     if not readable(values):
         return
     low, high = map(int, values.aminmax()) if values.numel() else (least, least)
@@ -193,10 +192,10 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """The value as an int, or a ValueError unless it is an integer in [least, most].
+    """Return the value as an int; raise ValueError unless it is an integer in [least, most].
 
-    Integers of Python and NumPy, tensors and arrays of no dimension, and the symbols of torch.compile will do; truth
-    values and floats will not.
+    Allowed are integers of Python and NumPy, tensors and arrays of no dimension, and the symbols of torch.compile, but
+    not booleans and floats.
     """
     number = _integer(value)
     if number is None or (least is not None and number < least) or (most is not None and number > most):
@@ -215,7 +214,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
-    """A sequence, array or tensor of integers as ints, or a ValueError that says what is `wanted`."""
+    """Return a sequence, array or tensor of integers as ints; raise ValueError that says what is `wanted` otherwise."""
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")

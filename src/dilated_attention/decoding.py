@@ -1,4 +1,4 @@
-"""Attention of some of a sequence's tokens over its keys: of the newest ones in decoding, of the first in pooling."""
+"""Attend with some of a sequence's tokens over its keys: the newest tokens in decoding, the first in pooling."""
 
 from __future__ import annotations
 
@@ -203,8 +203,10 @@ def listed_attention(
 
 
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens `(queries, lists, tokens)` of chosen blocks, and which of them are none that a query at its position
-    sees, in whose place stands token 0."""
+    """Return the tokens `(queries, lists, tokens)` of chosen blocks, and which of them are hidden.
+
+    A token is hidden if a query at its position cannot see it; token 0 then takes its place.
+    """
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]
     inside = torch.arange(block_size, device=chosen.device)

@@ -1,4 +1,4 @@
-"""The errors this library raises beyond `ValueError`."""
+"""Errors that this library raises in addition to `ValueError`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class BackendError(UnsupportedError):
 
 
 class ContextParallelError(RuntimeError):
-    """An exchange between ranks failed. The group cannot be used again; the message names rank, place and plan."""
+    """Report a failed exchange between ranks. The group cannot be used again.
+
+    The message names rank, place and plan.
+    """
 
 
 class MissingPackageError(ImportError):
-    """An optional package is missing; the message says what to install."""
+    """Report a missing optional package; the message says what to install."""
 
 
 def require(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A call on one device: its samples, each with its plan and layouts, on the chosen backend."""
+"""Run a call on one device: split it into samples, look up plan and layouts of each, and pass them to the backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dilated_attention.plan import Plan
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse, `(batch, seq, heads)`, where the backend is differentiable by itself."""
+    """Return out and lse, `(batch, seq, heads)`, where the backend is differentiable by itself."""
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths
@@ -38,7 +38,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
+    """Return which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
     longest = max(layouts, key=lambda layout: layout.seq_len)
@@ -53,7 +53,7 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out, contiguous as q, and lse, `(batch, seq, heads)`."""
+    """Return out, contiguous like q, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
     if call.lengths is None and call.cu_seqlens is None:
         return list(run(_problem(call, q, k), q, k, v))
@@ -75,7 +75,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
+    """Return (dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     run = call.backend.backward
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
@@ -101,7 +101,10 @@ def _problem(
     at: tuple[slice, slice] | None = None,
     whole: Dropout | None = None,
 ) -> Problem:
-    """The problem of the call, or of one of its samples, which lies at `at`; `whole`: the dropout of all samples."""
+    """Return the problem of the call, or of one of its samples, which lies at `at`.
+
+    `whole`: the dropout of all samples.
+    """
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, sample)
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
@@ -111,7 +114,7 @@ def _problem(
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
-    """One problem for all samples of a ragged call, whose tensors are read as one sequence."""
+    """Return one problem for all samples of a ragged call, whose tensors are read as one sequence."""
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
     return Problem(_packed_plan(call, k, slices), call.positive_scale, hidden, None, dropout, call.softcap)
@@ -120,7 +123,7 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
 def layouts_of(
     call: Call, q: Tensor, plan: Plan, sample: int | None = None, device: torch.device | None = None
 ) -> dict[int, BlockLayout] | None:
-    """The block layout of each segment length of a plan, on `device`, by default q's, causal if the call is.
+    """Return the block layout of each segment length of a plan, causal if the call is, on `device` (default: q's).
 
     A ragged sample, shorter than the layout, has the layout of its first tokens.
     """
@@ -140,7 +143,10 @@ def layouts_of(
 def _layout(
     layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
 ) -> BlockLayout:
-    """A layout's first `length` tokens, from the cache. Its name is that of its tables: it may be made anew a call."""
+    """Return a layout's first `length` tokens, from the cache.
+
+    The layout may be made anew for each call, so the names of its tables serve as the key.
+    """
     heads = heads if layout.num_heads > 1 else 1
 
     def make() -> BlockLayout:
@@ -152,7 +158,7 @@ def _layout(
 
 
 def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:
-    """One plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch."""
+    """Return one plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch."""
     starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
     lengths = tuple(seq.stop - seq.start for _, seq in slices)
     tokens = k.shape[0] * k.shape[1]
@@ -161,5 +167,5 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
-    """(batch, seq, ...) as (1, batch * seq, ...)."""
+    """View (batch, seq, ...) as (1, batch * seq, ...)."""
     return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]

@@ -1,4 +1,4 @@
-"""What a call would do, and why, without doing it."""
+"""Report what a call would do, and why, without doing it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Each group of each sample, for how many batch elements it runs, and the layout inside it; and all layouts."""
+    """Return all layouts, and each group of each sample with its layout and number of batch elements."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

@@ -159,7 +159,7 @@ def attention(
 
 
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend to the terms of a sum apart, and merge."""
+    """Attend to the terms of a sum separately, and merge."""
     if options["dropout_p"]:
         raise UnsupportedError(
             "dropout_p with a sum of block layouts and other patterns is not supported; train with dropout_p=0.0"
@@ -173,7 +173,7 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
 
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend in samples that end at positions `lengths`: keys from there on are hidden, and queries see nothing."""
+    """Attend in samples that end at positions `lengths`: later keys are hidden, and later queries see nothing."""
     check_placed(pattern, options["mesh"], options["cu_seqlens"])
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
@@ -195,9 +195,9 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
 def _layout_at_positions(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attend under the rows and columns of a layout at some positions.
+    """Attend with the rows and columns of a layout at some positions.
 
-    q, k and v are filled up to the sequence so far, in which other query blocks list nothing and other keys are hidden.
+    q, k and v are filled up to the sequence so far; the other query blocks list nothing, and the other keys are hidden.
     """
     check_placed(layout, options["mesh"], options["cu_seqlens"])
     checks.tensors(q, k, v, placed=True)
@@ -218,7 +218,7 @@ def _layout_at_positions(
 
 
 def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[range, range]:
-    """The positions of the rows of q and of k."""
+    """Return the positions of the rows of q and of k."""
     starts = [checks.integer(name, 0 if options[name] is None else options[name], 0) for name in ("q_start", "k_start")]
     return range(starts[0], starts[0] + q.shape[1]), range(starts[1], starts[1] + k.shape[1])
 

@@ -1,4 +1,4 @@
-"""The monoid of partial attention results.
+"""Merge partial attention results. They form a monoid.
 
 Attention of a query over a set of keys is a pair (out, lse): the softmax-weighted mean of the values, and the natural
 logarithm of the sum of exp(scores). For disjoint sets (or multisets) of keys A and B
@@ -6,9 +6,8 @@ logarithm of the sum of exp(scores). For disjoint sets (or multisets) of keys A 
     lse = log(exp(lse_A) + exp(lse_B)),     out = out_A exp(lse_A - lse) + out_B exp(lse_B - lse);
 
 the identity is (0, -inf). Merging is associative and commutative, so branches, blocks, ring steps and cached keys may
-be computed in any order and place. Followed through a network, the backward of each part with the merged (out, lse) in
-place of its own is the exact gradient of the whole: both enter only through P = exp(s - lse) and
-delta = sum(out * dout).
+be computed in any order and place. Through a network, the backward of each part with the merged (out, lse) instead of
+its own is the exact gradient of the whole: both enter only through P = exp(s - lse) and delta = sum(out * dout).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def merge_into(
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).unsqueeze(-1)
     if out.dtype == share.dtype:
         out.lerp_(part_out, share)
-    else:  # half-precision storage, single-precision arithmetic: one rounding a merge
+    else:  # half-precision storage, single-precision arithmetic: one rounding per merge
         out.copy_(torch.lerp(out.to(share.dtype), part_out.to(share.dtype), share))
     torch.logaddexp(lse, part_lse, out=part_lse)
     lse.copy_(part_lse)

@@ -1,4 +1,4 @@
-"""The mesh over which a sequence is sharded, and the process group that it is."""
+"""The mesh over which a sequence is sharded, and its process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Mesh = DeviceMesh | ProcessGroup
 
 
 TRANSPORTS = ("exchange", "doubling", "ring", "all_gather", "ulysses")
-"""How rows travel between ranks, in the order in which `auto` prefers equals."""
+"""The ways in which rows travel between ranks, in the order in which `auto` prefers them at equal cost."""
 
 
 def check_transport(transport: str) -> None:
@@ -20,7 +20,7 @@ def check_transport(transport: str) -> None:
 
 
 def context_group(mesh: Mesh) -> ProcessGroup:
-    """The process group of a 1-D mesh; ValueError where it is not one that this rank belongs to."""
+    """Return the process group of a 1-D mesh; raise ValueError if this rank does not belong to it."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
@@ -40,7 +40,10 @@ def context_group(mesh: Mesh) -> ProcessGroup:
 
 
 def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
-    """Return what a module keeps: a device mesh, which can be copied and pickled with it, unlike a process group."""
+    """Return what a module keeps: a device mesh.
+
+    It can be copied and pickled with the module, unlike a process group.
+    """
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     group = context_group(mesh)
@@ -48,5 +51,5 @@ def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
 
 
 def mesh_size(mesh: Mesh) -> int:
-    """How many ranks share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return dist.get_world_size(context_group(mesh))

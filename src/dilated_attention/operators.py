@@ -47,7 +47,7 @@ torch.library.define(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Differentiable out, contiguous as q, and lse, `(batch, seq, heads)`."""
+    """Return out, contiguous like q, and lse, `(batch, seq, heads)`; differentiable."""
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
     if call.shards is not None and torch.is_grad_enabled() and _runs_eagerly(q):
@@ -63,17 +63,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def _runs_eagerly(q: Tensor) -> bool:
-    """Whether the call is run now, and not recorded."""
+    """Return whether the call is run now, and not recorded."""
     return not (torch.compiler.is_compiling() or in_torch_func() or q.device.type == "meta")
 
 
 def _differentiated(*tensors: Tensor) -> bool:
-    """Whether derivatives are asked for; of forward mode too, whose tangents the bare operator would drop silently."""
+    """Return whether derivatives are wanted.
+
+    This includes forward mode, whose tangents the bare operator would silently drop.
+    """
     return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or in_forward_mode()
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
-    """A call as the operators' arguments behind their tensors."""
+    """Return a call as the operators' arguments after their tensors."""
     branches, shards = call.branches, call.shards
     numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
     numbers += (len(branches.offsets), len(branches.bands))
@@ -107,7 +110,7 @@ def _unpack(
     key_padding_mask: Tensor | None,
     seed: Tensor | None,
 ) -> Call:
-    """The call that `_pack` packed; k has its key-value heads."""
+    """Return the call that `_pack` packed; k has its KV heads."""
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
@@ -124,7 +127,10 @@ def _unpack(
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Whether words, of which a call on one device has a backend and a layout function at most, are of a mesh."""
+    """Return whether words belong to a call over a mesh.
+
+    A call on one device has at most a backend and a layout function.
+    """
     return len(words) > 2
 
 
@@ -165,7 +171,10 @@ def _bound(number: int) -> int | None:
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    """out, contiguous as q; lse, `(batch, seq, heads)`; over a mesh also what the backward needs of others' rows."""
+    """Return out, contiguous like q; lse, `(batch, seq, heads)`; and over a mesh what the backward needs.
+
+    These are other ranks' rows.
+    """
     return _run(_unpack(k, *packed), q, k, v)
 
 
@@ -194,7 +203,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: list[Tensor],
     *packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
+    """Return (dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
     return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
 
 
@@ -232,7 +241,7 @@ def _not_fused(order: str, words: Sequence[str]) -> Exception:
 
 
 class _Attention(torch.autograd.Function):
-    """`dilated_attention::forward` with its gradient."""
+    """Run `dilated_attention::forward` with its gradient."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> tuple[Tensor, ...]:
@@ -274,7 +283,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """`dilated_attention::backward`, which has no gradient."""
+    """Run `dilated_attention::backward`, which has no gradient."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,7 +320,7 @@ torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward
 
 
 def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a call under `torch.func.vmap`, as one call whose batch has the mapped dimension inside."""
+    """Return the arguments of a call under `torch.func.vmap` as one call whose batch includes the mapped dimension."""
     folded = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:

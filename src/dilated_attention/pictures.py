@@ -1,4 +1,4 @@
-"""Pictures: patterns, block layouts and values on tiles, readable in black and white.
+"""Draw patterns, block layouts and values on tiles, readable in black and white.
 
 Matplotlib is imported when something is drawn.
 """
@@ -22,7 +22,7 @@ PIXELS = 512  # a side of a picture, at most, where a square may stand for sever
 
 
 class Branches(Protocol):
-    """Dilated branches: `Dilated`, which this module lies below."""
+    """Stand for a pattern of dilated branches, `Dilated`, which this module must not import."""
 
     @property
     def head_groups(self) -> bool: ...
@@ -53,9 +53,9 @@ def plot_counts(
     """Draw a square per (query row, key column) of one head: white where unseen, darker where more branches show it.
 
     Args:
-        num_heads: heads of k and v; default: those of a table of offsets, else as many as `head` needs to exist.
-        layout_of: the block layout inside a segment of which so many tokens take part.
-        pixels: the side of the picture, at most; a square is then the mean over neighbouring pairs.
+        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist.
+        layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
+        pixels: the largest side of the picture; beyond it a square is the mean over neighbouring pairs.
     """
     seq_len = checks.positive("seq_len", seq_len)
     if num_heads is not None:
@@ -98,7 +98,7 @@ def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None 
     """Draw the pairs that strided groups show; a few rows per pixel stand for all.
 
     Args:
-        groups: of `plan.StridedGroup`, which this module lies below.
+        groups: objects of `plan.StridedGroup`, which this module must not import.
     """
     side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
@@ -177,7 +177,10 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
 
 
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
-    """How many tokens of each of `number` blocks of `size` fall into each pixel, given the pixel of each token."""
+    """Count how many tokens of each of `number` blocks of `size` fall into each pixel.
+
+    `pixel`: the pixel of each token.
+    """
     tokens = np.zeros((number, pixel[-1] + 1))
     np.add.at(tokens, (np.arange(len(pixel)) // size, pixel), 1)
     return tokens
@@ -190,13 +193,17 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 def ink(mean: np.ndarray, most: float) -> np.ndarray:
     """Return how dark a pixel is drawn, from 0 (white) to 1 (black), for the mean of the counts that it stands for.
 
-    The law is the explorer's: whatever is shown at all can be seen, however few of a pixel's pairs are.
+    The law is the same as in the explorer: whatever is shown at all can be seen, however few of a pixel's pairs are
+    shown.
     """
     return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
 
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], ax: Axes | None) -> Axes:
-    """Draw white for 0 and black for the largest value. Without `ax`, on a figure of pyplot, which a notebook shows."""
+    """Draw white for 0 and black for the largest value.
+
+    Without `ax`, draw on a figure of pyplot, which a notebook shows.
+    """
     ax = _new_axes() if ax is None else ax
     from matplotlib.colors import FuncNorm
     from matplotlib.ticker import MaxNLocator

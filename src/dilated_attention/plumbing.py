@@ -1,6 +1,6 @@
-"""What `models`, `integrations` and the lab need from inside the library, beside its public names.
+"""Export what `models`, `integrations` and the lab need from inside the library, besides its public names.
 
-They import nothing else of it: tests/test_layering.py holds that. These names change; do not import from here.
+They import nothing else from it, which tests/test_layering.py checks. These names change; do not import from here.
 """
 
 # ruff: noqa: F401

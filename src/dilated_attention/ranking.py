@@ -1,4 +1,4 @@
-"""The largest entries of rows."""
+"""Find the largest entries of rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the `number` largest entries of each row, descending, of equal ones the first.
+    """Return values and indices of the `number` largest entries of each row, descending.
 
-    `torch.topk` picks among equals by the width of the rows and by `number`. What is chosen for a token must depend on
-    neither: both tell of later tokens.
+    Among equals the first come first. `torch.topk` chooses among equals by the width of the rows and by `number`. What
+    is chosen for a token must depend on neither, since both reveal later tokens.
     """
     if x.dtype == torch.float64:
         values, indices = x.sort(dim=-1, descending=True, stable=True)

@@ -1,6 +1,6 @@
-"""Files that are the old version or the new one, never half of either; tensors without pickle; digests of both.
+"""Write files so that they are the old or the new version, never a mixture; store tensors without pickle, and digests.
 
-`SHA256SUMS` in a folder, in the form of the command `sha256sum`, has a line for each file that was written with it.
+`SHA256SUMS` in a folder, in the format of the command `sha256sum`, has a line for each file that was written with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """ValueError unless it is a regular file that can be read."""
+    """Read a file; raise ValueError unless it is a regular file that can be read."""
     require_file(path)
     try:
         return path.read_bytes()
@@ -58,14 +58,17 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors on the CPU, and metadata. ValueError when there is no such file or it is damaged or truncated."""
+    """Return tensors on the CPU, and metadata.
+
+    Raises ValueError if there is no such file or it is damaged or truncated.
+    """
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file to read tensors, or rows of them, from. ValueError as `read_tensors`."""
+    """Open a safetensors file to read tensors, or rows of them. Raises ValueError like `read_tensors`."""
     require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -77,7 +80,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def require_file(path: Path) -> None:
-    """ValueError unless it is a regular file: reading a pipe or a device may never end."""
+    """Raise ValueError unless it is a regular file: reading a pipe or a device may never end."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -87,7 +90,7 @@ def require_file(path: Path) -> None:
 
 
 def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    """ValueError unless both have the same names and shapes."""
+    """Raise ValueError unless both have the same names and shapes."""
     require_names(expected, found, where)
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
@@ -95,14 +98,14 @@ def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], wh
 
 
 def require_names(expected: Mapping[str, object], found: Mapping[str, object], where: str) -> None:
-    """ValueError unless both have the same names."""
+    """Raise ValueError unless both have the same names."""
     for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
             raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")
 
 
 def digest(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
+    """Return the file's SHA-256, in hexadecimal."""
     sha = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -111,12 +114,12 @@ def digest(path: Path) -> str:
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write `SHA256SUMS`: the last of the files that it lists."""
+    """Write `SHA256SUMS`, after all files that it lists."""
     write_text(folder / SUMS, "".join(f"{sha}  {name}\n" for name, sha in digests.items()))
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Digest by name, as `SHA256SUMS` lists them. ValueError when it is missing or damaged."""
+    """Return the digests by name, as `SHA256SUMS` lists them. Raise ValueError if it is missing or damaged."""
     text = read_bytes(folder / SUMS).decode("utf-8", errors="replace")
     lines = _SUMS_LINE.findall(text)
     digests = {name: sha for sha, name in lines}
@@ -126,7 +129,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def require_whole(path: Path, digests: Mapping[str, str]) -> None:
-    """ValueError unless the file is the one that `digests`, of `SHA256SUMS` beside it, lists."""
+    """Raise ValueError unless the file has the digest that `SHA256SUMS` beside it, read as `digests`, lists."""
     require_file(path)
     if path.name not in digests:
         raise ValueError(f"{path.with_name(SUMS)}: damaged: it does not list {path.name}")
@@ -150,7 +153,10 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A place to write what then replaces `path`: a folder beside it. After a kill, a call an hour later removes it."""
+    """Yield a folder beside `path` in which to write what then replaces it.
+
+    After a kill, a call an hour later removes the folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".new-{glob.escape(path.name)}-*"):
         with suppress(OSError):  # another process may remove it, or own it

@@ -1,4 +1,4 @@
-"""A dilated pattern for a sequence, from what it may cost."""
+"""Suggest a dilated pattern for a sequence, from what it may cost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Problem:
     is_causal: bool
 
     def entries(self, segment: int, rate: int) -> int:
-        """Score entries of one branch in all heads: per segment and head m^2, or m (m + 1) / 2 if causal."""
+        """Return the score entries of one branch in all heads: per segment and head m^2, or m (m + 1) / 2 if causal."""
         total = 0
         whole, tail = divmod(self.seq_len, segment)
         for offset in range(min(rate, self.num_heads)):
@@ -87,7 +87,7 @@ class _Problem:
         return sum(map(self.entries, pattern.segment_lengths, pattern.dilation_rates))
 
     def allowed(self, budget: float) -> int:
-        """The score entries that the budget pays for."""
+        """Return how many score entries the budget allows."""
         if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 1:
             return int(budget) * self.num_heads * self.seq_len
         if isinstance(budget, float) and 0 < budget <= 1:
@@ -98,7 +98,7 @@ class _Problem:
         )
 
     def budget_of(self, entries: int, like: float) -> str:
-        """The smallest budget of the same kind that pays for so many entries, rounded up."""
+        """Return the smallest budget of the same kind that allows these entries, rounded up."""
         if isinstance(like, Integral):
             return f"budget={math.ceil(entries / (self.num_heads * self.seq_len))}"
         share = entries / self.entries(self.seq_len, 1)
@@ -107,11 +107,11 @@ class _Problem:
         return f"budget={float(f'{rounded:.3g}')!r}"  # 1.0, where 1 would be a number of keys
 
     def least_first(self, rate: int) -> int:
-        """The shortest first segment that joins the pairs, where the last branch has this rate.
+        """Return the shortest first segment that joins the pairs if the last branch has this rate.
 
         Any segment of `rate` tokens has every residue. When causal, the rate (rate - 1) / 2 pairs across a border that
-        lie so close to it that they have no residue in common are never joined (at most 0.5 % of all pairs), and of any
-        two segments as many are not joined within two layers (at most 5 %).
+        lie so close to it that they have no residue in common are never joined (at most 0.5 % of all pairs), and the
+        same number for any two segments are not joined within two layers (at most 5 %).
         """
         if not self.is_causal:
             return rate
@@ -120,7 +120,7 @@ class _Problem:
         return max(rate, -(-self.seq_len // segments))
 
     def longest_first(self, allowed: int, last_rates: list[int]) -> Dilated | None:
-        """Dense attention, or the geometric pattern with the longest first segment."""
+        """Return dense attention, or the geometric pattern with the longest first segment."""
         dense = Dilated((self.seq_len,), (1,))
         if self.cost(dense) <= allowed:
             return dense
@@ -131,7 +131,7 @@ class _Problem:
         return max((p for p in fitting if p is not None), key=lambda p: p.segment_lengths[0], default=None)
 
     def geometric(self, rate: int) -> Iterator[Dilated]:
-        """Rates 1, 2, 4, ..., rate; the one with the longest first segment comes first."""
+        """Yield patterns with rates 1, 2, 4, ..., rate; the one with the longest first segment comes first."""
         rates = [*(1 << i for i in range((rate - 1).bit_length())), rate]
         first = _round_length(self.seq_len // rate)
         while rate > 1 and first >= self.least_first(rate):
@@ -149,7 +149,7 @@ class _Problem:
         return min(patterns, key=self.cost)
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:
-        """The two branches with a longer first segment, as far as the budget goes."""
+        """Return the two branches with a longer first segment, as far as the budget allows."""
         window = _round_length(self.seq_len // 2)
         while window > least.segment_lengths[0]:
             pattern = Dilated((window, self.seq_len), least.dilation_rates)
@@ -183,6 +183,6 @@ class _Problem:
 
 
 def _round_length(tokens: int) -> int:
-    """The longest of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that has at most so many tokens."""
+    """Return the longest of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that has at most this many tokens."""
     unit = 1 << max(tokens.bit_length() - 3, 0)
     return tokens // unit * unit

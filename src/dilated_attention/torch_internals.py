@@ -1,7 +1,7 @@
-"""The private names of PyTorch that this library uses, each with its reason. `tests/test_torch_internals.py` holds that
-they are there, and that they do what is said here.
+"""Collect the private names of PyTorch that this library uses, each with its reason.
 
-A name without an underscore serves none of these purposes in the oldest PyTorch that is supported.
+`tests/test_torch_internals.py` checks that they exist and do what is said here. In the oldest supported PyTorch, no
+name without an underscore serves these purposes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def constant_when_traced(function: Function) -> Function:
 
 
 def is_symbol(size: int) -> bool:
-    """Whether a size is a symbol of the graph that torch.export records: it may be another one when the graph runs."""
+    """Return whether a size is a symbol of a graph that torch.export records.
+
+    Its value may differ when the graph runs.
+    """
     if not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental import symbolic_shapes
@@ -70,28 +73,33 @@ def not_traced(function: Function) -> Function:
 
 
 def in_torch_func() -> bool:
-    """Whether a torch.func transform is active: it differentiates a Function, and knows no Autograd kernel."""
+    """Return whether a torch.func transform is active: it differentiates a Function, and ignores Autograd kernels."""
     return torch._C._are_functorch_transforms_active()
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether `torch.func.vmap` maps a tensor: its values differ from element to element, and cannot be read."""
+    """Return whether `torch.func.vmap` maps a tensor: its values differ between elements, and cannot be read."""
     return torch._C._functorch.is_batchedtensor(x)
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are formed: an operator without a rule for them would drop them silently."""
+    """Return whether forward-mode derivatives are computed.
+
+    An operator without a rule for them would silently drop them.
+    """
     return forward_ad._current_level >= 0
 
 
 def in_batched_gradients(*gradients: Tensor | None) -> bool:
-    """Whether autograd maps over gradients itself (`is_grads_batched`, `jacobian(vectorize=True)`), by a vmap older
-    than torch.func's, which knows no rule of ours."""
+    """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`).
+
+    It uses a vmap older than torch.func's, which ignores our rules.
+    """
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
 
 
 def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """`function` of gradients that autograd maps over, one after another: memory stays that of one."""
+    """Apply `function` to gradients that autograd maps over, one after another: memory stays as for one."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     # One that is not mapped, which the others share, comes out with a batch of 1.
@@ -102,49 +110,55 @@ def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tens
 
 
 def autograd_position() -> tuple[int, int | None]:
-    """Return autograd's next sequence number, and inside a backward that of the node that runs: recomputation for
-    activation checkpointing starts in a node of the forward that it repeats."""
+    """Return autograd's next sequence number, and inside a backward the number of the node that runs.
+
+    Recomputation for activation checkpointing starts in a node of the forward that it repeats.
+    """
     node = torch._C._current_autograd_node()
     return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether a forward hook waits for what a module, or one inside it, reads or returns."""
+    """Return whether a forward hook waits for what a module, or one inside it, reads or returns."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
     return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
 
 
 def observed(*tensors: Tensor) -> bool:
-    """Whether somebody follows the operators of eager code: a dispatch mode (fake tensors, selective checkpointing,
-    counters of FLOPs), or a subclass of Tensor."""
+    """Return whether something follows the operators of eager code.
+
+    It may be a dispatch mode (fake tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor.
+    """
     return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) is not Tensor for x in tensors)
 
 
 def mapped_indices() -> AbstractContextManager[None]:
-    """In which `torch.vmap` maps `table[i]` though i is one number, as FlexAttention does where it maps a mask_mod.
-    Before PyTorch 2.9 `table[i]` asks for the number itself."""
+    """Let `torch.vmap` map `table[i]` where i is one number, as FlexAttention needs when it maps a mask_mod.
+
+    Before PyTorch 2.9 `table[i]` asks for the number itself.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
 
     return TransformGetItemToIndex()
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise where one value of `condition` is false, when a compiled graph runs, or a device gets there."""
+    """Raise if one value of `condition` is false, when a compiled graph runs or a device reaches this place."""
     torch._assert_async(condition, message)
 
 
 def group_named(name: str) -> ProcessGroup:
-    """A process group by its name, which an operator's schema can hold."""
+    """Return a process group by its name, which an operator's schema can hold."""
     group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 def rendezvous_store() -> Store:
-    """The store through which the default process group was formed."""
+    """Return the store through which the default process group was formed."""
     return dist.distributed_c10d._get_default_store()
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one axis over all ranks of a mesh of several."""
+    """Return a mesh of one axis over all ranks of a mesh of several."""
     return mesh._flatten(name)

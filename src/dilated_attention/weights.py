@@ -1,4 +1,4 @@
-"""The attention probabilities of a pattern, as a sparse tensor."""
+"""Compute the attention probabilities of a pattern, as a sparse tensor."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def attention_weights(
 def _groups(
     pattern: Pattern, seq_len: int, kv_heads: int, is_causal: bool
 ) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
-    """The strided groups of a pattern, each with the layout inside its segments."""
+    """Yield the strided groups of a pattern, each with the layout inside its segments."""
     if isinstance(pattern, BlockLayout):
         (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
         yield group, pattern
@@ -101,7 +101,7 @@ def _groups(
 
 
 def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:
-    """The tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
+    """Return the tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
 
     Returns:
         sample, query head, segment `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the keys

@@ -1,1 +1,1 @@
-"""How a plan is computed: `table` chooses; every other module is one way of computing."""
+"""Compute plans: `table` chooses a backend; every other module is one way of computing."""

@@ -1,4 +1,4 @@
-"""What a choice of backend rests on."""
+"""The facts on which the choice of a backend depends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a call, by which backends refuse it or not.
+    """Hold the facts of a call that decide which backends can serve it.
 
     Attributes:
-        seq_len: of the rows on this device.
-        needs: what the call asks for beyond q, k, v and causality: "key_padding_mask", "dropout_p",
-            "a block layout", "a window", "softcap".
-        work: about how many score entries the call has, times head_dim.
-        over_mesh: its sequence is sharded over a mesh.
-        keys: that a query sees in whole segments of all its branches.
+        seq_len: number of rows on this device.
+        needs: what the call needs beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout", "a
+            window", "softcap".
+        work: an estimate of the call's score entries times head_dim.
+        over_mesh: whether its sequence is sharded over a mesh.
+        keys: how many keys a query sees, summed over its branches, when every segment is full.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""What a backend is asked."""
+"""The problem that a backend computes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Layouts = dict[int, BlockLayout]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Everything that a backend needs beside its tensors.
+    """Hold everything that a backend needs besides its tensors.
 
     Attributes:
         plan: which rows see which.
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head where keys were gathered per head.
-        layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q,
-            and causal if the call is. None where every key of a segment is seen.
-        softcap: c > 0 takes c tanh(s / c) in place of the scores s; 0: scores stay.
+        layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q, and
+            causal if the call is. None where every key of a segment is seen.
+        softcap: c > 0 replaces the scores s by c tanh(s / c); 0: scores stay.
         dropout: which pairs of query and key survive; None where all do.
     """
 

@@ -44,7 +44,7 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
 
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
-    """Of so many leading tokens, or of those at the positions; numbers of NumPy and tensors of no dimension count."""
+    """Show some leading tokens, or those at the positions; NumPy numbers and 0-d tensors count as numbers."""
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
         return leading(grid, tokens, density)
     try:
@@ -141,7 +141,7 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
 def _size(
     name: str, value: int | None, density: float | None, grid: BlockGrid, spans: Callable[[int], Spans], largest: int
 ) -> int:
-    """The given size, or the one in [1, largest] whose density comes nearest to the one asked for."""
+    """Return the given size, or the one in [1, largest] whose density is nearest to the requested one."""
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
     if value is not None:
@@ -164,7 +164,7 @@ def _size(
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """`wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
+    """Draw `wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

@@ -21,7 +21,7 @@ def _few(x: Tensor) -> str:
 
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    """int64, and never the caller's own tensor, which may change."""
+    """Return int64, and never the caller's own tensor, which may change."""
     tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole and tensor.numel():
@@ -68,7 +68,7 @@ def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causa
 
 
 def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Tables of a layout's type and shape; `check_lists` looks at the content."""
+    """Return tables with a layout's dtype and shape; `check_lists` checks the content."""
     indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
     if not 1 <= indptr.ndim <= 3:
         raise ValueError(
@@ -160,7 +160,7 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    """(indptr, indices, seq_len, block size)."""
+    """Return (indptr, indices, seq_len, block size)."""
     if t.layout != torch.sparse_bsr:
         raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
     if not 2 <= t.ndim <= 4:
@@ -197,7 +197,7 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
 
 
 def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Lists sorted by row -> int32 (counts, entries) as wide as the longest list, filled up with zeros."""
+    """Return lists sorted by row as int32 (counts, entries), as wide as the longest list and filled up with zeros."""
     counts = torch.bincount(row, minlength=math.prod(shape))
     entries = torch.zeros(counts.numel(), max(1, int(counts.max())), dtype=torch.int32, device=row.device)
     entries[row, torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]] = column.int()
@@ -207,7 +207,7 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Ten
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A mask_mod that looks a block up by bisection, in `steps` steps."""
+    """Return a mask_mod that looks a block up by bisection, in `steps` steps."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
@@ -249,19 +249,19 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
 
 
 def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
-    """Row and column of blocks given as row * columns + column."""
+    """Return row and column of blocks given as row * columns + column."""
     return blocks // grid.columns, blocks % grid.columns
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """BlockMask lists -> row * columns + column, ascending."""
+    """Turn BlockMask lists into row * columns + column, ascending."""
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
     return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
 
 
 def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
-    """Whether the mask_mod shows all pairs of these blocks, and whether it shows just those with key <= query."""
+    """Return whether the mask_mod shows all pairs of these blocks, and whether just those with key <= query."""
     is_whole = is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
     last = grid.seq_len - 1

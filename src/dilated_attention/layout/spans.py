@@ -22,7 +22,7 @@ Spans = Sequence[tuple[Tensor, Tensor]]
 """First and last key, inclusive, of intervals of keys; both broadcast to `(query blocks, intervals)`."""
 
 Lists = tuple[Tensor, Tensor]
-"""How many key blocks each query block sees, and the key blocks themselves, list after list, each ascending."""
+"""The number of key blocks that each query block sees, and the key blocks, list after list, each ascending."""
 
 
 def check_share(name: str, value: float) -> None:
@@ -31,7 +31,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
-    """(q_block, k_block) of a pair or of one number, which is both unless `q_block` is given."""
+    """Return (q_block, k_block) of a pair or of one number, which is used for both unless `q_block` is given."""
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
@@ -43,7 +43,7 @@ def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A sequence cut into query blocks (rows) and key blocks (columns), of which the last ones may be partial."""
+    """Cut a sequence into query blocks (rows) and key blocks (columns), the last of which may be partial."""
 
     seq_len: int
     q_block: int
@@ -52,7 +52,7 @@ class BlockGrid:
 
     @classmethod
     def of(cls, seq_len: int, block_size: BlockSize, is_causal: bool) -> BlockGrid:
-        """The grid of a caller's numbers, checked."""
+        """Check a caller's numbers and return their grid."""
         seq_len = checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         return BlockGrid(seq_len, *block_pair(block_size), is_causal)
@@ -66,23 +66,23 @@ class BlockGrid:
         return -(-self.seq_len // self.k_block)
 
     def queries(self) -> tuple[Tensor, Tensor]:
-        """First and last query token of each row, `(rows, 1)`."""
+        """Return the first and last query token of each row, `(rows, 1)`."""
         first = torch.arange(self.rows, device="cpu")[:, None] * self.q_block
         return first, (first + self.q_block).clamp_(max=self.seq_len) - 1
 
     def visible(self) -> Tensor:
-        """How many key blocks dense attention gives each query block, `(rows,)`."""
+        """Return how many key blocks dense attention gives each query block, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device="cpu")
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
-        """Which blocks lie wholly above the diagonal; rows of several lists count on."""
+        """Return which blocks lie wholly above the diagonal; row numbers may continue over several lists."""
         last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
         return column * self.k_block > last_query
 
     def cut(self, row: Tensor, column: Tensor) -> Tensor:
-        """Which blocks the diagonal of a causal grid cuts."""
+        """Return which blocks the diagonal of a causal grid cuts."""
         if not self.is_causal:
             return torch.zeros_like(column, dtype=torch.bool)
         last_key = ((column + 1) * self.k_block).clamp_(max=self.seq_len) - 1
@@ -90,33 +90,39 @@ class BlockGrid:
 
 
 def row_offsets(counts: Tensor) -> Tensor:
-    """(b, h, rows) counts -> (b, h, rows + 1) offsets into one flat list."""
+    """Turn (b, h, rows) counts into (b, h, rows + 1) offsets into one flat list."""
     ends = counts.flatten().cumsum(0).view_as(counts)
     return torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)
 
 
 def rows_of(counts: Tensor, entries: int) -> Tensor:
-    """The row of each of `entries` entries, given the number of entries in each row."""
+    """Return the row of each of `entries` entries, given the number of entries in each row."""
     row = torch.arange(counts.numel(), device=counts.device)
     return torch.repeat_interleave(row, counts.flatten(), output_size=entries)
 
 
 def kept_before(keep: Tensor) -> Tensor:
-    """How many entries are kept before each entry, and in all: turns offsets into the list into those of the rest."""
+    """Count the entries kept before each entry, and in all.
+
+    This turns offsets into the list into offsets into the rest.
+    """
     before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
     torch.cumsum(keep, 0, out=before[1:])
     return before
 
 
 def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists:
-    """Ascending row * columns + column -> lists for (batch, heads) = `lead`."""
+    """Turn ascending row * columns + column into lists for (batch, heads) = `lead`."""
     row = keys // grid.columns
     counts = torch.bincount(row, minlength=lead[0] * lead[1] * grid.rows).reshape(*lead, grid.rows)
     return counts, row.mul_(-grid.columns).add_(keys)
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Ascending; on the CPU in place. "stable" is a merge there: linear for a few sorted lists behind each other."""
+    """Sort ascending; on the CPU in place.
+
+    "stable" is a merge there: linear for a few sorted lists one after another.
+    """
     if keys.device.type != "cpu" or in_torch_func():  # whose tensors have no memory that NumPy could sort
         return keys.sort().values
     keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
@@ -124,7 +130,7 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 
 
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Disjoint ascending runs of key blocks (low, length), `(rows, intervals)`; a run may be empty."""
+    """Return disjoint ascending runs of key blocks (low, length), `(rows, intervals)`; a run may be empty."""
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)

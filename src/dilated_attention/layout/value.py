@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Runs(NamedTuple):
-    """Maximal runs of consecutive key blocks: row (b, h, i) owns runs indptr[b, h, i] to indptr[b, h, i + 1]."""
+    """Hold maximal runs of consecutive key blocks: row (b, h, i) owns runs indptr[b, h, i] to indptr[b, h, i + 1]."""
 
     indptr: Tensor
     start: Tensor
@@ -51,7 +51,7 @@ class Runs(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The query blocks of each key block: (b, h, j) owns indices[indptr[b, h, j] : indptr[b, h, j + 1]], ascending."""
+    """List each key block's query blocks: (b, h, j) owns indices[indptr[b, h, j] : indptr[b, h, j + 1]], ascending."""
 
     indptr: Tensor
     indices: Tensor
@@ -102,7 +102,7 @@ class BlockLayout:
         object.__setattr__(self, "_versions", versions)
 
     def _table_versions(self) -> tuple[int, int]:
-        """How often each table has been written to."""
+        """Return how often each table has been written to."""
         return self.indptr._version, self.indices._version
 
     # ---- builders
@@ -467,7 +467,7 @@ class BlockLayout:
         return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
 
     def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
-        """This layout for `num_heads` query heads, checked."""
+        """Return this layout for `num_heads` query heads, checked."""
         self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
         return self.for_heads(num_heads)
 
@@ -489,7 +489,7 @@ class BlockLayout:
             self.check_batch(batch_size)
 
     def _require_unchanged(self) -> None:
-        """Raise if a table was written to: what was derived from it is of its old content."""
+        """Raise if a table was written to: everything derived from it belongs to its old content."""
         if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
             raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
 
@@ -549,7 +549,10 @@ class BlockLayout:
     # ---- algebra
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """Blocks of either. Both must be causal or neither: no block can be masked for one and whole for the other."""
+        """Return the blocks of either layout.
+
+        Both must be causal or neither: no block can be masked for one and whole for the other.
+        """
         if not isinstance(other, BlockLayout):
             return NotImplemented
         if self.is_causal != other.is_causal:
@@ -563,7 +566,7 @@ class BlockLayout:
         return self._of(self.grid, lists_of_keys(self.grid, merged[keep], lead))
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
-        """Blocks of both; causal if either is."""
+        """Return the blocks of both; causal if either is."""
         if not isinstance(other, BlockLayout):
             return NotImplemented
         merged, lead = self._merge(other)
@@ -597,11 +600,14 @@ class BlockLayout:
         return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
 
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
-        """Without what is derived: `key` names tables of this process, and hashes differ between processes."""
+        """Pickle without derived values: `key` names tables of this process, and hashes differ between processes."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
 
     def __setstate__(self, state: object) -> None:
-        """Refuse: `__reduce__` writes none, and a file that has one would put lists past the constructor's checks."""
+        """Refuse a state.
+
+        `__reduce__` writes none, and a file that has one would put lists past the constructor's checks.
+        """
         raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
     def __repr__(self) -> str:
@@ -695,7 +701,7 @@ class BlockLayout:
         return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 
     def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
-        """This layout with new tables, which nobody else holds."""
+        """Return this layout with new tables, which no one else holds."""
         return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
 
     @classmethod
@@ -703,7 +709,7 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
+        """Return row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
@@ -722,7 +728,7 @@ class BlockLayout:
 
 
 def _named(table: Tensor) -> Tensor:
-    """Name a table that nobody else holds, so that a layout takes it without a copy."""
+    """Name a table that no one else holds, so that a layout takes it without a copy."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table

@@ -1,4 +1,4 @@
-"""How much a slide's embedding attends to each of its tiles."""
+"""Compute how much a slide's embedding attends to each of its tiles."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ def tile_attention(
 
 
 class _Layer:
-    """The attention of one layer; its queries and keys go to a file, its lse, `(heads, tokens)`, where it is told."""
+    """Compute the attention of one layer, and store its queries, keys and lse.
+
+    Queries and keys go to `file`, lse, `(heads, tokens)`, to the tensor `lse`.
+    """
 
     def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:
         self.pattern, self.backend, self.file, self.lse = pattern, backend, file, lse
@@ -145,7 +148,7 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """q and k, `(tokens, heads, head_dim + _MORE)`, whose product is the logarithm of P."""
+        """Return q and k, `(tokens, heads, head_dim + _MORE)`, whose product is the logarithm of P."""
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
@@ -177,7 +180,7 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
 
 
 def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
-    """weights @ P of every head, `(sums, heads, tokens)`: the rows of P = exp(q kᵀ), weighted and added.
+    """Return weights @ P of every head, `(sums, heads, tokens)`: the rows of P = exp(q kᵀ), weighted and added.
 
     With keys and queries exchanged and the weights as values, the sum is the numerator of the softmax.
 

@@ -1,8 +1,8 @@
-"""Weights of other implementations: torchscale's LongNet, Prov-GigaPath, LongViT.
+"""Load weights of other implementations: torchscale's LongNet, Prov-GigaPath, LongViT.
 
 Files are never unpickled (`weights_only=True`), and a model is returned whole or not at all: an error lists what is
-missing, surplus and of the wrong shape. Channels of xPos are reordered, since torchscale turns neighbours (2i, 2i + 1)
-and we turn halves (i, i + head_dim / 2); scores are sums over channels, and do not change.
+missing, surplus and of the wrong shape. Channels of xPos are reordered, since torchscale rotates neighbours (2i, 2i +
+1) and this library rotates halves (i, i + head_dim / 2); scores are sums over channels, and do not change.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 """Names under which training scripts put a state_dict into their files."""
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
-"""What torch.compile, FSDP, activation checkpointing and data parallelism put into the names of weights."""
+"""Parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
 _ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
-"""What some names of every model that is known here begin with: one of a part alone, one of a model of parts."""
+"""How some names of every known model begin: for a part alone, and for a model made of parts."""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
     *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError),
 )
-"""What reading damaged bytes as a pickle may raise."""
+"""The errors that reading damaged bytes as a pickle may raise."""
 
 
 def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
@@ -113,14 +113,14 @@ def _read_file(path: Path) -> Any:
             start = file.read(9)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    # A safetensors file begins with a length of 8 bytes, whose first may be that of a pickle, and then its header.
+    # A safetensors file begins with a length of 8 bytes, the first of which may look like a pickle's, and its header.
     if start[8:] == b"{" or (start[:1] != b"\x80" and start[:4] != b"PK\x03\x04"):
         return storage.read_tensors(path)[0]
     try:
         with path.open("rb") as file, warnings.catch_warnings():
-            # Of a protocol that torch.save does not write by itself: it is read or refused.
+            # For a protocol that torch.save does not write by default: the file is read or refused.
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            # An open file: of a path torch goes by the name, and by defaults that it keeps for mmap.
+            # An open file, because for a path torch decides by its name and by its mmap defaults.
             with torch.serialization.safe_globals([Namespace]):  # of a command's options, which training scripts keep
                 return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
     except PICKLE_ERRORS as error:
@@ -132,7 +132,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What PyTorch found in a pickle that is no tensor, in plain characters, or the first line of its error."""
+    """Return, in plain characters, what PyTorch found in a pickle that is not a tensor, or its error's first line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     found = re.search(r"(?:GLOBAL|Unsupported class|Unsupported operand)\s+(\S+)", text)
     lines = text.splitlines()
@@ -140,7 +140,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_held(x: Tensor) -> bool:
-    """Whether every element is stored: a small file may ask for any memory with one number that stands for all."""
+    """Return whether every element is stored: a small file may otherwise expand one number to any amount of memory."""
     plain = x.layout == torch.strided and not x.is_nested and not x.is_meta
     return plain and x.untyped_storage().nbytes() >= x.numel() * x.element_size()
 
@@ -150,7 +150,10 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 class _Taken:
-    """The tensors of a checkpoint, and those of them that a model gets, by its names; notes what is wrong with them."""
+    """Collect the tensors of a checkpoint and those that a model gets, by the model's names.
+
+    Also notes what is wrong with them.
+    """
 
     def __init__(self, source: Source, prefix: str) -> None:
         self.tensors = read_weights(source, prefix)
@@ -186,7 +189,7 @@ class _Taken:
         self.weights[f"{ours}.bias"] = self.take(f"{theirs}.bias", shape[0])
 
     def fill(self, model: Model, what: str, surplus: str) -> Model:
-        """The model with these weights; ValueError that lists all that is wrong with them."""
+        """Return the model with these weights; raise ValueError that lists all that is wrong with them."""
         more = sorted(self.tensors.keys() - self.names)
         if more and surplus == "warn" and not self.missing and not self.misshapen:
             warnings.warn(f"not loaded, {what} has no place for them: {_some(more)}", stacklevel=3)
@@ -358,7 +361,10 @@ def load_longvit(
 
 
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
-    """Offsets by head block: the weights of a head were trained with them, whatever the padding does."""
+    """Return a pattern with offsets by head block.
+
+    The weights of a head were trained with these offsets, whatever the padding does.
+    """
     return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
 
 
@@ -380,7 +386,7 @@ def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
 
 
 def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """What the weights of one attention tell."""
+    """Return what the weights of one attention say about its configuration."""
     weight, scale = taken.tensors.get(f"{prefix}q_proj.weight"), taken.tensors.get(f"{prefix}xpos.scale")
     if weight is None or weight.dim() != 2:
         raise ValueError(
@@ -408,7 +414,7 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
 
 
 def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """What the weights of a stack of layers tell."""
+    """Return what the weights of a stack of layers say about its configuration."""
     config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
     layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
@@ -454,19 +460,19 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """One below the other; without storage where one of them is missing."""
+    """Concatenate weights, one below the other; without storage if one of them is missing."""
     return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
 
 
 def _halves(x: Tensor, head_dim: int) -> Tensor:
-    """Rows 2i of each head first, then rows 2i + 1."""
+    """Reorder rows: rows 2i of each head first, then rows 2i + 1."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _stack(
     taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
 ) -> None:
-    """Take the weights of a `LongNetStack`, with cross-attention and an output projection where asked for."""
+    """Take the weights of a `LongNetStack`, with cross-attention and an output projection if requested."""
     dim, width = config.embed_dim, config.mlp_width
     for i in range(config.num_layers):
         block, layer = f"{ours}blocks.{i}", f"{theirs}layers.{i}"

@@ -16,10 +16,10 @@ Some = TypeVar("Some", bound="Configuration")
 
 
 class Configuration:
-    """Fields of a frozen dataclass as JSON. A field of `nested` is an object, or null."""
+    """Write the fields of a frozen dataclass as JSON and read them. A field of `nested` is an object, or null."""
 
     nested: ClassVar[Mapping[str, Any]] = {}
-    """By field, the dataclass whose object it is, or a function that reads it."""
+    """For each nested field, the dataclass of its object, or a function that reads it."""
     newer: ClassVar[frozenset[str]] = frozenset()
     """Fields that files of earlier versions lack; their defaults say what those versions did."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -29,7 +29,7 @@ class Configuration:
 
     @classmethod
     def from_json(cls: type[Some], text: str) -> Some:
-        """ValueError for text that is not JSON, for an unknown, missing or mistyped field."""
+        """Read a configuration; ValueError for text that is not JSON, and for an unknown, missing or mistyped field."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -38,7 +38,7 @@ class Configuration:
 
     @classmethod
     def preset(cls: type[Some], name: str, **changes: Any) -> Some:
-        """A published configuration by name, with `changes` to its fields. `presets` holds the names."""
+        """Return a published configuration by name, with `changes` to its fields. `presets` holds the names."""
         if name not in cls.presets:
             raise ValueError(f"preset={name!r}: must be one of {', '.join(cls.presets)}")
         return cls(**{**cls.presets[name], **changes})
@@ -66,7 +66,7 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
 
 
 def _pattern(fields: Any, where: str) -> Any:
-    """A `Dilated`, a `Window`, or the sum of such, from its fields."""
+    """Return a `Dilated`, a `Window`, or a sum of these, from its fields."""
     if isinstance(fields, dict) and "terms" in fields:
         if set(fields) != {"terms"} or not isinstance(fields["terms"], list) or not 2 <= len(fields["terms"]) <= MOST:
             raise ValueError(f"{where}: a sum has the field terms alone, a list of 2 to {MOST:,} patterns")
@@ -83,7 +83,7 @@ def _tuples(value: Any) -> Any:
 
 
 def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] = (), most: int = 1 << 24) -> None:
-    """ValueError unless the named fields are positive integers up to `most`, or, the optional ones, None."""
+    """Raise ValueError unless the named fields are positive integers up to `most` or, if optional, None."""
     for name in (*names, *optional):
         value = getattr(configuration, name)
         if (value is None and name in optional) or (type(value) is int and 0 < value <= most):
@@ -95,7 +95,7 @@ def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] 
 
 
 def _short(value: Any) -> str:
-    """A file may hold anything, of any length."""
+    """Shorten a value for a message: a file may hold anything, of any length."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -109,7 +109,7 @@ def require_booleans(configuration: Any, *names: str) -> None:
 def require_number(
     configuration: Any, name: str, above: float, below: float = sys.float_info.max, *, least: bool = False
 ) -> None:
-    """ValueError unless the field is a number in (above, below), or with `least` in [above, below)."""
+    """Raise ValueError unless the field is a number in (above, below), or with `least` in [above, below)."""
     value = getattr(configuration, name)
     if type(value) not in (int, float) or not (above < value < below or (least and value == above)):
         limit = "" if below == sys.float_info.max else f" and below {below}"
@@ -119,7 +119,7 @@ def require_number(
 
 
 MOST, MOST_TOKENS = 1024, 1 << 48
-"""Layers, heads, branches; and tokens of a segment. A damaged or hostile file is refused before they are made."""
+"""Limits of layers, heads, branches, and tokens of a segment, so that a damaged or hostile file is refused early."""
 
 PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 """The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""

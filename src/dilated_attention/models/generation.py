@@ -1,13 +1,14 @@
-"""Generation: a cache of the keys and values that later tokens can still see, and sampling.
+"""Generate text: a cache of the keys and values that later tokens can still see, and sampling.
 
 A token's attention is the merge of partial results over the rows of its branches' buffers, whose sizes do not depend on
 the length of the text:
 
-    segments  In branch (w, r) a token at p is seen by later tokens of its segment p // w alone, and only where it takes
-              part, p mod w mod r == o(h). ceil(w / r) rows per key-value head: row (p mod w) // r holds the token at p,
-              and a new segment overwrites the last one.
-    ring      In a window the token at p is seen up to p + before * rate. (before + 1) * rate rows, in which the token
-              at p overwrites the one that has left the window; p sees the rows of its residue modulo the rate.
+    segments  In branch (w, r) a token at p is seen only by later tokens of its segment p // w, and only where it takes
+              part, p mod w mod r == o(h). There are ceil(w / r) rows per KV head: row (p mod w) // r holds the token
+              at p, and a new segment overwrites the last one.
+    ring      In a window the token at p is seen up to p + before * rate. There are (before + 1) * rate rows, in which
+              the token at p overwrites the one that has left the window; p sees the rows of its residue modulo the
+              rate.
     leading   The leading tokens of a window are seen by all: a row for each. The ring holds those after them.
 """
 
@@ -30,8 +31,8 @@ from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
 from dilated_attention.plumbing import Mesh, checks, context_group, from_rank, fused, merge_into, progressions
 
-# Scale lengths that a position may be from the origin of xPos before the cached keys are moved to a nearer one: keys
-# then grow by at most 3.5^4, and a move comes once in as many tokens.
+# Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
+# grow by at most 3.5^4, and a move is needed once per that many tokens.
 _DRIFT = 4
 
 
@@ -40,7 +41,7 @@ HeadRuns = list[slice]
 
 
 class _Buffer(Protocol):
-    """Which rows of a buffer of keys hold which tokens."""
+    """Say which rows of a buffer of keys hold which tokens."""
 
     @property
     def heads(self) -> HeadRuns:
@@ -50,15 +51,20 @@ class _Buffer(Protocol):
         """The size of the buffer, for texts of at most this many tokens."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        """The heads in which the token at a position takes part, the row that it gets, and the rows that it sees."""
+        """Return the heads in which the token at a position takes part, its row, and the rows that it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        """Of the first tokens of a text: heads, the tokens that the buffer holds for them, and the first one's row."""
+        """Iterate over the first tokens of a text: heads, the tokens that the buffer holds for them, the first one's
+        row.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """by_offset: for each offset, the runs of key-value heads that have it."""
+    """Keep the rows of one segment at a time.
+
+    by_offset: for each offset, the runs of KV heads that have it.
+    """
 
     segment: int
     rate: int
@@ -124,12 +130,12 @@ class _Leading:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where the first tokens of some samples lie in the tensors of a layer.
+    """Say where the first tokens of some samples lie in the tensors of a layer.
 
     Attributes:
-        samples: of the cache.
+        samples: the samples of the cache.
         batch, start: the tensors' samples, and where in them token 0 lies; over a mesh, before the shard.
-        length: of the samples.
+        length: the number of tokens of each sample.
         held: the tokens [first, last) that are there.
     """
 
@@ -163,9 +169,9 @@ def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
 
 
 class _Layer:
-    """The cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
+    """Hold the cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
 
-    A buffer holds the heads that it needs only, counted from `first`.
+    A buffer holds only the heads that it needs, counted from `first`.
     """
 
     def __init__(self, cache: KeyValueCache, make: Callable[..., Tensor]) -> None:
@@ -340,7 +346,7 @@ class KeyValueCache:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """ValueError naming the argument that `sample` cannot take."""
+    """Raise ValueError naming the argument that `sample` cannot take."""
     if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature!r}: must be a finite number >= 0")
     if top_k is not None:
@@ -369,7 +375,7 @@ def sample(
     logits = logits.float()
     if temperature == 0:
         return logits.argmax(-1)
-    # The likeliest is at 0, which no temperature makes infinite.
+    # The most likely token is at 0, which no temperature makes infinite.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
@@ -392,13 +398,13 @@ def stream(
     stop_token: int | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
-    """New tokens, one of every sample at a time, as soon as they are drawn.
+    """Yield new tokens, one of every sample at a time, as soon as they are drawn.
 
     Args:
         decode: `LongNetLM.decode`, which gives the logits after a token.
         logits, cache: from `LongNetLM.prefill`.
         draw: `sample` with its options.
-        stop_token: a sample that draws it repeats it from then on; the stream ends once all samples have drawn it.
+        stop_token: a sample that draws it repeats it afterwards; the stream ends once all samples have drawn it.
         mesh: the ranks that do the same, and take the tokens that the first one draws.
     """
     stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)

@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder (Xu et al. 2024, Nature 630): a slide's embedding from its tiles and their places."""
+"""Encode slides with Prov-GigaPath's encoder (Xu et al. 2024, Nature 630): an embedding from tiles and their places."""
 
 from __future__ import annotations
 
@@ -167,7 +167,10 @@ class GigaPathSlideEncoder(Pretrained):
         all_layers: bool,
         first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
-        """Packed states, `(1, tokens, embed_dim)`, and the tiles of each slide. first_only: of the cls tokens."""
+        """Return packed states, `(1, tokens, embed_dim)`, and each slide's number of tiles.
+
+        first_only: return the states of the cls tokens only.
+        """
         require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
         edges = [0, *accumulate(count + 1 for count in counts)]
@@ -208,7 +211,7 @@ class GigaPathSlideEncoder(Pretrained):
         return rows[None], counts
 
     def _places(self, points: Tensor, counts: list[int]) -> Tensor:
-        """The place on the grid of each tile of all slides, int64 `(tiles, 2)`."""
+        """Return the place on the grid of each tile of all slides, int64 `(tiles, 2)`."""
         config = self.config
         exact = points if points.is_floating_point() else points.long()
         places = torch.div(exact, config.tile_size, rounding_mode="floor")

@@ -235,7 +235,7 @@ class LongNetLM(LongNetStack):
 
     @staticmethod
     def _two_tokens(lengths: Sequence[int] | Tensor, tokens: Tensor) -> list[int]:
-        """lengths, of which one leaves a token that has one before it."""
+        """Return lengths after checking that some token has one before it."""
         values = checked_lengths(lengths, *tokens.shape)
         if max(values, default=0) < 2:
             raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")

@@ -1,4 +1,4 @@
-"""Ragged batches: samples of different lengths, padded or packed one after another; and what inputs must be."""
+"""Handle ragged batches, samples of different lengths, padded or packed one after another; and check inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACK = 8192
 
 
 def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
-    """Runs of samples of at most `PACK` tokens together, or one sample: their counts, and where their tokens lie."""
+    """Return runs of samples of at most `PACK` tokens together, or one sample: their counts and their tokens."""
     packs: list[tuple[list[int], slice]] = []
     start = stop = 0
     pack: list[int] = []
@@ -35,26 +35,26 @@ def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
 
 
 def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:
-    """True at the tokens of each sample, False at its padding."""
+    """Return a mask: True at the tokens of each sample, False at its padding."""
     return torch.arange(seq, device=device) < torch.tensor(counts, device=device)[:, None]
 
 
 def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " samples_and_one"]:
-    """Where each packed sample starts, and the end of the last."""
+    """Return where each packed sample starts, and the end of the last."""
     return torch.tensor([0, *counts], device=device).cumsum(0)
 
 
 def padded(
     x: Float[Tensor, "1 tokens embed_dim"], kept: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq embed_dim"]:
-    """Packed samples, each at the start of a row of zeros."""
+    """Return packed samples as rows padded with zeros."""
     full = x.new_zeros(*kept.shape, x.shape[-1])
     full[kept] = x[0]
     return full
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> list[int]:
-    """lengths as a list; ValueError unless they are `batch` integers in [0, seq]."""
+    """Return lengths as a list; raise ValueError unless they are `batch` integers in [0, seq]."""
     wanted = f"{batch} integers, one per sample"
     values = list(checks.integers("lengths", lengths, wanted))
     if len(values) != batch:
@@ -65,7 +65,10 @@ def checked_lengths(lengths: Sequence[int] | Tensor, batch: int, seq: int) -> li
 
 
 def packed_counts(cu_seqlens: Sequence[int] | Tensor, batch: int, tokens: int) -> list[int]:
-    """The tokens of each packed sample; ValueError unless the edges ascend from 0 to `tokens` in a batch of 1."""
+    """Return the number of tokens of each packed sample.
+
+    Raises ValueError unless the edges ascend from 0 to `tokens` in a batch of 1.
+    """
     edges = checks.integers("cu_seqlens", cu_seqlens, "(samples + 1,) integers")
     if batch != 1:
         raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {batch}")
@@ -75,7 +78,10 @@ def packed_counts(cu_seqlens: Sequence[int] | Tensor, batch: int, tokens: int) -
 
 
 def require_like(weight: Tensor, **inputs: Any) -> None:
-    """ValueError unless the inputs are tensors of the weight's dtype; under autocast any floating dtype will do."""
+    """Raise ValueError unless the inputs are tensors of the weight's dtype.
+
+    Under autocast any floating dtype is allowed.
+    """
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
@@ -88,13 +94,13 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
 
 
 def require_tokens(inputs: Tensor) -> None:
-    """ValueError unless they are `(batch, seq)` integers."""
+    """Raise ValueError unless they are `(batch, seq)` integers."""
     if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
         raise ValueError(f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}")
 
 
 def warn_of_layout(x: Tensor) -> None:
-    """Warn where a batch-first model is given what looks like (seq, batch, ...)."""
+    """Warn if a batch-first model gets what looks like (seq, batch, ...)."""
     if x.shape[1] == 1 and x.shape[0] >= MANY:
         warnings.warn(
             f"input of shape {tuple(x.shape)} is read as (batch, seq, ...): {x.shape[0]} samples of one token each; "

@@ -1,4 +1,4 @@
-"""Models as a folder: config.json, model.safetensors, and the digests of both."""
+"""Save and load models as a folder: config.json, model.safetensors, and the digests of both."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, 
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
-    """For models around an encoder, `model.encoder`, that embed and pool what no rank has whole."""
+    """Raise over a mesh, for models around an encoder, `model.encoder`, that embed and pool whole samples."""
     if mesh is not None:
         raise UnsupportedError(
             f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
@@ -46,7 +46,7 @@ Places = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What a call of the layers asks beside its tokens: see `LongNetStack.hidden`."""
+    """Hold what a call of the layers gets besides its tokens: see `LongNetStack.hidden`."""
 
     is_causal: bool
     seq_len: int | None
@@ -58,8 +58,9 @@ class _Asked:
 
 
 class LongNetStack(Pretrained):
-    """What all LongNets share: an embedding, pre-norm blocks, a final norm (LongNet, Ding et al. 2023,
-    arXiv:2307.02486; with `config.sub_ln` on MAGNETO, arXiv:2210.06423).
+    """Base class of all LongNets: an embedding, pre-norm blocks, a final norm.
+
+    Follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
 
     Attributes:
         gradient_checkpointing: in training, keep only the input of each block and recompute the rest in the backward.
@@ -102,13 +103,13 @@ class LongNetStack(Pretrained):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters as the constructor does, such as those of a model that was made on the meta device.
+        """Draw all parameters as the constructor does, for example those of a model that was made on the meta device.
 
         Normal, deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for what adds to the residual stream.
 
-        With sub_ln MAGNETO's: Xavier normal, with gain sqrt(log(2 num_layers)) for values, outputs and the MLP (in an
-        encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder layers))), and with
-        gain 1 for everything else.
+        With sub_ln, MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for values, outputs and
+        the MLP (in an encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder
+        layers))), and with gain 1 for everything else.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
@@ -133,11 +134,14 @@ class LongNetStack(Pretrained):
                     nn.init.xavier_normal_(weight)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Called by `parallel.set_context_parallel`; use that, since it also reaches the attention of every block."""
+        """Run this part over `mesh`.
+
+        Call `parallel.set_context_parallel` instead, which also reaches the attention of every block.
+        """
         self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
-        """Tokens through the embedding; without an embedding, the vectors as they are."""
+        """Return the embeddings of tokens; without an embedding, the vectors as they are."""
         config = self.config
         if self.embedding is None:
             if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():
@@ -163,15 +167,15 @@ class LongNetStack(Pretrained):
         first_only: bool = False,
         **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
-        """The states from the embedding x to the normed last one: [last], or with `all_layers` [x, after each block,
-        last].
+        """Return the normed last states as [last], or with `all_layers` [x, after each block, last].
 
-        With lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample
-        sees another; states are 0 where they are padding. With cu_seqlens they are packed already, and stay so.
+        x is the embedding. With lengths, samples are packed one after another for all layers, so that padding costs
+        nothing and no sample sees another; states are 0 at padding. With cu_seqlens they are packed already, and stay
+        so.
 
         Args:
-            first_only: `(batch, 1, embed_dim)`, or of packed samples `(1, samples, embed_dim)`: of each sample's first
-                token; the last block computes nothing else. Without lengths and all_layers.
+            first_only: return each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples, embed_dim)`
+                for packed samples; the last block computes nothing else. Only without lengths and all_layers.
             sources: `source` and `source_mask` of cross-attention.
         """
         assert not (first_only and (all_layers or lengths is not None))
@@ -211,8 +215,10 @@ class LongNetStack(Pretrained):
     def _run(
         self, x: Tensor, counts: list[int] | None, places: Places | None, cu_seqlens: Tensor | None, asked: _Asked
     ) -> list[Tensor]:
-        """The states that `hidden` returns. counts, cu_seqlens: tokens of each sample and where they start, where
-        samples are packed."""
+        """Return the states that `hidden` returns.
+
+        counts, cu_seqlens: for packed samples, the tokens of each sample and where they start.
+        """
         cache, seq_len = asked.cache, asked.seq_len
         apart = counts is not None and cache is None and asked.source is None and self.mesh is None
         runs = packs(counts) if counts is not None and apart else []
@@ -238,7 +244,7 @@ class LongNetStack(Pretrained):
         return states
 
     def _blocks(self, x: Tensor, tables: Tables | None, cu_seqlens: Tensor | None, asked: _Asked) -> list[Tensor]:
-        """The blocks and the norm."""
+        """Run the blocks and the norm."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
             dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])
@@ -263,7 +269,7 @@ class LongNetStack(Pretrained):
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
     ) -> Places | None:
-        """As `places_of`, `(tokens,)` each, of samples that are packed one after another."""
+        """Return the same as `places_of`, `(tokens,)` each, for samples that are packed one after another."""
         if self.config.rotary is None:
             return None
         if positions is not None:
@@ -285,7 +291,7 @@ def places_of(
     counts: list[int] | None,
     seq_len: int | None,
 ) -> Places | None:
-    """Where the tokens of x lie, `(batch or 1, seq or 1)` each; None in a model without positions.
+    """Return where the tokens of x lie, `(batch or 1, seq or 1)` each; None in a model without positions.
 
     counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
     """
@@ -319,7 +325,7 @@ def places_of(
 
 
 def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
-    """Tables that turn the queries and keys made of x; None in a model without positions."""
+    """Return tables that rotate the queries and keys made from x; None in a model without positions."""
     if places is None or config.rotary is None:
         return None
     return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))

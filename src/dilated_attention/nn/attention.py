@@ -23,7 +23,7 @@ from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
-"""From this many samples of one token each, they are more likely one sample in another layout."""
+"""This many samples of one token each, or more, are more likely one sample in another layout."""
 
 
 class DilatedAttention(nn.Module):
@@ -194,7 +194,7 @@ def _sparse(
     offsets: Any,
     head_groups: bool,
 ) -> Product | BlockLayout | LayoutOfLength:
-    """The pattern of a layout, alone or inside dilated subsequences."""
+    """Return the pattern of a layout, alone or inside dilated subsequences."""
     if not isinstance(layout, BlockLayout) and not callable(layout):
         kind = type(layout).__name__
         raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
@@ -230,7 +230,7 @@ class MultiheadDilatedAttention(nn.Module):
     # its forward, when this attribute of nn.MultiheadAttention is True.
     _qkv_same_embed_dim = False
 
-    in_proj_weight: nn.Parameter | None  # None with kdim or vdim of their own; the next three are None without
+    in_proj_weight: nn.Parameter | None  # None if kdim or vdim differ; the next three are None if not
     q_proj_weight: nn.Parameter
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
@@ -428,7 +428,7 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def _boolean(name: str, mask: Tensor) -> Tensor:
-    """nn.TransformerEncoder hands on boolean masks as 0 / -inf."""
+    """Return a boolean mask; nn.TransformerEncoder passes on boolean masks as 0 / -inf."""
     if not mask.is_floating_point():
         return mask
     ignored = mask == -torch.inf

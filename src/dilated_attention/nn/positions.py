@@ -12,7 +12,7 @@ from torch import Tensor
 from dilated_attention import checks
 
 Tables = tuple[Tensor, ...]
-"""What `rotate` needs: (cos, sin), or (cos, sin, key_cos, key_sin) where queries and keys have tables of their own."""
+"""Tables for `rotate`: (cos, sin), or (cos, sin, key_cos, key_sin) where queries and keys have different tables."""
 
 
 def rotary_tables(
@@ -89,7 +89,7 @@ class Rotary:
         """Return how far from the origin a position may lie in this dtype; None: any distance."""
         if self.scale_base is None:
             return None
-        # The factor may fill the range of the dtype but for 2^12, which queries, keys and their product need.
+        # The factor may fill the range of the dtype except 2^12, which queries, keys and their product need.
         return int(self.scale_base * (math.log(torch.finfo(dtype).max) - 12 * math.log(2)) / math.log(1.4 / 0.4))
 
     def check(self, distance: int, dtype: torch.dtype) -> None:

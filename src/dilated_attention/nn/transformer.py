@@ -31,10 +31,13 @@ _PLACES = 3  # what a block adds to x: attention, cross-attention, MLP
 
 @runtime_checkable
 class Memory(Protocol):
-    """What a layer remembers of earlier tokens: a KV cache."""
+    """Remember earlier tokens of a layer: the interface of a KV cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The attention of these tokens over all tokens so far, shaped as q; `attend` covers these tokens alone."""
+        """Return the attention of these tokens over all tokens so far, shaped like q.
+
+        `attend` covers these tokens alone.
+        """
 
 
 class SelfAttention(nn.Module):
@@ -162,7 +165,7 @@ class SelfAttention(nn.Module):
 
 
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
-    """The first token of each sample: of (batch, seq, ...), or of samples packed as (1, tokens, ...)."""
+    """Return the first token of each sample: of (batch, seq, ...), or of samples packed as (1, tokens, ...)."""
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
@@ -237,8 +240,10 @@ class CrossAttention(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ShardDropout:
-    """Dropout of the residual stream over a mesh: what is dropped is a hash of sample, token and channel, as in
-    attention (`backends.dropout`), so that it depends neither on the number of ranks nor on their random states.
+    """Apply the residual stream's dropout over a mesh.
+
+    What is dropped is a hash of sample, token and channel, as in attention (`backends.dropout`), so that it depends
+    neither on the number of ranks nor on their random states.
 
     Attributes:
         seed: int64, the same on every rank.
