@@ -68,7 +68,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
-"""What a call may ask of a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
+"""What a call may need from a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Variant:
 class Report(Variant):
     """What the machine code of a variant holds; bytes, and instructions counted once each.
 
-    `serialized`: the assembler lets every `wgmma` end before the next begins, which it tells in a warning only.
+    `serialized`: the assembler lets every `wgmma` end before the next begins, which it reports in a warning only.
     """
 
     own: int
@@ -103,7 +103,7 @@ class Report(Variant):
 
     @property
     def faults(self) -> list[str]:
-        """Why this variant should not ship."""
+        """Return why this variant should not ship."""
         is_wide = self.target == "sm_90" and self.dtype in ("bf16", "fp16") and self.own >= 64  # what wgmma multiplies
         matrix = self.wgmma if is_wide else self.wgmma + self.mma
         checks = {
@@ -149,7 +149,7 @@ def build(variant: Variant) -> Report:
 
 
 def code_of(variant: Variant) -> Any:
-    """What Triton compiles a variant to."""
+    """Return what Triton compiles a variant to."""
     shape = shape_of(variant)
     side = side_of(variant.kernel)
     queries, keys = (shape.own, shape.loop) if side == "queries" else (shape.loop, shape.own)

@@ -48,7 +48,7 @@ def problem(plan: Plan, is_causal: bool = False, scale: float = 1.0, **options: 
 
 
 def band_of(group: StridedGroup) -> Tensor:
-    """Which key rows of a segment each of its query rows sees: bool, `(queries, keys)`."""
+    """Return which key rows of a segment each of its query rows sees: bool, `(queries, keys)`."""
     distance = torch.arange(group.keys.count) - torch.arange(group.queries.count)[:, None]
     low = -group.queries.count if group.low is None else group.low
     return (distance >= low) & (distance <= (group.keys.count if group.high is None else group.high))
@@ -63,7 +63,7 @@ def random_calls(count: int) -> settings:
 
 
 def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: int) -> Tensor | None:
-    """Which pairs a call keeps that follows `torch.manual_seed(seed)`: bool `(batch, heads, seq, seq)`."""
+    """Return which pairs survive in a call that follows `torch.manual_seed(seed)`: bool `(batch, heads, seq, seq)`."""
     if not dropout_p:
         return None
     torch.manual_seed(seed)
@@ -210,11 +210,11 @@ class Conformance:
         raise NotImplementedError
 
     def counts(self) -> Tensor:
-        """How often each query sees each key: `(kv_heads, seq, seq)`, or with the batch in front."""
+        """Return how often each query sees each key: `(kv_heads, seq, seq)`, or with the batch in front."""
         raise NotImplementedError
 
     def phantoms(self) -> Tensor | None:
-        """How many zero keys each query sees: as `counts` without the keys."""
+        """Return how many zero keys each query sees: like `counts` without the keys."""
         return None
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

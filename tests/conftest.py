@@ -1,4 +1,4 @@
-"""What every test runs under: checked annotations, seeded generators, reproducible hypothesis."""
+"""Set up every test: checked annotations, seeded generators, reproducible hypothesis."""
 
 from __future__ import annotations
 

@@ -394,7 +394,10 @@ class Trial:
 
     @staticmethod
     def _loss(results: dict[str, Tensor], cotangents: dict[str, Tensor]) -> Tensor:
-        """Whose gradients by out and lse are the cotangents. A row that sees nothing has lse -inf and gradient 0."""
+        """Return a loss whose gradients by out and lse are the cotangents.
+
+        A row that sees nothing has lse -inf and gradient 0.
+        """
         lse = results["lse"]
         finite = results | {"lse": lse.masked_fill(lse == -torch.inf, 0.0)}
         terms = [(finite[name].double() * x.double()).sum() for name, x in cotangents.items()]
@@ -450,7 +453,10 @@ class Trial:
 
 
 def misses(count: int, seed: int, report: Callable[[str], None] = print) -> int:
-    """How many of `count` calls miss, each reported; every tenth of them runs with the three after it in threads."""
+    """Count how many of `count` calls miss, each reported.
+
+    Every tenth of them runs with the three after it in threads.
+    """
     missed = 0
     numbers = iter(range(seed, seed + count))
     for number in numbers:

@@ -94,7 +94,10 @@ class World:
 
 
 def run(size: int, function: Callable, *arguments: Any, within: float = 120.0) -> list[Any]:
-    """What `function(*arguments)` returns in each of `size` processes; AssertionError with the tracebacks otherwise."""
+    """Return the results of `function(*arguments)` in `size` processes.
+
+    Raises AssertionError with the tracebacks if one fails.
+    """
     answers = World(size, function, *arguments).outcomes(within)
     failed = [f"rank {rank} {kind}: {value}" for rank, (kind, value) in enumerate(answers) if kind != "result"]
     assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""What it takes to add a backend: one file with four functions, and one line of the registry."""
+"""Check what it takes to add a backend: one file with four functions, and one line of the registry."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
 @pytest.mark.parametrize("backend", ["auto", "native", "reference"])
 @pytest.mark.parametrize("ends", [{"lengths": [290]}, {"cu_seqlens": torch.tensor([0, 290, 300])}], ids=str)
 def test_another_default_device(backend, is_grad, ends):
-    """What a call allocates lies where its tensors lie, whatever torch.set_default_device says."""
+    """Allocate on the device of the call's tensors, whatever torch.set_default_device says."""
 
     def values():
         q = k = v = torch.linspace(-1, 1, 300 * 64, device="cpu").sin().view(1, 300, 2, 32).requires_grad_(is_grad)
@@ -127,7 +127,7 @@ def test_another_default_device(backend, is_grad, ends):
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_default_dtype(dtype, backend):
-    """What a call computes in follows from its tensors, whatever torch.set_default_dtype says."""
+    """Compute in a dtype that follows from the call's tensors, whatever torch.set_default_dtype says."""
     q = torch.linspace(-1, 1, 40 * 16, dtype=torch.float32).sin().view(1, 40, 2, 8).requires_grad_()
     ragged = [{"key_padding_mask": torch.arange(40)[None] % 3 == 0}, {"lengths": [30]}, {"cu_seqlens": [0, 9, 40]}]
     calls = [{}, *ragged, {"dropout_p": 0.3}, {"sinks": torch.zeros(2)}]

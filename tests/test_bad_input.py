@@ -394,7 +394,7 @@ def test_shapes_of_models_are_not(shape, kv_heads):
 @pytest.mark.parametrize("backend", ["native", "cpu"])
 @pytest.mark.parametrize("pattern", [Dilated((64,), (1,)), BlockLayout.local(64, 20, 4)], ids=["dilated", "blocks"])
 def test_tokens_that_overlap_in_memory(pattern, backend):
-    """As windows over a signal, `unfold`: matrix products read garbage where a row begins inside the one before."""
+    """Windows over a signal, `unfold`: matrix products read garbage where a row begins inside the one before."""
     if backend == "cpu" and cpu.missing() is not None:
         pytest.skip(cpu.missing())
     q, k, v = (torch.randn(96).as_strided((1, 64, 4, 8), (0, 1, 8, 1)) for _ in range(3))

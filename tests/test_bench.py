@@ -633,7 +633,7 @@ def test_pictures_are_drawn_from_files_alone(tmp_path, capsys):
 
 
 def test_steps_are_told_without_a_terminal_before_they_are_done(monkeypatch, tmp_path, capsys):
-    """With brackets printed as they are: in labels, reasons and paths."""
+    """Brackets are printed as they are: in labels, reasons and paths."""
     told = []
 
     class Suite:

@@ -57,7 +57,7 @@ def test_all_leaves_it_out_without_a_gpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """What the suite asks a GPU before it runs anything."""
+    """The experiment's checks of a GPU before it runs anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "Machine", SimpleNamespace(of=lambda device: MACHINE))
 
@@ -70,7 +70,7 @@ def jobs(*parts):
 
 
 def test_the_groups_of_a_gpu():
-    """A label names one group of a part, and a job of a group: rows of failures and the processes go by them."""
+    """A label names one group of a part, and a job of a group: rows of failures and the processes use it."""
     for part in gpu.PARTS.values():
         found = part(MACHINE)
         assert len(found) == len({group.label for group in found})
@@ -186,7 +186,7 @@ def test_a_job_that_ends_badly_leaves_the_others_their_rows(ending, at_once, tmp
 
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_the_process_of_a_job_finds_it(part, hopper, monkeypatch, capfd):
-    """By the labels that its command names."""
+    """The process finds the job by the labels that its command names."""
     for step, group in zip(gpu.steps(torch.device("cuda"), part), gpu.PARTS[part](MACHINE), strict=True):
         command, job = step.measure.args[1], group.jobs[-1]
         found = []
@@ -197,7 +197,7 @@ def test_the_process_of_a_job_finds_it(part, hopper, monkeypatch, capfd):
 
 
 def test_an_error_of_the_device_is_a_row():
-    """In the job's own process."""
+    """The error occurs in the job's own process."""
 
     def fails():
         yield figure("before")
@@ -325,7 +325,7 @@ def test_dense_contenders_run():
 
 
 def test_comparisons_run():
-    """Time and rate rows of the native backend beside PyTorch's flash kernel, which the CPU has."""
+    """Time and rate rows of the native backend are compared with PyTorch's flash kernel, which the CPU has."""
     case = replace(TINY, backend="native")
     ours = {"native": partial(case.contender, CPU)}
     rivals = speed.dense_makers(replace(TINY, method="dense", backend="auto"), CPU, backward=False)
@@ -338,7 +338,7 @@ def test_comparisons_run():
 
 
 def test_last_rows_are_their_own():
-    """What `beyond 2^31 elements` compares, on the CPU's backend: the last segments see nothing else."""
+    """The check of `beyond 2^31 elements`, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)
     rows = list(correctness.last_rows(case, 64, CPU))
     assert [row.name.partition(":")[0] for row in rows] == ["out", "dq", "dk", "dv"]

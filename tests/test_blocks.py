@@ -146,7 +146,7 @@ class Call:
         }
 
     def counts(self) -> Tensor:
-        """How often each query of each query head sees each key, from the definition, segment by segment."""
+        """Return how often each query of each query head sees each key, from the definition, segment by segment."""
         n, heads = self.seq_len, self.heads
         counts = torch.zeros(self.batch, heads, n, n, dtype=torch.int32)
         samples = [(b, 0, n if self.lengths is None else self.lengths[b]) for b in range(self.batch)]
@@ -328,7 +328,7 @@ KEPT = {
 
 
 class TestCache:
-    """What a call derives from a layout is kept under the layout's identity: no call reads the content twice."""
+    """Values that a call derives from a layout are kept under its identity: no call reads the content twice."""
 
     @pytest.fixture(autouse=True)
     def empty_cache(self):
@@ -413,7 +413,7 @@ def test_a_short_last_segment_without_a_token_that_takes_part():
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lists_for_key_value_heads(backend, is_causal):
-    """As routing makes them with per_kv_head=True: each is the list of all query heads of its group."""
+    """Routing makes such lists with per_kv_head=True: each is the list of all query heads of its group."""
     n = 100
     layout = some(n, (16, 32), (2, 2), 0.5, 0)
     repeated = BlockLayout.from_mask(layout.dense_blocks().repeat_interleave(3, 1), n, (16, 32))
@@ -493,7 +493,7 @@ def test_compiles_in_one_graph(fresh_python):
 
 
 def test_lists_that_no_packed_sample_can_use_are_refused():
-    """As those chosen by content for the whole pack: sample 2 would be computed with the lists of sample 1."""
+    """Lists chosen by content for a whole pack are such: sample 2 would be computed with the lists of sample 1."""
     q, layout = torch.randn(1, 64, 2, HEAD_DIM), BlockLayout.local(64, 8, 16)
     edges = torch.tensor([0, 40, 64])
     with pytest.raises(ValueError, match=r"64 tokens.*cu_seqlens has 40.*layout\.prefix\(40\)"):

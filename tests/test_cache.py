@@ -142,7 +142,7 @@ def pretend_gpu(monkeypatch, stream):
 
 
 class Operations(TorchDispatchMode):
-    """Those that the calling thread runs."""
+    """Record the operations that the calling thread runs."""
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,10 @@ class Thread:
 
 
 def together(size: int, function: Callable) -> list:
-    """What `function` returns for each of `size` ranks; the first error, if one has one that is not of a lost peer."""
+    """Return what `function` returns for each of `size` ranks.
+
+    Raises the first error, preferably one that is not of a lost peer.
+    """
     barrier, values = threading.Barrier(size), [None] * size
 
     def rank(number: int) -> object:
@@ -505,7 +508,7 @@ class Planted:
 
 @pytest.mark.parametrize("form", ["raw", "old", "legacy", "zip"])
 def test_planted_code_never_runs(form, copied, tmp_path, capsys):
-    """In every file that a command reads, and in those that torch.distributed.checkpoint and pickle would read."""
+    """The code is in every file that a command, torch.distributed.checkpoint or pickle would read."""
     mark = tmp_path / "mark"
 
     def plant(file: Path) -> None:

@@ -134,8 +134,10 @@ def test_gigapath_positions_are_those_of_the_table():
 
 
 def test_corrected_results_are_offered_by_name():
-    """Without padding both are one; with it the difference is what attended zeros make, and exact is what a longer
-    grid gives."""
+    """Without padding both results are equal.
+
+    With it they differ by the attended zeros; exact is what a longer grid gives.
+    """
     aligned, ragged = (Golden(f"ts_longnet_encoder_{name}") for name in ("aligned", "ragged"))
     close(load_torchscale(aligned.weights, **aligned.options, compat=None)(aligned["x"]), aligned["out"])
     exact = load_torchscale(ragged.weights, **ragged.options, compat=None)
@@ -153,7 +155,7 @@ def test_corrected_results_are_offered_by_name():
 
 
 def encoder_decoder_weights(layers=2, dim=16, hidden=24, vocab=11, embedded=False) -> dict[str, torch.Tensor]:
-    """As torchscale names them: sub-LN everywhere but in cross-attention, no positions."""
+    """Return weights with torchscale's names: sub-LN everywhere except in cross-attention, no positions."""
     weights: dict[str, torch.Tensor] = {}
 
     def linear(name, rows, columns):
@@ -424,7 +426,7 @@ def test_tensors_that_are_not_held_whole(in_file, tmp_path):
 
 
 def test_what_is_missing_takes_no_memory():
-    """The shape of one matrix tells that of all others."""
+    """The shape of one matrix determines all other shapes."""
     options = {"segment_lengths": [8], "dilation_rates": [1]}
     held = {"q_proj.weight": torch.zeros(1 << 24, 1)}
     shapes = r"missing: k_proj\.weight, .*of another shape: q_proj\.weight \(16777216, 1\)"

@@ -396,7 +396,7 @@ def test_picture_of_a_pattern(tmp_path):
 
 
 def test_what_is_seen_at_all_is_drawn_as_the_explorer_draws_it():
-    """However few of a pixel's pairs are seen; and the two branches of one pattern can be told apart."""
+    """However few of a pixel's pairs are seen, they show; and the two branches of one pattern can be distinguished."""
     axes = Dilated((64, 262144), (1, 16)).plot(1 << 20, num_heads=16)
     (image,) = axes.images
     dark, mean = image.norm(image.get_array()), image.get_array()
@@ -487,7 +487,7 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_errors_name_options(command, message, said):
-    """Of the command; paths stay as they are, and arguments that it has no option for."""
+    """Errors name the command's options; paths stay as they are, and arguments without an option too."""
     assert commands.in_options(command, message) == said
 
 
@@ -551,7 +551,7 @@ def test_version(capsys):
 
 
 def test_a_fault_of_ours_shows_where(capsys, monkeypatch):
-    """Bad input is a line; a TypeError is none."""
+    """Bad input gives one line; a TypeError does not."""
 
     def fail(error):
         raise error
@@ -577,7 +577,7 @@ def test_interrupted_anywhere(capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "dilated_attention_lab.bench.command", "matplotlib.figure"])
 def test_interrupted_while_it_starts(module, tmp_path):
-    """By Ctrl-C at the moment when a module is about to be loaded."""
+    """Ctrl-C comes at the moment when a module is about to be loaded."""
     source = f"""
 import os, signal, sys
 class Finder:
@@ -607,7 +607,7 @@ def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monke
 
 @pytest.mark.slow
 def test_a_reader_who_has_heard_enough():
-    """As `head` does: what is left to say is dropped without a word, and the exit code is that of SIGPIPE."""
+    """A reader like `head`: the rest of the output is dropped silently, and the exit code is that for SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
     source = "import sys; from dilated_attention_lab.commands import main; sys.exit(main(['info']))"

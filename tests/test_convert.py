@@ -198,7 +198,10 @@ def test_wrong_generate(folder, tmp_path, capsys):
 
 
 def test_text_comes_character_by_character(folder, monkeypatch):
-    """Bytes of a character that is not whole yet wait; what is none, or what a terminal obeys, is shown so."""
+    """Bytes of an incomplete character wait.
+
+    Invalid bytes, and characters that a terminal obeys, are shown as replacements.
+    """
     model = writing.load(folder, torch.device("cpu"))
     drawn = [torch.tensor([byte]) for byte in ["é".encode()[0], "é".encode()[1], 27, 97, 0xFF, "€".encode()[0]]]
     monkeypatch.setattr(LongNetLM, "stream", lambda *_, **__: iter(drawn))
@@ -206,7 +209,10 @@ def test_text_comes_character_by_character(folder, monkeypatch):
 
 
 def test_a_file_that_keeps_the_options_of_its_command(tmp_path):
-    """As fine-tuning scripts write it: options are data, and what may run code is refused by its name."""
+    """Fine-tuning scripts write such files.
+
+    Options are data; anything that may run code is refused with its name.
+    """
     weights = {"weight": torch.randn(2, 3)}
     torch.save({"model": weights, "epoch": 3, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "options.pth")
     assert torch.equal(read_checkpoint(tmp_path / "options.pth")["weight"], weights["weight"])

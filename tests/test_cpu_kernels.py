@@ -110,7 +110,7 @@ def written():
 
 
 def leave_nan_in_the_memory_of_threads():
-    """Which kernels keep for the next call; a number that is read and not written would not be noticed otherwise."""
+    """Fill the memory that kernels keep for the next call; reading an unwritten number would go unnoticed otherwise."""
     x, (plan, _) = torch.full((2, 128, 1, 256), math.nan), dilated(128, 1, (128,), (1,))
     options = {"is_causal": False, "scale": 1.0}
     cpu.backward(problem(plan, **options), x, None, x, x, x, *cpu.forward(problem(plan, **options), x, x, x))
@@ -204,7 +204,7 @@ class TestShapes(Forced):
 @five_and_seven
 class TestFeatures(Forced):
     def test_branches_in_one_softmax(self, dtype, monkeypatch):
-        """Which the kernels can do, though no plan asks for it."""
+        """The kernels can do this, though no plan asks for it."""
         make = tiles.tables
         monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
@@ -452,7 +452,7 @@ def test_random_calls(call, kind, most_idle):
 
 
 def test_the_error_of_the_exponential():
-    """Of 2^x, where the scale makes x of q: one of two keys has the score 0, the other x."""
+    """The error of 2^x, where the scale makes x of q: one of two keys has the score 0, the other x."""
     x = torch.linspace(-40, 0, 4001)
     q, k, v = x[None, :, None, None], torch.tensor([0.0, 1.0])[None, :, None, None], torch.tensor([0.0, 1.0])
     group = StridedGroup(Rows(0, len(x), 1, 1, len(x)), Rows(0, 2, 1, 1, 2), 0, 1, 1, first=True)
@@ -524,7 +524,10 @@ def results_of_each_kernel(monkeypatch):
 
 @needs_emulation
 def test_tiles_are_given_up(monkeypatch):
-    """As often as they were configured; the emulation itself refuses tiles that are not, and those that already are."""
+    """Tiles are released as often as they were configured.
+
+    The emulation refuses tiles that are not configured, and configuring tiles that are.
+    """
     force(EMULATED, monkeypatch)
     configured, released = (ctypes.c_int64.in_dll(emulated_amx(), x) for x in ("configured", "released"))
     before = configured.value
@@ -576,7 +579,7 @@ def test_nothing():
 
 
 def test_lines_look_at_all_parts_once():
-    """Of which a ragged batch has several a sample."""
+    """A ragged batch has several parts per sample."""
 
     class Parts(list):
         passes = 0
@@ -632,7 +635,7 @@ def test_owners_share_no_queries():
 
 @both
 def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(is_causal, monkeypatch):
-    """As on a rank of a large world, whose shard has few rows of the farthest branches."""
+    """This happens on a rank of a large world, whose shard has few rows of the farthest branches."""
     force(IN_FLOAT32[0], monkeypatch)
     monkeypatch.setattr(cpu, "FEW", (0, *(4,) * (len(cpu.FEW) - 1)))
     monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
@@ -647,7 +650,7 @@ def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(i
 
 
 def test_sums_in_float32_are_let_go_one_by_one():
-    """Of a backward in bfloat16: out, six times its bytes for three sums, and one result."""
+    """A backward in bfloat16 holds out, six times its bytes for three sums, and one result."""
     case = Case(
         method="dilated", seq_len=1024, heads=2, segment_lengths=(512, 1024), dilation_rates=(1, 2), dtype="bfloat16",
         backend="cpu",
@@ -738,7 +741,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_the_pool_of_a_library_that_is_not_global(loaded):
-    """Without PyTorch, in whose processes the symbols of its OpenMP are global."""
+    """Runs without PyTorch, in whose processes the symbols of its OpenMP are global."""
     found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line]
     if loaded and not found:
         pytest.skip("PyTorch has no GNU OpenMP here")

@@ -112,7 +112,7 @@ def test_cut_contexts_score_the_same_bytes(monkeypatch):
 
     def model(tokens: torch.Tensor) -> torch.Tensor:
         given.append(tokens.shape[1])
-        return torch.nn.functional.one_hot(tokens, 256) * 50.0  # foretells that every byte is as the one before
+        return torch.nn.functional.one_hot(tokens, 256) * 50.0  # predicts that every byte equals the one before
 
     monkeypatch.setattr(demo, "SCORED", 16)
     window = torch.full((1, 65), 7)

@@ -100,7 +100,7 @@ def test_byte_lm():
 
 
 def test_gemma3_long_prompt():
-    """With random weights, for Gemma's own have to be downloaded."""
+    """Uses random weights, because Gemma's own have to be downloaded."""
     config = Gemma3TextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, vocab_size=97, sliding_window=32, layer_types=["sliding_attention", "full_attention"],

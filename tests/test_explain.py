@@ -52,7 +52,7 @@ def answer(ask) -> str:
 
 
 def both(call: dict[str, Any], ran: list[str]) -> tuple[str, str]:
-    """What `explain` says, and what the call ran, which appends its backend to `ran`."""
+    """Return what `explain` says, and what the call ran, which appends its backend to `ran`."""
     shape = call["batch"], 32, call["heads"], call["head_dim"]
     inputs = [torch.zeros(shape).to(call["dtype"]) for _ in range(3)]
     mask = torch.zeros(shape[:2], dtype=torch.bool) if call["masked"] else None
@@ -86,7 +86,7 @@ def recording(ran: list[str], **changes) -> Any:
 @random_calls(50)
 @given(call=calls())
 def test_on_the_cpu(call):
-    """By what ran."""
+    """Backends are compared by what ran."""
     ran: list[str] = []
     with mock.patch.dict(BACKENDS, recording(ran)):
         said, done = both(call, ran)
@@ -101,8 +101,7 @@ def test_on_the_cpu(call):
     least=st.sampled_from([None, 1, 3000, 1 << 40]),
 )
 def test_where_other_backends_serve(call, head_dims, needs, least):
-    """As on a GPU that is not there: triton and flash refuse by head_dim and needs, and triton is faster from some work
-    on."""
+    """Simulates a GPU: triton and flash refuse by head_dim and needs, and triton is faster above some work."""
 
     def refusal(facts):
         if facts.head_dim not in head_dims or facts.dtype == torch.float8_e5m2:

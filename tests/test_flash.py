@@ -142,7 +142,7 @@ def on_a_gpu(device, *facts):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("number", STAND_INS)
 def test_the_oracle(installed, number, is_causal, head_dim):
-    """With a gradient on lse, which takes more columns than 256 where head_dim is as large."""
+    """A gradient on lse takes more columns than 256 if head_dim is as large."""
     installed(number)
     w, r, seq_len = (32, 70), (1, 3), 70
     branches = Dilated(w, r).branches(2)
@@ -263,7 +263,7 @@ def test_by_name():
 
 @pytest.mark.slow
 def test_by_name_in_a_graph(fresh_python):
-    """What the graph's trace could not ask is asked when it runs."""
+    """Checks that the trace could not make are made when the graph runs."""
     fresh_python("""
         import torch
         from dilated_attention import BackendError, dilated_attention

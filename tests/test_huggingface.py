@@ -342,7 +342,7 @@ def test_gradients_through_a_cache():
 
 @pytest.mark.parametrize("name", ["Qwen3", "Bert", "ViT"])
 def test_saved_and_loaded_twice(name, tmp_path):
-    """What is loaded is dilated, and so is what is saved of it."""
+    """The loaded model is dilated, and so is the model saved from it."""
     offsets = [[0, 0], [0, 1], [3, 1]] if name == "Qwen3" else "head_block"
     model = dilate(model_of(name).eval(), **NESTED, offsets=offsets)
     expected, kind = logits_of(model, name, None), type(model)
@@ -689,7 +689,7 @@ def test_a_table_of_offsets(name):
 
 @pytest.mark.slow
 def test_compiled_in_one_graph(fresh_python):
-    """With attention_mask: without one, transformers takes a traced batch for packed sequences."""
+    """Uses attention_mask: without one, transformers takes a traced batch for packed sequences."""
     fresh_python("""
         import torch
         from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM

@@ -261,7 +261,7 @@ class TestDilated:
 
     @both
     def test_scores_that_overflow_in_rows_that_are_not_there(self, is_causal):
-        """Where every lse is below -90, exp(0 - lse) is infinite."""
+        """If every lse is below -90, exp(0 - lse) is infinite."""
         w, r = (32, 70), (1, 2)
         plan, table = dilated(70, 2, w, r)
         q, k, v = tensors(1, 70, 2, 2, 16, torch.float16)
@@ -639,7 +639,7 @@ class TestNotFinite:
 
 
 def seen(plan, side, is_causal, shape):
-    """How often each (head, row of a tile, row of its spans) occurs in the tables, and phantoms per (head, row)."""
+    """Count how often each (head, row of a tile, row of its spans) occurs, and phantoms per (head, row)."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     phantoms: Counter[tuple[int, int]] = Counter()
     begun: set[tuple[int, int]] = set()

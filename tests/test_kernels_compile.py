@@ -102,7 +102,7 @@ def test_machine_code(variant: Variant):
 
 @pytest.mark.xfail(installed not in THAT_SHIP, reason="651 with Triton 3.4, 584 with 3.9", strict=True)
 def test_instructions_of_a_step():
-    """Beside 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
+    """In addition to 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
     variant = Variant("sm_90", "forward", 128, "bf16", "even")
     (step,) = loops(code_of(variant))
     assert len(step) * 128 / shape_of(variant).loop <= 560
@@ -138,7 +138,7 @@ def test_faults_are_found():
 
 
 class AbsentGPU:
-    """What Triton asks of a driver before it compiles."""
+    """Answer what Triton asks a driver before it compiles."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -206,7 +206,10 @@ class Launchable:
 
 
 def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
-    """With its own tensors; what the code depends on, alignment and strides and the scale, is compiled for anew."""
+    """The later call has its own tensors.
+
+    For other alignments, strides and scales, on which the code depends, it compiles anew.
+    """
     plan_cache.clear()
     compiled = []
 

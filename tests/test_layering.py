@@ -60,7 +60,7 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """What the module at `path`, relative to the package, imports against the direction."""
+    """Return what the module at `path`, relative to the package, imports against the direction."""
     module = path.parts[0].removesuffix(".py")
     if module not in LEVEL:
         return [f"{path}: {module} has no layer: give it one in tests/test_layering.py"]
@@ -83,7 +83,7 @@ def test_dependencies_point_one_way():
 
 
 def imports_of_modules(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Of each module, by its dotted name, which others it imports anywhere in it, for annotations too.
+    """Return, for each module by its dotted name, which others it imports anywhere in it, for annotations too.
 
     A name that a package re-exports counts as an import of the package, whose `__init__` imports it in turn.
     """
@@ -160,7 +160,7 @@ def test_downward_and_sideways_imports_pass():
 
 
 def names_of(tree: ast.AST, package: str) -> list[str]:
-    """Where `tree` names a package or its modules: in imports, and in strings, which `import_module` takes."""
+    """Return where `tree` names a package or its modules: in imports, and in strings, which `import_module` takes."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -608,7 +608,7 @@ def test_bad_input(message, call):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_carry_content_alone(copied):
-    """What is derived from it names tables of this process, and hashes differ between processes."""
+    """Derived values name tables of this process, and hashes differ between processes."""
     layout = BlockLayout.local(100, 20, 16)
     attention(*(torch.randn(1, 100, 2, 8),) * 3, layout)
     hash(layout)
@@ -672,7 +672,7 @@ def test_bad_sparse_tensors():
 
 
 def test_a_block_mask_that_lists_hidden_blocks():
-    """As one made of lists alone: FlexAttention computes with it, and its causal mask_mod hides the blocks."""
+    """A mask made of lists alone is one: FlexAttention computes with it, and its causal mask_mod hides the blocks."""
     counts, blocks = torch.full((1, 1, 4), 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4)
     listed = BlockMask.from_kv_blocks(
         counts, blocks.contiguous(), BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(64, 64)

@@ -199,7 +199,7 @@ def test_positions_of_ragged_samples():
 
 
 def test_positions_of_padding_mean_nothing():
-    """With xPos, whose range has an end: each sample's own positions make its origin."""
+    """The range of xPos has an end: each sample's own positions make its origin."""
     model = LongNetEncoder(MAGNETO).double()
     x, lengths = torch.randn(3, 20, 32, dtype=torch.float64), [20, 9, 0]
     positions = torch.arange(8_000_000, 8_000_020).repeat(3, 1)
@@ -214,7 +214,7 @@ def test_positions_of_padding_mean_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int8, torch.int32])
 def test_positions_of_any_integers(dtype):
-    """As if they were int64: a uint8 less the origin is negative."""
+    """All integers act like int64: a uint8 less the origin is negative."""
     model = LongNetEncoder(MAGNETO).double()
     x, positions = torch.randn(1, 20, 32, dtype=torch.float64), torch.arange(107, 127)
     assert torch.equal(model(x, positions=positions.to(dtype)), model(x, positions=positions))
@@ -372,7 +372,7 @@ def test_magneto_initialisation():
     ids=str,
 )
 def test_parameters_can_be_drawn_again(changes):
-    """Of a model made on the meta device, as by the constructor."""
+    """Parameters of a model made on the meta device are drawn as by the constructor."""
     config = dataclasses.replace(SMALL, embed_dim=128, num_layers=5, num_kv_heads=None, **changes)
     for options in ({}, {"cross_attention": True}):
         made = LongNetLM(config, **options)

@@ -130,7 +130,7 @@ def some_parts(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def test_gradients():
-    """Of out and lse, through out and lse; 0 and never NaN where neither part sees anything."""
+    """Gradients of out and lse, through out and lse, are 0 and never NaN where neither part sees anything."""
     leaves = [x.requires_grad_() for x in some_parts()]
 
     def run(*finite):

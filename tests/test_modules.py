@@ -244,7 +244,7 @@ def test_shape_and_dtype_are_kept(batch_first, dtype):
 
 
 def test_shapes_that_do_not_fit(unchecked):
-    """Those of PyTorch's own test, each refused with the argument's name."""
+    """The shapes of PyTorch's own test are each refused with the argument's name."""
     module = MultiheadDilatedAttention(4, 4, **COVER)
     x, flat = torch.randn(4, 4, 4), torch.randn(4, 4)
     half = torch.tensor([False, False, True, True])

@@ -29,8 +29,10 @@ MEASURED = re.compile(rf"\d[\d.,]* ?{UNIT}(?![\w/])(?! ?\d)")
 
 
 def claims(text: str) -> list[str]:
-    """What looks like a measured number, or a word on a bar, and stands neither in code nor between the comments of
-    results."""
+    """Return what looks like a measured number, or a statement about a bar.
+
+    Skips code and the text between the comments of results.
+    """
     prose = CODE.sub("", tables.SPAN.sub("", text))
     return [found[0] for pattern in (MEASURED, VERDICT) for found in pattern.finditer(prose)]
 

@@ -194,7 +194,7 @@ def test_full_layers_alone_are_dilated():
 
 
 def test_compiles_in_one_graph(fresh_python):
-    """With attention_mask, without which transformers takes a traced batch for packed samples."""
+    """Uses attention_mask, without which transformers takes a traced batch for packed samples."""
     fresh_python(
         f"""
         import sys, warnings

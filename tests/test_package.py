@@ -52,7 +52,7 @@ def test_an_empty_name_is_found(name):
 
 @pytest.mark.slow
 def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_python):
-    """In an interpreter where rich, matplotlib and the lab cannot be imported."""
+    """Runs in an interpreter where rich, matplotlib and the lab cannot be imported."""
     fresh_python(
         """
         import sys
@@ -94,7 +94,7 @@ def test_the_library_says_where_its_commands_are(fresh_python):
 
 
 def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
-    """In particular not the compiler, which takes longer to load than the rest of PyTorch."""
+    """Especially not the compiler, which takes longer to load than the rest of PyTorch."""
     loaded = fresh_python(
         """
         import sys
@@ -137,7 +137,7 @@ def test_both_distributions_have_one_version():
 
 
 def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
-    """Its Python files are all in one package; their size in the wheel is that of a zip file."""
+    """The Python files are all in one package; their size in the wheel is that of a zip file."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"^packages = (.*?) #", project, re.MULTILINE) == ['["src/dilated_attention"]']
     assert "[project.scripts]" not in project

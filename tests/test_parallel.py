@@ -453,7 +453,7 @@ def test_composes(size: int) -> None:
 
 
 def refuse():
-    """What each kind of bad call raises on this rank; and that the group still serves a good one."""
+    """Return what each kind of bad call raises on this rank, and check that the group still serves a good one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case, good = CASES["dense"], dist.group.WORLD
     whole = inputs(case, torch.float32)[0]

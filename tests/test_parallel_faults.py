@@ -78,7 +78,7 @@ FAULTS = {"killed": _kill, "frozen": _stop, "absent": _sleep, "shorter payload":
 
 
 def report(fault, *arguments, **options):
-    """What a call under a fault raised on this rank and after how long; then what the next call says, and how fast."""
+    """Return what a call under a fault raised on this rank and when, then what the next call says, and how fast."""
     begin = time.monotonic()
     try:
         attend(*arguments, **options)

@@ -409,7 +409,7 @@ def test_explain_says_what_travels_and_why() -> None:
 
 
 def bad_calls():
-    """What each bad call raises on this rank; every one on a group of its own, before and after a good call."""
+    """Return what each bad call raises on this rank; every one on a group of its own, before and after a good call."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     q = torch.randn(1, 16, 3, 4)
@@ -474,7 +474,7 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
 
 
 def later_refusal():
-    """A rank whose call is wrong after good ones: the others, already past comparing, are told why it stays away."""
+    """Make a wrong call on one rank after good ones: the others, already past comparing, learn why it stays away."""
     q = torch.randn(1, 16, 4, 4)
     mesh = dist.group.WORLD
     dilated_attention(q, q, q, (32,), (1,), mesh=mesh)
@@ -633,7 +633,7 @@ def test_what_is_sharded_by_pytorch():
 
 
 def windowed_model() -> tuple[float, bool]:
-    """How far a model's loss over the mesh is from one device's, and whether it writes the same tokens."""
+    """Return how far a model's loss over the mesh is from one device's, and whether it writes the same tokens."""
     torch.manual_seed(0)
     pattern = Window(9, leading=2) + Dilated((32,), (4,))
     model = LongNetLM(LongNetConfig(vocab_size=31, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern)).double()

@@ -39,7 +39,7 @@ def members(rows: Rows) -> torch.Tensor:
 
 
 def definition(sharding: Sharding) -> torch.Tensor:
-    """How often each query sees each key: `(heads, N, N)`, from the definition alone."""
+    """Return how often each query sees each key: `(heads, N, N)`, from the definition alone."""
     n = sharding.seq_len
     token = torch.arange(n)
     grid, position = torch.zeros(n, dtype=torch.int64), token.clone()

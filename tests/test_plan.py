@@ -44,7 +44,7 @@ WINDOWS = [
 
 
 def expanded(plan, kv_heads, queries, keys):
-    """How often the groups of a plan show each key to each query."""
+    """Return how often the groups of a plan show each key to each query."""
     counts = torch.zeros(kv_heads, queries, keys, dtype=torch.int32)
     for group in plan.groups:
         for segment in range(group.queries.segments):

@@ -59,7 +59,7 @@ def test_a_scale_of_zero_takes_the_mean_and_passes_q_and_k_no_gradient():
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("name", "qk")
 def test_zero_times_nan_is_nan(name, backend):
-    """As in the definition, scale q·k: nothing is hidden by a scale of 0."""
+    """The definition, scale q·k, says so: nothing is hidden by a scale of 0."""
     tensors = {x: torch.randn(1, N, 1, 8) for x in "qkv"}
     tensors[name][0, 30] = math.nan
     _, lse = attention(

@@ -126,7 +126,7 @@ def test_bounds_of_pages():
 
 
 def test_decoding_by_pages():
-    """Pages that hold every token give dense attention; fewer give that of the layout with those pages."""
+    """Pages that hold every token give dense attention; fewer give the attention of the layout with those pages."""
     q, k, v = make(23, 4, 2)
     bounds, size = routing.PageBounds(page_size=4), 4
     for start, stop in ((0, 6), (6, 7), (7, 8), (8, 22), (22, 23)):

@@ -66,7 +66,7 @@ def public() -> dict[str, Any]:
 
 
 def signatures(value: Any) -> dict[str, str]:
-    """Those of a function, or of a class: the constructor's, and those of its own and inherited public methods."""
+    """Return the signatures of a function, or of a class: its constructor and its own and inherited public methods."""
     found = {"": str(inspect.signature(value))}
     if inspect.isclass(value):
         ours = [kind for kind in reversed(value.__mro__) if kind.__module__.startswith("dilated_attention.")]

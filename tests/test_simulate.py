@@ -94,7 +94,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def rows_of_a_run(ranks: list[int], network: Network, second: int) -> list[Record]:
-    """As the file of results has them: of worlds of 16 tokens a rank."""
+    """Return rows like those of the results file: from worlds of 16 tokens per rank."""
     return [
         {**asdict(row), "environment": {}, "date": f"2026-01-01T00:00:{second:02}Z"}
         for size in ranks
@@ -137,7 +137,7 @@ def test_bad_input_is_one_line(options: list[str], words: str, capsys: pytest.Ca
 
 
 def test_tables_are_whole_at_80_columns(capsys, monkeypatch) -> None:
-    """In a pipe, too, whose width is taken to be that."""
+    """The output is a pipe, whose width is taken to be 80."""
     monkeypatch.setenv("COLUMNS", "80")
     found = Rehearsal(BILLION, "doubling", (98765.4,), (98765.4,), 10**12, 10**12, 8191, 13, 10**12, 1 << 40)
     command.show(command.table("world", list(rows(found, Network(5e-6, 5e9)))))

@@ -44,7 +44,7 @@ def test_a_ragged_batch_is_each_slide_alone(compat, global_pool):
 @pytest.mark.parametrize("compat", ["torchscale", None])
 @pytest.mark.parametrize("counts", [[91, 2, 38, 65], [40, 40]])
 def test_the_cls_token_alone_is_that_of_all_tokens(counts, compat):
-    """Where only they are asked for, the last layer computes nothing else; the gradients are equal too."""
+    """If only cls tokens are needed, the last layer computes nothing else; the gradients are equal too."""
     model = GigaPathSlideEncoder(dataclasses.replace(SMALL, encoder=dataclasses.replace(ENCODER, compat=compat)))
     model = model.double()
     x, starts = torch.randn(1, sum(counts), 32).double(), [sum(counts[:i]) for i in range(len(counts))]
@@ -160,7 +160,7 @@ def test_shapes_on_the_meta_device():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Of a model in float32: refused, with what to do, unless autocast is on. A model in half precision takes it."""
+    """A model in float32 refuses it, with a remedy, unless autocast is on. A model in half precision takes it."""
     model = GigaPathSlideEncoder(SMALL).eval()
     x, coords = slides(20, 2)
     message = f"x must have the model's dtype, torch.float32; got {dtype}: pass x.to\\(torch.float32\\)"

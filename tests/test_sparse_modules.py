@@ -38,7 +38,7 @@ def mixture(heads, kv_heads, query_block, **options):
 
 
 def softmax_over(query, keys, values):
-    """Of one query over lists of rows."""
+    """Return the softmax of one query over lists of rows."""
     if not keys:
         return torch.zeros_like(query)
     weight = (torch.stack(keys) @ query / math.sqrt(len(query))).softmax(0)

@@ -19,7 +19,7 @@ HEADS = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128])
 
 
 def seen(pattern: Dilated, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
-    """Which keys each token sees in some head: 1.0 or 0.0, (queries, keys)."""
+    """Return which keys each token sees in some head: 1.0 or 0.0, (queries, keys)."""
     token = torch.arange(seq_len)
     found = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
@@ -30,7 +30,7 @@ def seen(pattern: Dilated, seq_len: int, num_heads: int, is_causal: bool) -> Ten
 
 
 def joined(pattern: Dilated, seq_len: int, num_heads: int, is_causal: bool, layers: int) -> float:
-    """The share of pairs (query, key), causal: (query, earlier key or itself), that so many layers join."""
+    """Return the share of pairs that this many layers join: (query, key), causal (query, earlier key or itself)."""
     one = seen(pattern, seq_len, num_heads, is_causal)
     reached = one
     for _ in range(layers - 1):

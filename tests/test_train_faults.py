@@ -94,7 +94,7 @@ def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Pa
 
 @pytest.mark.slow
 def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path) -> None:
-    """As torchrun --max-restarts does: what the first ones wrote, a verdict among it, is still there."""
+    """torchrun --max-restarts does this: everything that the first ranks wrote, a verdict among it, is still there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = {1: functools.partial(signal_in_step, signal.SIGKILL, 4)}
     lost = processes.Commands(text.parent, [words(text)] * 3, before, store.port).ends(60, range(3))

@@ -1,4 +1,4 @@
-"""What PyTorch does to a call or a module: vmap, compile, export, autocast, copies, files, the meta device."""
+"""Run calls and modules under PyTorch's transforms: vmap, compile, export, autocast, copies, files, the meta device."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_dropout_under_vmap_differs_from_element_to_element():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, of jvp
 def test_forward_mode():
-    """By the reference backend; the others say so, and drop no tangent without a word."""
+    """The reference backend supports it; the others say that they do not, and drop no tangent silently."""
     q, k, v = (torch.randn(1, 7, 2, 3, **F64) for _ in range(3))
     tangent = torch.randn_like(q)
 
@@ -288,7 +288,7 @@ def test_meta_device():
 @pytest.mark.parametrize("options", [{}, {"lengths": torch.tensor([17, 9])}, {"is_causal": True, "dropout_p": 0.5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_layouts_on_the_meta_device(dtype, options):
-    """With gradients and without, what comes back is shaped as on the CPU."""
+    """With gradients and without, results have the shapes that they have on the CPU."""
     layout = BlockLayout.local(17, 4, 4)
     halves = Dilated((8,), (2,)) * (lambda n: BlockLayout.local(n, 1, 2))
     for pattern in (layout, halves, Dilated((4, 16), (1, 4))):
@@ -346,7 +346,7 @@ def test_jit_trace_is_refused():
 
 @pytest.mark.slow
 def test_compiled_and_exported(fresh_python):
-    """In one graph each, at lengths that change; masks are looked at when the graph runs."""
+    """Each is one graph, at lengths that change; masks are checked when the graph runs."""
     fresh_python("""
         import warnings
         import torch

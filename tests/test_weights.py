@@ -34,7 +34,7 @@ PATTERNS = {
 
 
 def counts(pattern, is_causal: bool) -> torch.Tensor:
-    """How often each query of each query head sees each key, (batch or 1, heads, seq, seq)."""
+    """Return how often each query of each query head sees each key, (batch or 1, heads, seq, seq)."""
     if isinstance(pattern, BlockLayout):
         seen = pattern.dense_mask().expand(-1, HEADS, -1, -1).long()
     else:

@@ -43,7 +43,7 @@ BACKENDS = ["native", "reference", *(() if cpu.missing() else ("cpu",))]
 
 
 def seen(queries, keys, before, after, rate=1, leading=0, is_causal=False, q_start=0, k_start=0):
-    """Which keys a window shows, from its definition: bool, `(queries, keys)`."""
+    """Return which keys a window shows, from its definition: bool, `(queries, keys)`."""
     p, j = torch.arange(queries)[:, None] + q_start, torch.arange(keys) + k_start
     step, rest = (j - p) // rate, (j - p) % rate
     shown = (rest == 0) & (-before <= step) & (step <= after)

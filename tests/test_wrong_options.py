@@ -75,7 +75,7 @@ def test_every_command_has_options():
 
 
 def wrong(name: str, action: argparse.Action, tmp_path: Path) -> Iterator[object]:
-    """What to give it. A path below a file can be made by nobody, whoever runs the tests."""
+    """Yield wrong values for an option. No one can create a path below a file, whoever runs the tests."""
     garbage = tmp_path / "garbage"
     garbage.write_bytes(bytes(range(255, -1, -1)) * 4)
     if action.nargs == 0:

@@ -1,19 +1,20 @@
 # mypy: ignore-errors
-"""A candidate that a GPU has to judge: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
+"""A candidate kernel, not yet run on a GPU: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
 
     python lab/experiments/hopper.py [--out FOLDER]
 
 compares it with the kernel that ships and times both, on a GPU of sm_90, and writes <out>/<device>/hopper.jsonl. No
 backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
 waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
-tile of keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
-at issuing products, as FlashAttention-3 has it: a softmax runs under the same warpgroup's product with values and under
+tile of
+keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
+at issuing products, as in FlashAttention-3: a softmax runs under the same warpgroup's product with values and under
 both products of the other.
 
 It reads the tables of kernels/strided.py. A span of stride r is a box of a tensor that is viewed as (tokens / r rows of
 r tokens), so there is one descriptor per stride: Q1 to Q5, K1 to K5 and V1 to V5, each an argument of its own, since
 Triton, up to 3.7 at least, launches no kernel with descriptors in a tuple. Legend: H heads; N tokens; D head_dim; BN
-keys a tile; ST tiles in flight; STRIDES of the tiles and spans; s, p, m, z, acc as in kernels/online.py.
+keys per tile; ST tiles in flight; STRIDES of the tiles and spans; s, p, m, z, acc as in kernels/online.py.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def soften(s, m, z, scale, dtype: gl.constexpr, OPERAND: gl.constexpr):
 @gluon.jit
 def compute(W: gl.constexpr, T, OUT, LSE, Q, K, V, Q_FULL, K_FULL, K_FREE, V_FULL, V_FREE, TURN, b, head, H, N,
             scale, SPANS: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
-    """Warpgroup W: rows W · ROWS to W · ROWS + ROWS - 1 of the tile.
+    """Compute with warpgroup W: rows W · ROWS to W · ROWS + ROWS - 1 of the tile.
 
     Turn n comes when the other one has handed over n times, for the second warpgroup n + 1 times. The wait for it is a
-    branch, across which the assembler moves no wait for products: the one below would else stand above the softmax.
+    branch, across which the assembler moves no wait for products: otherwise the one below would move above the softmax.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     NUMERATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -199,7 +200,7 @@ def forward(Q1, Q2, Q3, Q4, Q5, K1, K2, K3, K4, K5, V1, V2, V3, V4, V5, OUT, LSE
 
 
 TILES_IN_FLIGHT = {64: (128, 3), 128: (128, 2)}
-"""By head_dim: keys a tile, tiles in flight."""
+"""By head_dim: keys per tile, tiles in flight."""
 
 MOST_STRIDES = 5
 
@@ -275,7 +276,7 @@ class Launch:
 
 
 def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """How far from triton's numbers, then its time over triton's in the same rounds."""
+    """Yield the difference from triton's numbers, then the ratio of its time to triton's in the same rounds."""
     q, k, v = case.inputs(device)[0]
     plan, scale = case.plan, case.head_dim**-0.5
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {

@@ -407,7 +407,7 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
 
 
 def layout_remedy(given: Any) -> str:
-    """Return how to turn an object of another package into a layout; "" if it is none that we can turn."""
+    """Return how to turn an object of another package into a layout; "" if this library cannot."""
     if isinstance(given, BlockMask):
         return "; give BlockLayout.from_block_mask of it"
     if isinstance(given, Tensor):

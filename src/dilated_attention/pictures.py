@@ -147,7 +147,7 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
     """Draw a square for each tile, brighter for a larger value. y runs downwards, as in slides.
 
     The scale begins at 0 and ends at the 99th percentile of the values, so that a few outliers do not darken the rest.
-    The colours can also be told apart in grey and by the colour-blind.
+    The colours can also be distinguished in grey and by the colour-blind.
 
     Args:
         places: the corner (x, y) of each tile where both are least.

@@ -232,7 +232,7 @@ def compile_groups(
 
 
 ALL = -2
-"""In an offset table: the head takes part in the branch with every residue, each of which is attended apart."""
+"""An entry of an offset table: the head takes part in the branch with every residue, each attended separately."""
 
 WHOLE = 2**62
 """The segment length of a branch that has no segments."""

@@ -105,7 +105,7 @@ def _tokens_in_place(model: Pretrained, tokens: int) -> int:
 
 
 def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
-    """How to call a model on the random input, and the released algorithm on the same."""
+    """Return how to call a model on the random input, and the released algorithm on the same input."""
     config = getattr(model.config, "encoder", model.config)
 
     def options(x: Any, is_causal: bool = False) -> released.Attention:

@@ -1,4 +1,4 @@
-"""What is measured on: device, versions, memory."""
+"""Describe the machine of a measurement: device, versions, memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def require_device(name: str) -> torch.device:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why PyTorch cannot use an accelerator here, or None where it can."""
+    """Return why PyTorch cannot use an accelerator here, or None if it can."""
     if device_type == "cuda":
         if torch.cuda.is_available():
             return None

@@ -21,7 +21,7 @@ from dilated_attention.plumbing import fused
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What the state_dict does not tell.
+    """Hold what the state_dict does not contain.
 
     xpos: turn queries and keys as torchscale's XPOS does, neighbours (2i, 2i + 1), scale_base 512.
     """

@@ -60,7 +60,7 @@ class Check:
         return (q + self.apart, k - self.apart, v) if self.apart else (q, k, v)
 
     def shape(self, head_dim: int) -> tuple[int, ...]:
-        """Of the tensor whose `parts` are q, k and v."""
+        """Return the shape of the tensor whose `parts` are q, k and v."""
         return self.batch, self.seq_len, self.heads + 2 * self.kv_heads, head_dim + self.views
 
     def parts(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,10 @@ class Check:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What PyTorch hands out uninitialised holds NaN: else a row that nobody writes may hold an earlier call's."""
+    """Fill PyTorch's uninitialised memory with NaN.
+
+    Otherwise a row that no one writes may hold an earlier call's values.
+    """
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*arguments: Any, **options: Any) -> Tensor:
@@ -120,10 +123,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """In norm, over what is finite; infinite where the two are not finite in the same places and ways.
+    """Return the relative error in norm, over what is finite.
 
-    Or of one row, over `ROW`, where that is more: the error of few rows vanishes in the norm of all. A row is what a
-    token has in a head; its error counts relative to its norm, or to the rows' root mean square if that is larger.
+    It is infinite where the two are not finite in the same places and ways. If the error of one row over `ROW` is
+    larger, return that: the error of few rows vanishes in the norm of all. A row is what a token has in a head; its
+    error counts relative to its norm, or to the rows' root mean square if that is larger.
     """
     finite, actual = expected.isfinite(), actual.double()
     if not torch.equal(finite, actual.isfinite()):
@@ -199,10 +203,10 @@ def dozen(seq_len: int = 200) -> list[Check]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one backend makes of one call.
+    """Hold the result of checking one backend with one call.
 
     Attributes:
-        error: the largest, over its bar; None where there is none.
+        error: the largest error, divided by its bar; None if there is no error to give.
         why: what is wrong, or why the backend refused.
     """
 
@@ -222,7 +226,7 @@ class Verdict:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """What calls are checked in."""
+    """Return the dtype in which calls are checked on a device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -234,7 +238,7 @@ def serving(device: torch.device) -> tuple[list[str], dict[str, str]]:
 
 
 def verdicts(check: Check, names: Sequence[str], device: torch.device) -> Iterator[Verdict]:
-    """What each backend makes of one call."""
+    """Yield the verdict on each backend for one call."""
     dtype = dtype_on(device)
     for name in names:
         try:

@@ -37,7 +37,7 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MOST_BOUND = 64  # launches of one kernel over one table that are kept for tensors of one kind each
 WIDE_FROM = 2**31
-"""How many elements a streamed tile may span before its offsets need 64 bits."""
+"""The number of elements that a streamed tile may span before its offsets need 64 bits."""
 
 
 @dataclass(frozen=True)

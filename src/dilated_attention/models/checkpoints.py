@@ -40,7 +40,7 @@ WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """Parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
 _ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
-"""How some names of every known model begin: for a part alone, and for a model made of parts."""
+"""First parts of names that every known model has: of a part alone, and of a model made of parts."""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),

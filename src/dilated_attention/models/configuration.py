@@ -50,7 +50,7 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
     names = {entry.name for entry in dataclasses.fields(kind)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object with the fields {', '.join(sorted(names))}, got {fields!r}")
-    missing = names - fields.keys() - getattr(kind, "newer", {"compat"})  # that of a pattern is newer, too
+    missing = names - fields.keys() - getattr(kind, "newer", {"compat"})  # the field of a pattern is newer, too
     for word, wrong in (("unknown", fields.keys() - names), ("missing", missing)):
         if wrong:
             raise ValueError(f"{where}: {word} field {', '.join(sorted(wrong))}")

@@ -54,9 +54,7 @@ class _Buffer(Protocol):
         """Return the heads in which the token at a position takes part, its row, and the rows that it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        """Iterate over the first tokens of a text: heads, the tokens that the buffer holds for them, the first one's
-        row.
-        """
+        """Iterate over what the buffer holds of a text's first tokens: heads, their tokens, and the first one's row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What all LongNets share: an embedding, blocks, a final norm."""
+"""The parts that all LongNets share: an embedding, blocks, a final norm."""
 
 from __future__ import annotations
 

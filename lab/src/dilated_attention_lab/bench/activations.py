@@ -43,7 +43,7 @@ def longnet(seq_len: int, steps: int) -> Heads:
 
 
 def missing() -> str | None:
-    """Why there is no MiniLM here; None where there is."""
+    """Return why there is no MiniLM here; None if there is."""
     lacking = [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(lacking).replace('_', '-')}" if lacking else None
 

@@ -79,18 +79,18 @@ def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call.
+    """Describe one call.
 
     Attributes:
         method: `dilated`: `dilated_attention`; `dense`: `scaled_dot_product_attention` over the whole sequence; `dense
-            calls`: the same score entries as the dilated pattern's, done by one call a branch of that function on
+            calls`: the same score entries as the dilated pattern's, done by one call of that function per branch on
             contiguous (batch x segments, heads, w / r, head_dim): what dilated attention costs when rows are in the
             right place already and nothing is merged; `block-sparse`: `block_sparse_attention`; `block-sparse dilated`:
-            the product of both patterns; `head groups`: `dilated_attention` with a branch a run of heads; `ring`: the
-            module `RingDilatedAttention` without a mesh; `multihead`, `multihead block-sparse`: the modules with their
-            projections, heads x head_dim wide; others: the block-sparse layout run otherwise, as rivals.py tells.
-        segment_lengths, dilation_rates, offsets: of the dilated pattern, or of the calls that stand for it.
-        blocks, density, block_size: of the layout: a builder of `BlockLayout` and the density asked of it; dilated
+            the product of both patterns; `head groups`: `dilated_attention` with one branch per run of heads; `ring`:
+            the module `RingDilatedAttention` without a mesh; `multihead`, `multihead block-sparse`: the modules with
+            their projections, heads x head_dim wide; others: the block-sparse layout run in another way, see rivals.py.
+        segment_lengths, dilation_rates, offsets: the dilated pattern, or the calls that stand for it.
+        blocks, density, block_size: the layout: a builder of `BlockLayout` and the requested density; dilated
             layouts take every second block.
         dtype: as in torch, `float32`.
         backend: as in `dilated_attention`.
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What a row of results records: what the method reads."""
+        """Return what a row of results records: the fields that the method reads."""
         unread = set() if self.method in DILATED else {"segment_lengths", "dilation_rates", "offsets"}
         unread |= set() if self.method in SPARSE else {"blocks", "density", "block_size"}
         unread |= {"backend"} if self.backend == "auto" else set()
@@ -172,23 +172,23 @@ class Case:
 
     @property
     def attention_flops(self) -> int:
-        """Those of the two matrix products of attention: 4 head_dim a score entry."""
+        """Return the operations of the two matrix products of attention: 4 head_dim per score entry."""
         if self.method not in SPARSE:
             return self.batch * self.pattern.flops(self.seq_len, self.heads, self.head_dim, self.is_causal)
         groups = self.plan.groups
         return self.batch * sum(x.heads * x.queries.segments * self._layout_flops(x.queries.count) for x in groups)
 
     def _layout_flops(self, seq_len: int) -> int:
-        """Of one head, in whole blocks; of a block that the diagonal cuts, half."""
+        """Return the operations of one head, in whole blocks; a block that the diagonal cuts counts half."""
         layout = self.layout(seq_len)
         entries = (layout.nnz - int(layout.masked.sum()) / 2) * layout.q_block * layout.k_block
         return int(4 * self.head_dim * entries)
 
     def predicted_bytes(self, *, backward: bool) -> int:
-        """What the call will hold at its peak, inputs included: an upper estimate.
+        """Return an upper estimate of what the call will hold at its peak, inputs included.
 
-        In outputs: q, k, v, out, and one more at most of temporaries. With a backward besides dout, dq, dk, dv and at
-        most two of temporaries, or the gradients in single precision.
+        In units of the output: q, k, v, out, and at most one more of temporaries. With a backward also dout, dq, dk, dv
+        and at most two of temporaries, or the gradients in single precision.
         """
         outputs = 11 if backward else 5
         if backward and self.dtype in ("float16", "bfloat16"):

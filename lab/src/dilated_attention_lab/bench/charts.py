@@ -63,7 +63,7 @@ def drawing(path: Path) -> Iterator[list[Record]]:
 
 
 Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
-"""By label: the style of matplotlib, the grey, and points (x, y)."""
+"""For each label: the style of matplotlib, the grey, and points (x, y)."""
 
 
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
@@ -150,9 +150,9 @@ def _stages(rows: list[Record]) -> Figure:
 
 
 def weak_scaling(rows: list[Record]) -> Figure | None:
-    """As many tokens a rank in every world: bytes that a rank receives, and the time of its forward.
+    """Draw worlds with the same number of tokens per rank: bytes that a rank receives, and the time of its forward.
 
-    Of the network that was modelled last, in worlds that differ in the length and the ranks alone.
+    The network is the one that was modelled last, in worlds that differ only in the length and the number of ranks.
     """
 
     def kind(row: Record) -> dict[str, Any]:

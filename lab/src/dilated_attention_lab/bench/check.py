@@ -36,7 +36,7 @@ BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 
 TIME_MARGIN = 0.3
 COUNT_MARGIN = 0.02
-"""How far above the baseline a figure may lie, as a part of it."""
+"""The share of the baseline by which a figure may exceed it."""
 PATIENCE = 30.0
 """Seconds after which a ratio counts as above its limit."""
 
@@ -162,7 +162,7 @@ GUARDS = (
 
 
 def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
-    """Where there is no baseline yet the lowest figure is looked for, as long as the patience lasts."""
+    """Compare with the baseline. If there is none yet, look for the lowest figure as long as the patience lasts."""
     held = baseline.get(guard.name)
     limit = 0.0 if held is None else held * (1 + guard.margin)
     threads = torch.get_num_threads()
@@ -188,7 +188,7 @@ def read_baseline(path: Path, device: str) -> dict[str, float]:
 
 
 def write_baseline(path: Path, device: str, values: Mapping[str, float]) -> None:
-    """Beside those of other devices, which stay."""
+    """Write the baseline of this device; those of other devices stay."""
     figures = {name: round(value, 3) for name, value in values.items()}
     known = entries(path) | {device: {"environment": environment(CPU), "figures": figures}}
     storage.write_text(path, json.dumps(known, indent=1) + "\n")

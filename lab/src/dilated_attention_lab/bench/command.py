@@ -69,7 +69,7 @@ SUITES = {
 
 
 def add_options(command: str, parser: argparse.ArgumentParser) -> None:
-    """What a command takes, and the function that runs it."""
+    """Add what a command takes, and the function that runs it."""
     {
         "bench": _add_bench,
         "compare": _add_compare,
@@ -474,7 +474,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """A line a row, under its case; a column that no row fills is left out."""
+    """Return a table with one line per row, under its case; a column that no row fills is left out."""
     from rich.text import Text
 
     lines = [_cells(row) for row in rows]

@@ -27,9 +27,9 @@ INSIDE = 0.10
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = 24
 MOST_FLOPS = 2.5e12
-"""Of a call: some 25 seconds on two cores."""
+"""The most floating-point operations of a call: some 25 seconds on two cores."""
 PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
-"""What the reports' plan asks of block-sparse attention at 4,096 tokens: time over the dilated baseline, by density."""
+"""The bar of the reports' plan for block-sparse attention at 4,096 tokens: time over dilated baseline, by density."""
 PAIR = "ring of one process", "LongNet branches"
 """The first does what the second does, and some checks."""
 PLANNED = {f"{blocks} blocks, {density:.0%}": bar for blocks in ("local", "random") for density, bar in PLAN.items()}
@@ -41,7 +41,7 @@ PLAN_OVER = "the plan: time over"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the variants of one set of rounds have in common.
+    """Hold what the variants of one set of rounds have in common.
 
     Attributes:
         base: the shape, the dtype, and the branches of those variants that have some.
@@ -100,7 +100,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def variants(base: Case) -> dict[str, Case]:
-    """By the name that the table shows."""
+    """Return the variants by the name that the table shows."""
 
     def of(method: Method, **more: Any) -> Case:
         return replace(base, method=method, **more)
@@ -134,7 +134,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """A row a variant, and what the bars are on."""
+    """Yield one row per variant, and what the bars apply to."""
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}
     for name, case in cases.items():
@@ -183,7 +183,7 @@ def _refusal(case: Case) -> str | None:
 
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
-    """What is known of a variant besides its time."""
+    """Return what is known of a variant besides its time."""
     rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
     out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
     q, k, v = (x.cpu() for x in inputs)
@@ -255,7 +255,7 @@ def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
 def call_and_peak(
     call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
 ) -> tuple[Tensor, int | None]:
-    """What it returns, and the bytes that it took at its peak; with `warm` those of a second call.
+    """Return what the call returns, and the bytes that it took at its peak; with `warm` the peak of a second call.
 
     The first also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
     """

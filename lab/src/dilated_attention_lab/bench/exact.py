@@ -1,4 +1,4 @@
-"""What a case is to compute, row by row in float64 from the definition, without the plan, the operator or a backend."""
+"""Compute the correct result of a case, row by row in float64 from the definition, without our plans or backends."""
 
 from __future__ import annotations
 

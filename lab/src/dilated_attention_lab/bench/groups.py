@@ -44,7 +44,7 @@ class Group:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a kernel that does not compile or run, or a call that does not fit, may raise: here or in what it calls."""
+    """Return the exceptions that a kernel that does not compile or run, or a call that does not fit, may raise."""
     from triton.errors import TritonError
 
     # PyTorch's errors of memory, of CUDA and of its compiler are RuntimeErrors.

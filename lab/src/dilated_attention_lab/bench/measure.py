@@ -1,4 +1,4 @@
-"""How time and memory are measured.
+"""Measure time and memory.
 
 Machines are noisy and other people use them. So everything that is to be compared runs in one process, in rounds: each
 round runs every contender once, starting from another one each time. A ratio is the median of the rounds' ratios, which
@@ -53,7 +53,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, values: Sequence[float], others: Sequence[float], factor: float = 1.0) -> Spread:
-        """Of `factor` times each value over the other of the same round."""
+        """Return the spread of `factor` times each value over the other's value in the same round."""
         return cls.of([factor * value / other for value, other in zip(values, others, strict=True)])
 
     def scaled(self, factor: float) -> Spread:
@@ -62,7 +62,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Seconds of every phase of every contender, one entry a round: seconds["dilated", "forward"][round]."""
+    """Hold the seconds of every phase of every contender, one entry per round: seconds["dilated", "forward"][round]."""
 
     seconds: dict[tuple[str, str], list[float]]
     matmul_size: int
@@ -136,7 +136,7 @@ def elapsed(call: Callable[[], object], *, runs: int) -> Spread:
 
 
 def fused_calls(call: Callable[[], object]) -> int:
-    """How many forwards of PyTorch's fused attention a call of the native backend makes."""
+    """Count the forwards of PyTorch's fused attention that a call of the native backend makes."""
     number, forward = 0, fused.forward
 
     def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +166,7 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
 def in_new_process(
     module: str, request: Mapping[str, object], *, limit: Sequence[str] = (), launcher: Sequence[str] = (), **more: str
 ) -> Any:
-    """What `python -m module REQUEST` prints, JSON on its last line.
+    """Return what `python -m module REQUEST` prints, JSON on its last line.
 
     Args:
         limit: a command in front of Python. launcher: a module that runs modules, with its options.
@@ -207,9 +207,9 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
 
 
 def forget_peak(device: torch.device) -> None:
-    """From here on the peak is that of what follows; where that cannot be, it stays that of making the inputs.
+    """Start measuring the peak memory again; where that is impossible, the peak of making the inputs stays.
 
-    What the C library keeps of memory that was freed goes back first: a call that takes it again would not be seen.
+    Memory that was freed but is kept by the C library is returned first: a call that takes it again would not be seen.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -241,12 +241,15 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def refusal(needs: Sequence[tuple[Case, bool]], device: torch.device) -> str | None:
-    """Why cases, each with whether it runs a backward, cannot be held at once, with the figure; None where they can."""
+    """Return why the cases cannot be held at once, with the figure; None if they can.
+
+    Each case comes with whether it runs a backward.
+    """
     return lack_of_memory(sum(case.predicted_bytes(backward=backward) for case, backward in needs), device)
 
 
 def lack_of_memory(needed: int, device: torch.device) -> str | None:
-    """Why that many bytes cannot be held, with the figure; None where they can, or the system does not tell."""
+    """Return why that many bytes cannot be held, with the figure; None if they can, or if the system does not say."""
     free = available_memory(device)
     if free is None or needed <= free:
         return None

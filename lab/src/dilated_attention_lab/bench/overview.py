@@ -218,7 +218,7 @@ def blocks(results: Path) -> list[Panel]:
 
 
 def dense(results: Path) -> list[Panel]:
-    """The C++ kernels beside PyTorch's own call: dense attention, and the score entries of a dilated pattern."""
+    """Compare the C++ kernels with PyTorch's own call: dense attention, and the score entries of a dilated pattern."""
     dilated = {"seq_len": 8192, "segment_lengths": [2048, 4096, 8192]}
     return [
         _by_machine(results, "forward+backward: time over dense", "dense", seq_len=8192, dilation_rates=[1], heads=4),

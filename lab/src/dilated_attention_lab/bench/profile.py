@@ -1,4 +1,4 @@
-"""Where the time and the memory of a call go.
+"""Show where a call spends time and memory.
 
 PyTorch's profiler times every operator; here each operator's own time goes to the stage of the library that ran it.
 While a call is profiled the functions of `STAGES` are replaced by the same functions under a `record_function`.
@@ -58,7 +58,7 @@ OUTSIDE = "outside attention"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a call: its own time in milliseconds, without that of the stages it called, and how often it ran."""
+    """Hold a part of a call: its own time in milliseconds, without the stages it called, and how often it ran."""
 
     name: str
     milliseconds: float
@@ -205,7 +205,7 @@ def _idle(events: list[Any]) -> float:
 
 
 def once(case: Case) -> dict[str, Spread]:
-    """Seconds of what a call needs once a shape: making the plan, the layout; and of finding the plan again."""
+    """Return the seconds of what a call needs once per shape: making plan and layout, and finding the plan again."""
     make, find = planning(case.pattern, case.heads, case.seq_len)
     found = {"making the plan": elapsed(make, runs=20), "finding the plan": elapsed(find, runs=100)}
     if case.method in SPARSE:
@@ -229,7 +229,7 @@ def training_step(case: Case, device: torch.device) -> Contender:
 
 
 def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward: bool) -> Iterator[Row]:
-    """What to record of a profile."""
+    """Yield what to record of a profile."""
     parameters = {**case.parameters, "backward": backward}
     for stage in found.stages:
         yield Row(f"{OWN_TIME}{stage.name}", parameters, stage.milliseconds, "ms")

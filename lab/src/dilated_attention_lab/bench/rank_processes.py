@@ -1,4 +1,4 @@
-"""What several real processes measure together: run under torchrun by the suite `parallel`; rank 0 prints JSON."""
+"""Measure with several real processes: run under torchrun by the suite `parallel`; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def limited(megabits: int) -> list[str]:
 
 
 def limit_refusal() -> str | None:
-    """Why no slower network can be had here, or None."""
+    """Return why the network cannot be slowed down here, or None."""
     try:
         process = subprocess.run([*limited(100), "true"], capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -110,7 +110,7 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
     link = link_of(mesh)
 
     def compute() -> float:
-        """Without the seconds that the rank waits for others' rows."""
+        """Measure without the seconds that the rank waits for others' rows."""
         link.traffic = Traffic()
         begin = time.perf_counter()
         shared()

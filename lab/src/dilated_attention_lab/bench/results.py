@@ -1,7 +1,7 @@
-"""Rows of results: one JSON object a line, in results/<device>/<suite>.jsonl.
+"""Rows of results: one JSON object per line, in results/<device>/<suite>.jsonl.
 
-A row says what was measured, the value, its spread, and on what: device, versions, commit, date. A file holds one row a
-figure: measuring it again replaces the row. Every row is written as soon as it is there.
+A row says what was measured, the value, its spread, and on what: device, versions, commit, date. A file holds one row
+per figure: measuring it again replaces the row. Every row is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Recorder:
         self._rows = {key: row for key, row in self._rows.items() if row["name"] != name}
 
     def forget_like(self, beginning: str, parameters: Mapping[str, Any]) -> None:
-        """As `forget`, of names that begin so, of one case."""
+        """Forget like `forget`, for all names of one case that begin with the given text."""
         self._rows = {
             key: row
             for key, row in self._rows.items()

@@ -72,7 +72,7 @@ class World:
         return 2 * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     def plan(self, transport: str | None = None) -> ExchangePlan:
-        """What the last rank moves, from the formula."""
+        """Return what the last rank moves, from the formula."""
         return exchange_plan(
             self.pattern,
             self.seq_len,
@@ -107,7 +107,7 @@ class World:
         }
 
     def flops(self, dense: bool = False) -> float:
-        """Of the last rank's forward: 4 head_dim a score entry, about."""
+        """Return the operations of the last rank's forward, about 4 head_dim per score entry."""
         pattern = Dilated((self.seq_len,), (1,)) if dense else self.pattern
         entries = 0.0
         for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
@@ -119,13 +119,13 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What the last rank of a world did.
+    """Hold what the last rank of a world did.
 
     Attributes:
-        transport: that served the call.
-        forward, backward: measured seconds of compute, one a round.
+        transport: the transport that served the call.
+        forward, backward: measured seconds of compute, one per round.
         sent, received, messages, rounds: counted in the forward; returned: bytes sent in the backward.
-        peak_bytes: measured: what the call added to its inputs; None where the system does not tell.
+        peak_bytes: measured: what the call added to its inputs; None if the system does not say.
     """
 
     world: World
@@ -142,10 +142,10 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The model of a network.
+    """Model a network.
 
     Attributes:
-        latency: seconds a message; bandwidth: bytes a second that a rank receives.
+        latency: seconds per message; bandwidth: bytes per second that a rank receives.
     """
 
     latency: float
@@ -159,7 +159,7 @@ class Network:
 
 
 def world_sizes(least: int, most: int) -> list[int]:
-    """From `least` up, fourfold each, to `most`."""
+    """Return sizes that begin at `least` and grow fourfold up to `most`."""
     sizes = []
     while least < most:
         sizes.append(least)
@@ -231,7 +231,7 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
 
 
 def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
-    """In this process: the peak memory is that of the largest, unless there is one world only."""
+    """Rehearse in this process: the peak memory is the largest world's, unless there is one world only."""
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     calls = [_call(world, _group(world.ranks)) for world in worlds]

@@ -8,9 +8,9 @@ becomes a table of the rows of that file whose name contains the words and whose
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
 
-The word `variants` makes a table that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`; `range`
-writes the least and the greatest value of all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio to
-another contender instead of its value.
+The word `variants` makes a table like that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`;
+`range` writes the least and the greatest value of all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio
+to another contender instead of its value.
 """
 
 from __future__ import annotations
@@ -109,12 +109,15 @@ def extent(rows: list[Record]) -> str:
 
 
 def table(rows: list[Record]) -> str:
-    """Markdown: a line a row."""
+    """Return Markdown with one line per row."""
     return markdown(*columns(rows))
 
 
 def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Figure, case, value, ratios to others, bar, and a line a row; a column that no row fills is left out."""
+    """Return figure, case, value, ratios to others, bar, and one line per row.
+
+    A column that no row fills is left out.
+    """
     others = sorted({name for row in rows for name in row.get("over", {})})
     found: dict[str, list[str]] = {
         "figure": [row["name"] for row in rows],
@@ -133,7 +136,7 @@ def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def variants(rows: list[Record]) -> str:
-    """Markdown: the variants of `compare`, with what it knows of each."""
+    """Return Markdown: the variants of `compare`, with what it knows about each."""
     return markdown(*compare.table(rows))
 
 

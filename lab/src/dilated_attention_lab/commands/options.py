@@ -26,7 +26,7 @@ def natural(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """What generators of PyTorch take."""
+    """Parse a seed that PyTorch's generators accept."""
     value = int(text)
     if not 0 <= value < 1 << 64:
         raise ValueError

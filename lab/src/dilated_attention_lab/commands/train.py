@@ -188,7 +188,7 @@ def _connect(
 
 
 def _onwards(out: Path) -> str:
-    """What to do after a rank was lost."""
+    """Return what to do after a rank was lost."""
     if session.saved(out):
         return f"--resume continues {out}"
     return f"nothing is saved in {out} yet: start again"

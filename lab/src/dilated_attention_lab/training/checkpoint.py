@@ -126,7 +126,7 @@ class Checkpoint:
 
 
 def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
-    """Those rows of a shard that lie in the piece."""
+    """Copy those rows of a shard that lie in the piece."""
     stored = opened.get_slice(name)
     shape = (rows, *piece.shape[1:]) if piece.shape else ()
     if tuple(stored.get_shape()) != shape:
@@ -181,7 +181,7 @@ def _shard(rank: int, size: int) -> str:
 
 
 def _write_shard(file: Path, pieces: Mapping[str, Piece], peers: Peers) -> bytes:
-    """What this rank alone holds, and on the first rank what all hold; its digest."""
+    """Write what this rank alone holds, and on the first rank what all hold; return its digest."""
     mine = {name: piece for name, piece in pieces.items() if (peers.rank == 0 if piece.is_whole else piece.rows)}
     first_rows = json.dumps({name: piece.first_row for name, piece in mine.items()})
     storage.write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
@@ -198,7 +198,7 @@ def _write_index(
 
 
 def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
-    """Of each tensor the files that hold some of it, in the order of the ranks and so of the rows."""
+    """Return, for each tensor, the files that hold some of it, in the order of the ranks and so of the rows."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for name in files:
         with storage.open_tensors(folder / name) as opened:

@@ -1,4 +1,4 @@
-"""What dilated attention is for, in a few minutes: recall over a long sequence, and a model of real text."""
+"""Show what dilated attention can do, in a few minutes: recall over a long sequence, and a model of real text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HELD_OUT = 32  # windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What the demo found, a line of `figures.jsonl`.
+    """Hold what the demo found, one line of `figures.jsonl`.
 
     Attributes:
         window, window_reach: tokens that a row sees, and how far back the last row reaches through all layers.
@@ -50,7 +50,7 @@ class Demo:
         near, far: right answers by model where the fact is within the window's reach, and where it is beyond.
         by_distance: right answers by model and distance.
         lessons: optimizer steps by sequence length, the same for both models.
-        step_seconds: of a forward and backward over one sequence of `tokens`, by attention.
+        step_seconds: seconds of a forward and backward over one sequence of `tokens`, by attention.
         text_bytes: read in training; table_bits: bits per held-out byte of a table counted from the same bytes.
         bits: bits per held-out byte by how much context the model may use.
     """
@@ -147,7 +147,7 @@ def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed:
 
 
 def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: torch.device) -> dict[str, float]:
-    """Of the dilated model and the same with dense attention; the least of a few."""
+    """Return the seconds of a step of the dilated model and of the same with dense attention; the least of a few."""
     dense = LongNetLM(recall.config(None)).to(device)
     pair = [x.to(device) for x in recall.draw(1, tokens, torch.Generator().manual_seed(0))]
     found = {}
@@ -245,7 +245,7 @@ def _shares(rates: Mapping[str, float]) -> tuple[str, str]:
 
 
 def sentences(found: Demo) -> list[str]:
-    """What the figures justify saying, and nothing else."""
+    """Return what the figures justify saying, and nothing else."""
     said = []
     longest = max(found.lessons)
     if min(found.far["dilated"], found.near["dilated"]) >= 0.95:

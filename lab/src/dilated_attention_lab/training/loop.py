@@ -37,10 +37,10 @@ OPTIONS: dict[str, Any] = {  # of `train`, kept beside the checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model is trained: AdamW, linear warm-up, then a cosine down to a tenth of `learning_rate`.
+    """Say how a model is trained: AdamW, linear warm-up, then a cosine down to a tenth of `learning_rate`.
 
-    `dtype` is that of matrix products and attention; with "bfloat16" they run under autocast. Weights, moments and sums
-    are float32.
+    `dtype` is the dtype of matrix products and attention; with "bfloat16" they run under autocast. Weights, moments and
+    sums are float32.
     """
 
     context: int = 8192
@@ -119,7 +119,7 @@ class Training:
             fused=self.device.type in ("cpu", "cuda"),
         )
         self.generator = torch.Generator().manual_seed(recipe.seed)
-        self.losses: list[float] = []  # nats per byte, one a step
+        self.losses: list[float] = []  # nats per byte, one per step
         self.seconds: list[float] = []
 
     @property
@@ -255,7 +255,7 @@ def _require_memory(config: LongNetConfig, device: torch.device, ranks: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says of itself.
+    """Hold what a checkpoint says about itself.
 
     Attributes:
         text: sha256 of the training text; paths: where it was read from.

@@ -25,7 +25,10 @@ MOST_ORDER = 6
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Of one order: sorted n-grams and how often each was seen; sorted contexts, their counts, and their next bytes."""
+    """Hold the counts of one order.
+
+    These are sorted n-grams and how often each was seen; sorted contexts, their counts, and their next bytes.
+    """
 
     grams: Numbers
     seen: Numbers

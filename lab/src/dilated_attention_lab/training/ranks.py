@@ -59,7 +59,10 @@ class Ranks:
         return cls(mesh, flattened(mesh["data", "context"], "data_context"), watch)
 
     def leave(self) -> None:
-        """At the end of a run: threads of gloo that outlive their process group may abort the process."""
+        """Leave the group at the end of a run.
+
+        Threads of gloo that outlive their process group may abort the process.
+        """
         dist.destroy_process_group()
 
     @property
@@ -77,7 +80,7 @@ class Ranks:
 
     @property
     def data(self) -> int:
-        """How many ranks share the samples of a batch."""
+        """Return how many ranks share the samples of a batch."""
         return self.mesh["data"].size()
 
     def distribute(self, model: LongNetLM) -> None:
@@ -121,7 +124,7 @@ class Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks share the samples, and how many a sequence."""
+        """Return how many ranks share the samples, and how many a sequence."""
         return {"data": self.data, "context": self.mesh["context"].size()}
 
     def whole(self, tensor: Tensor) -> Tensor:

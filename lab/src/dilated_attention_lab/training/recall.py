@@ -41,7 +41,10 @@ def pattern(tokens: int) -> Dilated:
 
 
 def config(pattern: Dilated | None) -> LongNetConfig:
-    """Without positions: what matters is what a token is, and a sequence may be longer than those in training."""
+    """Return a configuration without positions.
+
+    What matters is what a token is, and a sequence may be longer than those in training.
+    """
     return LongNetConfig(
         vocab_size=VALUES + 1 + FILLERS,
         embed_dim=WIDTH,
@@ -91,7 +94,7 @@ def window_entries(tokens: int, window: int) -> int:
 
 
 def window_reach(tokens: int, window: int) -> int:
-    """How far back the last token reaches through all layers."""
+    """Return how far back the last token reaches through all layers."""
     layout, at = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True), tokens - 1
     for _ in range(LAYERS):
         row = at // WINDOW_BLOCK

@@ -81,7 +81,7 @@ class Split:
         return torch.stack([self.content[i : i + self.context + 1] for i in first.tolist()]).long()
 
     def sample_held_out(self, count: int) -> Int[Tensor, "windows context_and_one"]:
-        """At most `count` held-out windows, evenly spread."""
+        """Return at most `count` held-out windows, evenly spread."""
         count = min(count, len(self.held_out))
         return self.held_out[[(2 * i + 1) * len(self.held_out) // (2 * count) for i in range(count)]].long()
 
@@ -126,8 +126,10 @@ def standard_library() -> Path:
 
 
 def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
-    """Sorted, none of the folder `own`. Of the standard library: no installed packages, and no tests (they are more
-    than all the rest)."""
+    """Yield files in sorted order, except those in the folder `own`.
+
+    From the standard library, leave out installed packages and tests (they are more than all the rest).
+    """
 
     def refuse(error: OSError) -> NoReturn:
         raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from error

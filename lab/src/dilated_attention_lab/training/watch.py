@@ -166,7 +166,10 @@ class Watch:
             raise
 
     def verdict(self) -> str:
-        """Who is lost, asked when something has failed; empty where every rank shows signs of life."""
+        """Return a sentence naming the lost ranks, or an empty string if every rank still responds.
+
+        Call it after a failure.
+        """
         with self._judging:
             if not self._verdict:
                 silence = f"lost {self._host}: it hosts the rendezvous store, which does not answer", self._lost

@@ -14,8 +14,11 @@ from dilated_attention_lab.training.text import readable
 
 
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
-    """The byte-level model in a folder of `save_pretrained` or of a run of `train`: that of its newest checkpoint, as
-    `model/` may be older; without a checkpoint that of `model/`. ValueError where there is none."""
+    """Load the byte-level model in a folder of `save_pretrained` or of a run of `train`.
+
+    Of a run, it is the newest checkpoint's model, as `model/` may be older; without a checkpoint the one in `model/`.
+    Raises ValueError if there is no model.
+    """
     place = folder if (folder / "config.json").exists() else folder / "model"
     if place != folder and session.saved(folder):
         model = session.saved_model(folder, backend)

@@ -1,4 +1,4 @@
-"""What `bench gpu` runs: its cases, and the pieces of its parts, one idea a file."""
+"""The contents of `bench gpu`: its cases, and the pieces of its parts, one idea per file."""
 
 from __future__ import annotations
 

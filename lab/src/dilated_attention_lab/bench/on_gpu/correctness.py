@@ -53,7 +53,7 @@ def as_timed(case: Case, label: str) -> Check:
 
 
 def wide(check: Check, device: torch.device) -> Iterator[Row]:
-    """With the offsets of 64 bits that only huge strides ask for."""
+    """Use 64-bit offsets, which only huge strides need."""
     with patch.object(triton, "WIDE_FROM", 0):
         yield from correctness(replace(check, name=f"{check.name}, wide offsets"), "triton", device)
 

@@ -58,7 +58,10 @@ def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, C
 
 
 def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
-    """How many shapes compile, which leaves them in Triton's cache: with the fewest tokens and heads that need them."""
+    """Count how many shapes compile, with the fewest tokens and heads that need them.
+
+    This leaves the compiled kernels in Triton's cache.
+    """
     least = 4096 if case.method == "block-sparse" else max(case.segment_lengths)
     few = replace(case, seq_len=least, heads=max(case.dilation_rates, default=case.heads))
     found, _ = tiled(kernel, few, device)
@@ -66,7 +69,7 @@ def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """What to enter in configurations.py: the time of a whole call, of which only this kernel differs."""
+    """Yield what to enter in configurations.py: the time of a whole call in which only this kernel differs."""
     contenders, refused = tiled(kernel, case, device)
     phase, (shipped, *_) = "forward" if kernel == "forward" else "forward+backward", contenders
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))

@@ -1,4 +1,4 @@
-"""Times beside dense kernels of equal work, FlexAttention, and the native backend."""
+"""Compare times with dense kernels of equal work, FlexAttention, and the native backend."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def against(
     work: Mapping[str, float],
     most: int = 50,
 ) -> Iterator[Row]:
-    """The forward time of each of ours over that of the fastest of `rivals`, which are called `title`.
+    """Compare the forward time of each of ours with the fastest of `rivals`, which are called `title`.
 
     Args:
         work: useful floating-point operations of everyone.
@@ -195,7 +195,7 @@ def against(
 
 
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
-    """The least work from which on triton is faster than native, forward and with the backward."""
+    """Find the least work for which triton is faster than native, in the forward and with the backward."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

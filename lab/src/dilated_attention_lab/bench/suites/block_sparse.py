@@ -67,7 +67,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 
 def bar(kind: str | None, density: float) -> float:
-    """What the time over dense may be at most, at the density that a layout has."""
+    """Return the largest allowed ratio of time to dense, for a layout's density."""
     return 1.5 * density + 0.04 if kind == "random" else 1.25 * density + 0.02
 
 
@@ -94,7 +94,10 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 
 
 def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method, backward: bool = True) -> Step:
-    """Beside other ways to run a layout; of FlexAttention, which has no backward on a CPU, the forward there."""
+    """Compare with other ways to run a layout.
+
+    FlexAttention has no backward on a CPU, so only its forward is compared there.
+    """
     rivals = {name: replace(case, method=name) for name in names if name != "mask" or case.seq_len**2 <= DENSE_LIMIT}
     no_compiler = device.type == "cpu" and shutil.which("c++") is None and rivals.pop("flex", None) is not None
     trained = {name: backward and (name != "flex" or device.type != "cpu") for name in rivals}

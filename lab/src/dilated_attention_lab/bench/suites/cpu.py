@@ -1,4 +1,4 @@
-"""`bench cpu`: the C++ kernels beside PyTorch's dense calls on the same score entries, and the native backend."""
+"""`bench cpu`: the C++ kernels against PyTorch's dense calls on the same score entries, and the native backend."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _row(
     rounds: Rounds, name: str, case: Case, rival: str, phase: str, bars: Bars, flops: Mapping[str, float],
     density: float = 1.0,
 ) -> Row:  # fmt: skip
-    """The time of contender `name` over that of `rival`, and over the native backend's; `flops` of a forward."""
+    """Compare the time of contender `name` with that of `rival`, and with the native backend; `flops` of a forward."""
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
@@ -168,7 +168,7 @@ def _short_rows(dtype: str, budget: float) -> Step:
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Calls whose time is that of getting to the kernel."""
+    """Return calls whose time is the overhead of reaching the kernel."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 

@@ -1,4 +1,4 @@
-"""`bench gpu`: the Triton kernels on a GPU: right, fast beside dense kernels, small, and where they overtake native.
+"""`bench gpu`: the Triton kernels on a GPU: right, fast against dense kernels, small, and where they overtake native.
 
 In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles; the long runs. Each job of a part
 runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. Jobs that check
@@ -36,7 +36,7 @@ MILLION = 1 << 20
 
 @dataclass(frozen=True)
 class Machine:
-    """What the groups depend on."""
+    """Hold what the groups depend on."""
 
     device: torch.device
     target: str = "sm_90"
@@ -99,7 +99,7 @@ def part_1(machine: Machine) -> list[Group]:
 
 
 def part_2(machine: Machine) -> list[Group]:
-    """Which tiles."""
+    """Measure which tiles are best."""
     device, lists = machine.device, sparse(0.10)
     cases: dict[str, tuple[Kernel, Case]] = {
         f"{kernel}, head_dim {d}": (kernel, replace(PAPER, head_dim=d))
@@ -116,7 +116,10 @@ def part_2(machine: Machine) -> list[Group]:
 
 
 def part_3(machine: Machine) -> list[Group]:
-    """The long runs: lengths, memory, graphs, FlexAttention, and from which length on `auto` should take triton."""
+    """Run the long measurements: lengths, memory, graphs, FlexAttention.
+
+    They also give the least length for which `auto` should take triton.
+    """
     device = machine.device
     million = replace(PAPER, seq_len=MILLION)
     narrow = replace(million, head_dim=64)
@@ -145,7 +148,7 @@ PARTS: dict[int, Callable[[Machine], list[Group]]] = {1: part_1, 2: part_2, 3: p
 
 
 def ceilings(device: torch.device) -> Iterator[Row]:
-    """What the machine can do: a large matrix product, and a copy of a gigabyte."""
+    """Measure what the machine can do: a large matrix product, and a copy of a gigabyte."""
     size = 8192
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     x = torch.empty(1 << 30, dtype=torch.uint8, device=device)

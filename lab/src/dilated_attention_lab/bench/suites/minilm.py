@@ -77,7 +77,7 @@ def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def documentation(module: ModuleType) -> str:
-    """What a module of the standard library says about itself and its public names."""
+    """Return what a module of the standard library says about itself and its public names."""
     public = [getattr(module, name) for name in sorted(vars(module)) if not name.startswith("_")]
     own = [entry for entry in public if str(getattr(entry, "__module__", "")).partition(".")[0] == module.__name__]
     pages = [module, *own, *(method for entry in own if isinstance(entry, type) for method in vars(entry).values())]

@@ -108,7 +108,7 @@ def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
 
 
 def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
-    """What a row about the slide encoder records."""
+    """Return what a row about the slide encoder records."""
     return {
         "seq_len": seq_len,
         "heads": HEADS,
@@ -133,7 +133,7 @@ def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iter
 def _compared(
     calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
 ) -> Row:
-    """The time of the first of two calls over that of the second."""
+    """Return the ratio of the first call's time to the second's."""
     contenders = {key: contender(call) for key, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
     one, other = calls

@@ -55,11 +55,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is done.
+    """Say how much is measured.
 
     Attributes:
-        lengths: of recall.
-        seeds: of each training on text.
+        lengths: sequence lengths of recall.
+        seeds: number of seeds for each training on text.
     """
 
     lengths: tuple[int, ...]
@@ -179,7 +179,10 @@ def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) 
 
 
 def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
-    """As many seconds for every attention of IN_TIME, a third of them on short pieces; bytes in the same order."""
+    """Train every attention of IN_TIME for the same time, a third of it on short pieces.
+
+    All read the bytes in the same order.
+    """
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "seconds": text.seconds}
     bits: dict[str, float] = {}
@@ -208,7 +211,7 @@ def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]
 
 
 def _clock(seconds: float) -> Callable[[int], float]:
-    """The share of so many seconds that has gone by, from now on."""
+    """Return a function that gives the share of some seconds that has passed since now."""
     begin = time.perf_counter()
     return lambda _: (time.perf_counter() - begin) / seconds
 

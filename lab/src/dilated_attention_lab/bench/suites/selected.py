@@ -1,4 +1,4 @@
-"""`bench selected`: modules that select beside dense attention, in time and in training, and lists of single tokens."""
+"""`bench selected`: modules that select against dense attention, in time and in training; lists of single tokens."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """The modules' own defaults, written out so that a row says what it measured."""
 MODULES: Mapping[str, Any] = dict(zip(SETTINGS, (NativeSparseAttention, BlockAttentionMixture), strict=True))
 BARS = {8192: 1.0, 32768: 0.25}
-"""What forward and backward of native sparse attention may take over dense attention of the same width."""
+"""The largest ratio of native sparse attention's time, forward and backward, to dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
-"""What lists of 2,048 of 32,768 tokens may take over others."""
+"""The largest ratio of time of lists of 2,048 of 32,768 tokens to others."""
 LEARNERS = ("dilated", "window", "dense", *SETTINGS)
 CONTEXT, WINDOW = 8192, 1024
 GATHERED = 128

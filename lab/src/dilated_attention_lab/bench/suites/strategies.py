@@ -128,7 +128,7 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
 
 
 def cases(quick: bool) -> dict[str, Case]:
-    """By the label that `compare` shows."""
+    """Return the cases by the label that `compare` shows."""
     lengths = (2048, 8192) if quick else (2048, 8192, 32768)
     return {f"{n:,} tokens by every strategy": replace(LONGNET, seq_len=n, backend="native") for n in lengths}
 

@@ -1,4 +1,4 @@
-"""`bench windows`: sliding windows beside PyTorch's dense and masked calls, prompts in chunks, and one new token."""
+"""`bench windows`: sliding windows against PyTorch's dense and masked calls, prompts in chunks, and one new token."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _window(window: Window, is_causal: bool) -> Attend:
 def _over_dense(
     label: str, window: Window, is_causal: bool, seq_len: int, inputs: Any, bar: float, budget: float
 ) -> Step:
-    """The time of a window over that of as many entries of PyTorch's dense call."""
+    """Compare the time of a window with PyTorch's dense call of equally many entries."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
