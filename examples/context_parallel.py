@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/context_parallel.py
 
-Every rank holds a contiguous shard of q, k and v. The call is that of one device with `mesh=`; so is its result.
+Every rank holds a contiguous shard of q, k and v. The call is the same as on one device, with `mesh=` added, and so is
+its result.
 """
 
 import torch

@@ -86,7 +86,7 @@ def one_process(data: int) -> tuple[float, dict[str, Tensor]]:
 
 
 def main(data: int = 2, context: int = 2, tensor: int = 2) -> tuple[float, float]:
-    """The loss, and the largest difference of it or of a parameter after the step to that of one process."""
+    """Return the loss, and the largest difference of it or of a parameter after the step from one process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (data, context, tensor), mesh_dim_names=("data", "context", "tensor"))
     reduced = mesh["data", "context"]._flatten("data_context")  # over which gradients are added up

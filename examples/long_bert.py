@@ -1,8 +1,8 @@
 """Fine-tune a BERT-like model at four times its length with dilated attention.
 
-Of which package of Python's standard library is a piece of source? A small transformers model learns it from pieces of
-128 bytes with its own dense attention. Then `extend_positions` repeats its table of positions to 512, `dilate` gives it
-segments of 128 tokens and a sparse branch over all 512, and some steps at 512 bytes teach it to use what it can now
+Which package of Python's standard library contains a piece of source? A small transformers model learns it from pieces
+of 128 bytes with its own dense attention. Then `extend_positions` repeats its table of positions to 512, `dilate` gives
+it segments of 128 tokens and a sparse branch over all 512, and some steps at 512 bytes teach it to use what it can now
 see.
 """
 

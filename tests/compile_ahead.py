@@ -68,7 +68,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
-"""What a call may need from a kernel: constants that differ from one full span with equal tiles; `own`: fewer rows."""
+"""The kernels that calls need: constants that differ from one full span with equal tiles; `own`: fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report(Variant):
-    """What the machine code of a variant holds; bytes, and instructions counted once each.
+    """Hold the contents of a variant's machine code: bytes, and instructions counted once each.
 
     `serialized`: the assembler lets every `wgmma` end before the next begins, which it reports in a warning only.
     """

@@ -110,7 +110,7 @@ def _filters(config: pytest.Config) -> Iterator[tuple[str, str, str, str]]:
 def fresh_python(pytestconfig: pytest.Config) -> Callable[..., str]:
     """`fresh_python(source, **environment)` runs `source` in a new interpreter without this file; its standard output.
 
-    For what the checking wrappers stand in the way of (`torch.compile(fullgraph=True)` cannot trace through them) and
+    For what the checking wrappers prevent (`torch.compile(fullgraph=True)` cannot trace through them) and
     for what is decided when a module is imported (`TRITON_INTERPRET="1"`). Warnings are errors there too,
     by the filters of pyproject.toml.
     """

@@ -21,7 +21,7 @@ from dilated_attention_lab.training.loop import read_checkpoint
 from test_train_ranks import MODEL, RECIPE, ranks_of, write_text
 
 KILLS = 50
-STEPS = 2 * KILLS  # a kill before the new checkpoint has its name costs a step
+STEPS = 2 * KILLS  # a kill before the new checkpoint has its name loses one step
 
 
 def train(text: Path, out: Path, resume: bool, saving: Path | None) -> list[float]:

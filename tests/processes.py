@@ -126,7 +126,7 @@ class Commands:
     Args:
         words: of each rank; None: it never comes.
         before: what a rank calls first, to prepare a fault.
-        store: the port of a store that outlives the ranks, as that of torchrun does; None: rank 0 hosts one.
+        store: the port of a store that outlives the ranks, as torchrun's store does; None: rank 0 hosts one.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def test_gigapath_positions_are_those_of_the_table():
 
 
 def test_corrected_results_are_offered_by_name():
-    """Without padding both results are equal.
+    """Both results are equal without padding.
 
     With it they differ by the attended zeros; exact is what a longer grid gives.
     """

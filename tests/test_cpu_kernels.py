@@ -1,5 +1,5 @@
-"""The C++ kernels against the oracle, in every instruction set of the machine and, emulated, in that of AMX, and what
-surrounds them: threads, forks, the build."""
+"""The C++ kernels against the oracle, in every instruction set of the machine and, emulated, in AMX; and what surrounds
+them: threads, forks, the build."""
 
 from __future__ import annotations
 

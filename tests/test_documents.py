@@ -100,7 +100,7 @@ def test_commands_exist(document):
                 assert re.search(rf"{re.escape(word.partition('=')[0])}\b", printed.getvalue()), (words, word)
 
 
-# Of these the options are checked alone: they read files of the reader's, or train in processes of their own.
+# Only the options of these are checked: they read files of the reader's, or train in processes of their own.
 NOT_RUN = {"compare", "demo", "generate", "convert"}
 # Appended: the last one counts.
 SMALLER = {"profile": ["--tokens", "256"]}
@@ -109,8 +109,10 @@ SMALLER = {"profile": ["--tokens", "256"]}
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_run(document, tmp_path, monkeypatch, capsys):
-    """As they stand, but for SMALLER, in a folder with the repository's results; a training ends before its first
-    step, and a suite of `bench` before its first figure."""
+    """Commands run as they are written, except for SMALLER, in a folder with the repository's results.
+
+    A training ends before its first step, and a suite of `bench` before its first figure.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "run", lambda *arguments, **options: 0)
     monkeypatch.setattr(bench, "measure_suite", lambda *arguments: None)

@@ -191,7 +191,7 @@ def test_kinds_of_rocm(on, monkeypatch):
 @pytest.mark.parametrize("size", [1, 10])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_plain_products_form_scores_in_single_precision(is_causal, size, keys, dtype):
-    """Nothing is rounded to half precision but q, k, v and what is returned: lse is as near to that of float64 on
+    """Nothing is rounded to half precision but q, k, v and what is returned: lse is as near to the lse of float64 on
     the same numbers as a float32 call's, and gradients are at most their own rounding away."""
     generator = torch.Generator().manual_seed(0)
     inputs = [(size * torch.randn(2, keys, 2, 64, generator=generator)).to(dtype).requires_grad_() for _ in range(3)]

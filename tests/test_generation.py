@@ -113,9 +113,9 @@ def test_the_cache_is_bounded():
 
 
 def test_decoding_far_out_with_xpos():
-    """At 40,000 tokens of scale_base 4 the powers of xPos leave float64, unless the origin follows.
+    """The powers of xPos leave float64 at 40,000 tokens of scale_base 4, unless the origin follows.
 
-    Positions 24 on begin segments of every branch, so that where they lie changes nothing.
+    Positions 24 and later begin segments of every branch, so that where they lie changes nothing.
     """
     config = PATTERNS["torchscale, sub-LN, xPos"]
     model = model_of(config)

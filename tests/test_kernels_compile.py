@@ -102,7 +102,7 @@ def test_machine_code(variant: Variant):
 
 @pytest.mark.xfail(installed not in THAT_SHIP, reason="651 with Triton 3.4, 584 with 3.9", strict=True)
 def test_instructions_of_a_step():
-    """In addition to 2,048 cycles of products for 128 keys, 8 warps issue on four schedulers."""
+    """Products take 2,048 cycles for 128 keys; in addition 8 warps issue on four schedulers."""
     variant = Variant("sm_90", "forward", 128, "bf16", "even")
     (step,) = loops(code_of(variant))
     assert len(step) * 128 / shape_of(variant).loop <= 560

@@ -137,7 +137,7 @@ def test_both_distributions_have_one_version():
 
 
 def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
-    """The Python files are all in one package; their size in the wheel is that of a zip file."""
+    """The Python files are all in one package; their size in the wheel is a zip file's size."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"^packages = (.*?) #", project, re.MULTILINE) == ['["src/dilated_attention"]']
     assert "[project.scripts]" not in project

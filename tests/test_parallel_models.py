@@ -538,7 +538,7 @@ def trained_with_dropout():
 
 
 def test_dropout_does_not_depend_on_the_ranks():
-    """What is dropped is a hash of places, and each rank draws one seed, so that all go on alike."""
+    """Dropout is a hash of places, and each rank draws one seed, so that all continue alike."""
     answers = [answer for size in (2, 3) for answer in processes.run(size, trained_with_dropout)]
     for states, random_state in answers[1:]:
         np.testing.assert_allclose(states, answers[0][0], rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""What errors and warnings tell users to do, done to the letter: it runs, and computes what the words promise.
+"""Do what errors and warnings tell users to do, to the letter: it runs, and computes what the words promise.
 
 A case is registered under the words of one message. It makes the wrong call inside `with told():`, which checks that
 these words come, and then follows them. `test_every_remedy_has_a_case` looks for remedies in the source, so that a new

@@ -352,7 +352,10 @@ def test_later_tokens_never_change_what_earlier_queries_see(seed, shape, name, d
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_size", [16, (32, 16), (16, 48)], ids=str)
 def test_scores_that_overflow(name, block_size, is_causal):
-    """In later tokens: rows before them keep their lists; and every list holds the diagonal and nothing beyond."""
+    """Scores overflow in later tokens: rows before them keep their lists; every list holds the diagonal.
+
+    No list holds anything beyond it.
+    """
     route = routers(block_size, is_causal)[name]
     q, k = make(270, 4, 2, batch=1)
     diagonal = BlockLayout.local(270, 1, block_size, is_causal=is_causal)

@@ -288,7 +288,7 @@ def test_meta_device():
 @pytest.mark.parametrize("options", [{}, {"lengths": torch.tensor([17, 9])}, {"is_causal": True, "dropout_p": 0.5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_layouts_on_the_meta_device(dtype, options):
-    """With gradients and without, results have the shapes that they have on the CPU."""
+    """Results have the shapes that they have on the CPU, with gradients and without."""
     layout = BlockLayout.local(17, 4, 4)
     halves = Dilated((8,), (2,)) * (lambda n: BlockLayout.local(n, 1, 2))
     for pattern in (layout, halves, Dilated((4, 16), (1, 4))):

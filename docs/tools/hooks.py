@@ -103,7 +103,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         "CHANGELOG.md",
         "SECURITY.md",
     )
-    if inside:  # the other way: these files stand above docs/
+    if inside:  # the other way: these files lie above docs/
         return re.sub(r"(?<=\]\()(?:\.\./)?docs/", "../" * depth, markdown)
 
     def shorten(link: re.Match[str]) -> str:

@@ -200,7 +200,7 @@ def forward(Q1, Q2, Q3, Q4, Q5, K1, K2, K3, K4, K5, V1, V2, V3, V4, V5, OUT, LSE
 
 
 TILES_IN_FLIGHT = {64: (128, 3), 128: (128, 2)}
-"""By head_dim: keys per tile, tiles in flight."""
+"""For each head_dim: keys per tile, tiles in flight."""
 
 MOST_STRIDES = 5
 

@@ -139,7 +139,10 @@ def _module(case: Case, kind: Any) -> Call:
 
 
 def _fork_sparse(case: Case, kind: Any) -> Call:
-    """The pattern of its tables, asked for the density; what it gives is another one, so no error is told."""
+    """Return a call of the fork with its own sparse pattern at the case's density.
+
+    The pattern differs from the case's, so no error is reported.
+    """
     config = importlib.import_module(kind.__module__).SparsePatternConfig
     sparse = config(pattern_type="dilated_sparse", sparsity_ratio=case.density, block_size=case.block_size)
     module = kind(list(case.segment_lengths), list(case.dilation_rates), sparse_config=sparse).eval()

@@ -30,7 +30,7 @@ KINDS = ("gigapath", "longvit", "torchscale")
 WITHIN = 1e-3
 """A relative difference in norm that single precision explains with room to spare; a wrong weight does not pass it."""
 MOST_TOKENS = 1 << 20
-"""Of the random input: more would take hours, and show no more."""
+"""The most tokens of the random input: more would take hours, and show no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dilated_attention.plumbing import Facts, table
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The relative error, in norm, that rounding may cause in out, lse, dq, dk and dv."""
 ROW = 15
-"""How many times as large the relative error of one row may be. Measured at 200 and 777 tokens: at most 5 times the
+"""The factor by which the relative error of one row may be larger. Measured at 200 and 777 tokens: at most 5 times the
 bar, in dk of scores far below zero."""
 
 
@@ -191,7 +191,7 @@ def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
 # ---- `info --check`
 
 LEFT_OUT = ("rows in no branch", "head groups", "scores far below zero", "packed", "blocks of each head")
-"""Of `checks`, for `info --check`: kernels have no code of their own for these."""
+"""The `checks` left out of `info --check`: kernels have no code of their own for these."""
 
 
 def dozen(seq_len: int = 200) -> list[Check]:

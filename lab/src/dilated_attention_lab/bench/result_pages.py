@@ -18,7 +18,7 @@ from dilated_attention_lab.bench.results import Record, read
 from dilated_attention_lab.bench.tables import markdown, number, value, verdict
 
 WIDEST = 6
-"""Figures beside one another in a table; where a case has more, each figure is a line and each case a column."""
+"""The most figures in a row of a table; if a case has more, each figure is a line and each case a column."""
 
 LONGEST = 2400
 """Words of a page; what does not fit goes to a further one."""

@@ -8,7 +8,7 @@ becomes a table of the rows of that file whose name contains the words and whose
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
 
-The word `variants` makes a table like that of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`;
+The word `variants` makes a table like the one of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`;
 `range` writes the least and the greatest value of all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio
 to another contender instead of its value.
 """

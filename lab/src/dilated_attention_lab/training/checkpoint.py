@@ -59,11 +59,11 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a process holds of a tensor: all of it, or a run of its rows.
+    """Describe what a process holds of a tensor: all of it, or a run of its rows.
 
     Attributes:
         first_row: where the run begins, along dim 0.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     tensor: Tensor

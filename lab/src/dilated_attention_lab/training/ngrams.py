@@ -88,8 +88,8 @@ def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
 class NgramLM(LongNetLM):
     """A byte-level `LongNetLM` that is given the n-grams at each byte, so that a small model spends nothing on them.
 
-    Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to that of a byte: in
-    one half of its channels those of the n-grams that end there, in the other half those that end one byte before.
+    Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to a byte's embedding:
+    in one half of its channels those of the n-grams that end there, in the other half those that end one byte before.
     Initially, the first layer compares a query's first half with the keys' second: it looks at what followed the same
     bytes earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
 

@@ -24,9 +24,9 @@ _ENDED: Final = "ended"
 
 
 class Watch:
-    """One process's watch over all ranks of a run, from before they form a group until it leaves.
+    """Watch all ranks of a run from one process, from before they form a group until it leaves.
 
-    A thread writes a beat twice a second and reads that of the next rank alone, so that the store's work grows with the
+    A thread writes a beat twice per second and reads only the next rank's beat, so that the store's work grows with the
     number of ranks only. It names a rank that is silent for `timeout` seconds (at least six) even while this process's
     main thread hangs in a collective, be it of gloo or of NCCL; after SIGTERM, which torchrun sends to the others when
     a rank has died, it does so within seconds. The first rank that finds out leaves word for all.

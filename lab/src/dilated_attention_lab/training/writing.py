@@ -16,7 +16,7 @@ from dilated_attention_lab.training.text import readable
 def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
     """Load the byte-level model in a folder of `save_pretrained` or of a run of `train`.
 
-    Of a run, it is the newest checkpoint's model, as `model/` may be older; without a checkpoint the one in `model/`.
+    A run gives its newest checkpoint's model, as `model/` may be older; without a checkpoint the one in `model/`.
     Raises ValueError if there is no model.
     """
     place = folder if (folder / "config.json").exists() else folder / "model"

@@ -25,7 +25,7 @@ LAYOUTS: tuple[tuple[Blocks, float], ...] = (("local", 0.1), ("local", 0.25), ("
 ROWS = (4, 16, 32, 64, 128)
 
 Bars = Mapping[tuple[str, str], tuple[float, float]]
-"""By dtype, TILES for bfloat16 in the tiles of AMX, and phase, for the head_dims of HEAD_DIMS."""
+"""For each dtype (TILES for bfloat16 in the tiles of AMX) and phase, for the head_dims of HEAD_DIMS."""
 
 TILES = "bfloat16 in tiles"
 _BFLOAT16: Bars = {("bfloat16", "forward"): (0.80, 0.80), ("bfloat16", "forward+backward"): (0.60, 0.60)}
@@ -104,7 +104,7 @@ def _row(
     rounds: Rounds, name: str, case: Case, rival: str, phase: str, bars: Bars, flops: Mapping[str, float],
     density: float = 1.0,
 ) -> Row:  # fmt: skip
-    """Compare the time of contender `name` with that of `rival`, and with the native backend; `flops` of a forward."""
+    """Compare contender `name` with `rival` and with the native backend by time; `flops`: of a forward."""
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(

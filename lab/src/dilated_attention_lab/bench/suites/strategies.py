@@ -24,7 +24,7 @@ RESOLUTION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How the rows of a group of x `(seq, heads, ...)` are read, and written back.
+    """Say how the rows of a group of x `(seq, heads, ...)` are read, and written back.
 
     Attributes:
         take: x, group -> rows `(segments, count, heads, ...)`.
