@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="instead run a call of each kind on every backend that serves the device, compare with the definition in double "
+        help="run a call of each kind on every backend that serves the device, compare with the definition in double "
         "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
     )
     parser.add_argument("--device", help="of --check: a PyTorch device (default: cuda where there is one, else cpu)")
