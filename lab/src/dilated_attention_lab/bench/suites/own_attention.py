@@ -148,7 +148,7 @@ def _gemma_blocks(device: torch.device, seq_len: int, density: float) -> Step:
         from dilated_attention.integrations.huggingface import sparsify
         from dilated_attention.routing import topk_blocks
 
-        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "density": density, "block_size": 64}
+        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "chosen", "density": density}
         if why := _lacking():
             yield Row("chosen blocks: perplexity over dense", parameters, None, "x", refused=why)
             return
