@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PreTrainedModel,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
+)
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -20,6 +30,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations.huggingface import NAME, dilate, report
@@ -27,6 +38,15 @@ from dilated_attention.integrations.own_attention import read_mask
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
 TOKENS = 43
+SMALL_GEMMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+SMALL_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 NO_STATIC_CACHE: tuple[str, ...] = ()  # refused by transformers for these families
 
 
@@ -146,11 +166,67 @@ def test_generates_the_same_tokens_from_other_inputs(family, more):
     assert torch.equal(*found)
 
 
+def test_an_encoder_made_of_a_decoder():
+    """Gemma 3 with `use_bidirectional_attention` (EmbeddingGemma): windows on both sides, and every key."""
+    outputs = []
+    for implementation in ("eager", NAME, "sdpa"):
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(**SMALL_GEMMA, use_bidirectional_attention=True)
+        config._attn_implementation = implementation
+        model = Gemma3TextModel(config).eval()
+        outputs.append([_output(model, input_ids=_tokens(), attention_mask=mask)[mask.bool()] for mask in _masks()])
+    for results in zip(*outputs, strict=True):
+        _assert_close(*results)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refuses_by_name(family):
     words = REFUSED[family][3]
     with pytest.raises(UnsupportedError, match=words):
         _output(build(family, NAME), input_ids=_tokens())
+
+
+def _prefix(implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    text = {"model_type": "gemma", **SMALL_GEMMA, "layer_types": ["full_attention"] * 2}
+    vision = {"model_type": "siglip_vision_model", "projection_dim": 32, **SMALL_VISION}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=96, projection_dim=32)
+    config._attn_implementation = implementation
+    return PaliGemmaForConditionalGeneration(config).eval(), {"token_type_ids": (torch.arange(TOKENS) > 20).long()}
+
+
+def _images(implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    config = Gemma3Config(text_config=SMALL_GEMMA, vision_config=SMALL_VISION, image_token_id=96, mm_tokens_per_image=4)
+    config._attn_implementation = implementation
+    types = torch.zeros(TOKENS, dtype=torch.long)
+    types[5:9] = 1
+    return Gemma3ForConditionalGeneration(config).eval(), {"token_type_ids": types}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("make", [_prefix, _images])
+def test_blocks_of_tokens_are_refused(make, use_cache):
+    """A prefix, or an image, whose tokens see one another both ways; without one the model computes what eager does."""
+    (model, more), (eager, _) = make(NAME), make("eager")
+    eager.load_state_dict(model.state_dict())
+    inputs = {"input_ids": _tokens(), "attention_mask": _masks()[0], "use_cache": use_cache}
+    more = {name: x.expand(2, -1) for name, x in more.items()}
+    with pytest.raises(UnsupportedError, match=r'see one another both ways.*attn_implementation="sdpa"'):
+        model(**inputs, **more)
+    found, expected = (x(**inputs).logits[inputs["attention_mask"].bool()] for x in (model, eager))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_t5gemma2_is_refused():
+    """Its decoder joins the masks of its own and of the encoder's tokens; its encoder has windows of another kind."""
+    encoder = {"text_config": SMALL_GEMMA, "vision_config": SMALL_VISION, "image_token_index": 96}
+    config = T5Gemma2Config(encoder=encoder, decoder=SMALL_GEMMA, image_token_index=96)
+    config._attn_implementation = NAME
+    model = T5Gemma2ForConditionalGeneration(config).eval()
+    with pytest.raises(UnsupportedError, match=r'keys before, .*after a query.*attn_implementation="sdpa"'):
+        model(input_ids=_tokens(), decoder_input_ids=_tokens())
+    states = BaseModelOutput(last_hidden_state=torch.randn(2, TOKENS, 32))
+    with pytest.raises(UnsupportedError, match=r'computes with its mask over pairs.*attn_implementation="sdpa"'):
+        model(encoder_outputs=states, decoder_input_ids=_tokens())
 
 
 def test_the_number_of_families_in_the_documents():

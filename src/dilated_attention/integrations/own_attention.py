@@ -27,7 +27,7 @@ class _NoTensorError(UnsupportedError, AttributeError):
     def __init__(self) -> None:
         super().__init__(
             "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
-            "hands it to its attention alone"
+            f"hands it to its attention alone, or {_REMEDY}"
         )
 
 
@@ -134,6 +134,9 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return dict.fromkeys(("before", "after"), values["sliding_window"])
     if kind == "_bidirectional_window_overlay":  # of Gemma 3 as an encoder
         return dict.fromkeys(("before", "after"), values["sliding_window"] - 1)
+    if kind == "sliding_window_mask_function":  # of T5Gemma 2
+        size, causal = values["sliding_window"], values["is_causal"]
+        return {"before": size - 1, "after": 0} if causal else {"before": (size + 1) // 2 - 1, "after": size // 2}
     if kind == "chunked_overlay":
         return {"chunk": values["chunk_size"], "first_tokens": values["left_padding"]}
     if kind == "packed_sequence_mask_function":
