@@ -24,6 +24,7 @@ attention function reads. A mask that neither can express is refused.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -123,18 +124,35 @@ class _Pattern:
         config.__dict__.pop("attn_implementation", None)
 
 
-_their_implementation = PreTrainedModel.get_correct_attn_implementation
+_their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
 
 def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
     """As transformers' own, which takes any implementation for any model: one that would not call ours is refused."""
     found = _their_implementation(self, *args, **kwargs)
-    if found == NAME:
-        _require_interface(self)
-        options = getattr(self.config, NAME, None)
-        if options is not None and not _keeps_windows(options):
-            _require_no_windows(self)
+    if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
+        _require_own_layers(self)
     return found
+
+
+def _post_init(self: PreTrainedModel) -> None:
+    """As transformers' own, at the end of a model's making."""
+    _their_post_init(self)
+    if self.config._attn_implementation == NAME:
+        _require_own_layers(self)
+
+
+def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
+    """Whether a model makes a module of a class that its implementation names, among classes of its own (SAM)."""
+    source = sys.modules[kind.__module__]
+    return not kind._supports_attention_backend and "[config._attn_implementation]" in inspect.getsource(source)
+
+
+def _require_own_layers(model: PreTrainedModel) -> None:
+    _require_interface(model)
+    options = getattr(model.config, NAME, None)
+    if options is not None and not _keeps_windows(options):
+        _require_no_windows(model)
 
 
 def register() -> None:
@@ -145,6 +163,7 @@ def register() -> None:
     setattr(PreTrainedConfig, NAME, _Pattern())
     if PreTrainedModel.get_correct_attn_implementation is _their_implementation:
         PreTrainedModel.get_correct_attn_implementation = _correct_implementation  # type: ignore[method-assign]
+        PreTrainedModel.post_init = _post_init  # type: ignore[method-assign]
 
 
 def dilate(
