@@ -35,6 +35,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations.huggingface import NAME, dilate, report
 from dilated_attention.integrations.own_attention import read_mask
+from tolerances import relative_error
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
 TOKENS = 43
@@ -275,6 +276,36 @@ def test_a_report_says_what_layers_do():
     assert lines[0] == "model.layers.0.self_attn: causal, window 8: 43 queries from 0 on, 43 keys, softcap 50.0"
     assert lines[1] == "model.layers.1.self_attn: causal, all keys: 43 queries from 0 on, 43 keys, softcap 50.0"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "modernbert", "gpt_oss"])
+def test_full_layers_alone_are_dilated_and_saved(family, tmp_path):
+    """With windows, chunks, and sinks beside them; padding; gradients; loaded again."""
+    eager, ours, _ = _models(family)
+    dilate(ours, [64], [1], layers="full")
+    results = []
+    for model in (eager, ours):
+        outputs = [_output(model, input_ids=_tokens(), attention_mask=mask)[mask.bool()] for mask in _masks()]
+        sum(x.sin().sum() for x in outputs).backward()
+        results.append((outputs, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])))
+    for found, expected in zip(results[1][0], results[0][0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert relative_error(results[1][1], results[0][1]) <= 1e-5
+    dilate(ours, [8], [1], layers="full").save_pretrained(tmp_path)
+    again = type(ours).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found, expected = (_output(model, input_ids=_tokens()) for model in (again, ours))
+    assert torch.equal(found, expected)
+    assert report(again) == report(ours)
+
+
+def test_capped_scores_are_refused_before_a_model_is_changed():
+    model = build("gemma2", "eager")
+    for layers in ("all", "full"):
+        with pytest.raises(UnsupportedError, match="attn_logit_softcapping=50"):
+            dilate(model, [8], [1], layers=layers)
+    assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, NAME)
 
 
 def test_full_layers_alone_are_dilated():

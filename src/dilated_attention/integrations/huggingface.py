@@ -151,8 +151,10 @@ def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
 def _require_own_layers(model: PreTrainedModel) -> None:
     _require_interface(model)
     options = getattr(model.config, NAME, None)
-    if options is not None and not _keeps_windows(options):
-        _require_no_windows(model)
+    if options is not None:
+        _require_no_cap(model)
+        if not _keeps_windows(options):
+            _require_no_windows(model)
 
 
 def register() -> None:
@@ -202,6 +204,7 @@ def dilate(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)
+        _require_no_cap(part)
         if layers == "all":
             _require_no_windows(part)
         _require_heads(part, pattern)
@@ -377,15 +380,17 @@ def _require_interface(part: PreTrainedModel) -> None:
         )
 
 
-def _require_no_windows(part: PreTrainedModel) -> None:
-    """Refuse to dilate a model that caps its scores or has windows."""
-    name, config = type(part).__name__, part.config
-    cap = getattr(config, "attn_logit_softcapping", None)
+def _require_no_cap(part: PreTrainedModel) -> None:
+    cap = getattr(part.config, "attn_logit_softcapping", None)
     if cap is not None:
         raise UnsupportedError(
-            f"{name} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does not: weights "
-            "that were trained with a cap need a model's own attention; choose a model without one"
+            f"{type(part).__name__} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does "
+            "not: weights that were trained with a cap need a model's own attention; choose a model without one"
         )
+
+
+def _require_no_windows(part: PreTrainedModel) -> None:
+    name, config = type(part).__name__, part.config
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds:
         windows = sorted({"sliding_attention", "chunked_attention"} & set(kinds))
