@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations.huggingface import NAME, dilate, report
-from dilated_attention.integrations.own_attention import read_mask
+from dilated_attention.integrations.own_attention import attend, read_mask
 from tolerances import relative_error
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
@@ -44,6 +45,7 @@ SMALL_GEMMA = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+ONLY_GEMMA3 = ("sliding_window", "layer_types")
 SMALL_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
     "patch_size": 14,
@@ -187,34 +189,67 @@ def test_refuses_by_name(family):
         _output(build(family, NAME), input_ids=_tokens())
 
 
-def _prefix(implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    text = {"model_type": "gemma", **SMALL_GEMMA, "layer_types": ["full_attention"] * 2}
+def _prefix(implementation: str) -> tuple[PreTrainedModel, Tensor]:
+    """PaliGemma: the first tokens see one another, as many as each sample has with type 0."""
+    text = {"model_type": "gemma", **{name: x for name, x in SMALL_GEMMA.items() if name not in ONLY_GEMMA3}}
     vision = {"model_type": "siglip_vision_model", "projection_dim": 32, **SMALL_VISION}
     config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=96, projection_dim=32)
     config._attn_implementation = implementation
-    return PaliGemmaForConditionalGeneration(config).eval(), {"token_type_ids": (torch.arange(TOKENS) > 20).long()}
+    torch.manual_seed(0)
+    types = (torch.arange(TOKENS) > torch.tensor([[20], [31]])).long()
+    return PaliGemmaForConditionalGeneration(config).eval(), types
 
 
-def _images(implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def _images(implementation: str) -> tuple[PreTrainedModel, Tensor]:
+    """Gemma 3: the tokens of an image see one another; images shorter and longer than the window, and of one token."""
     config = Gemma3Config(text_config=SMALL_GEMMA, vision_config=SMALL_VISION, image_token_id=96, mm_tokens_per_image=4)
     config._attn_implementation = implementation
-    types = torch.zeros(TOKENS, dtype=torch.long)
-    types[5:9] = 1
-    return Gemma3ForConditionalGeneration(config).eval(), {"token_type_ids": types}
+    torch.manual_seed(0)
+    types = torch.zeros(2, TOKENS, dtype=torch.long)
+    types[0, 0:4], types[0, 15:34], types[1, 12:17], types[1, 20], types[1, 38:] = 1, 1, 1, 1, 1
+    return Gemma3ForConditionalGeneration(config).eval(), types
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("make", [_prefix, _images])
-def test_blocks_of_tokens_are_refused(make, use_cache):
-    """A prefix, or an image, whose tokens see one another both ways; without one the model computes what eager does."""
-    (model, more), (eager, _) = make(NAME), make("eager")
-    eager.load_state_dict(model.state_dict())
-    inputs = {"input_ids": _tokens(), "attention_mask": _masks()[0], "use_cache": use_cache}
-    more = {name: x.expand(2, -1) for name, x in more.items()}
-    with pytest.raises(UnsupportedError, match=r'see one another both ways.*attn_implementation="sdpa"'):
-        model(**inputs, **more)
-    found, expected = (x(**inputs).logits[inputs["attention_mask"].bool()] for x in (model, eager))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_blocks_of_tokens_see_one_another(make, use_cache):
+    """With both kinds of padding; and they change the result."""
+    for mask in (torch.ones(2, TOKENS, dtype=torch.long), *_masks()):
+        results = []
+        for implementation in ("eager", NAME, "sdpa"):
+            model, types = make(implementation)
+            inputs = {"input_ids": _tokens(), "attention_mask": mask, "use_cache": use_cache}
+            logits = model(**inputs, token_type_ids=types).logits[mask.bool()]
+            logits.sin().sum().backward()
+            gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+            results.append((logits, gradients))
+        for found in zip(*results, strict=True):
+            _assert_close(*found)
+        with torch.no_grad():
+            assert (make(NAME)[0](**inputs).logits[mask.bool()] - results[0][0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("make", [_prefix, _images])
+def test_blocks_of_tokens_are_continued(make, more):
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for implementation in ("eager", NAME):
+        model, types = make(implementation)
+        inputs = {"attention_mask": _masks()[0], "token_type_ids": types}
+        found.append(model.generate(_tokens(), **inputs, **options, **more))
+    assert torch.equal(*found)
+
+
+def test_blocks_that_cannot_be_served():
+    ids = torch.tensor([[0, 0, -1, 0]])
+    shown = read_mask(or_masks(causal_mask_function, blockwise_overlay(ids)))
+    shown = replace(shown, queries=4, keys=4)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"lies in several places.*sdpa"):
+        attend(shown, q, q, q, scale=None)
+    with pytest.raises(UnsupportedError, match=r"a block of 4 tokens, of which the cache has a part.*sdpa"):
+        attend(replace(shown, blocks=torch.zeros(1, 4), queries=2, keys=3), q[:, :2], q[:, :3], q[:, :3], scale=None)
 
 
 def test_t5gemma2_is_refused():
@@ -258,7 +293,12 @@ def test_masks_are_read_back():
         and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(4)),
         and_masks(sliding_window_overlay(3), bidirectional_mask_function),  # a window on one side, later keys all
         or_masks(sliding_window_causal_mask_function(9), sliding_window_bidirectional_mask_function(3)),
-        or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 3))),
+        or_masks(sliding_window_causal_mask_function(3), blockwise_overlay(torch.zeros(1, 3))),  # PaliGemma 2
+        and_masks(
+            or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 3))),
+            packed_sequence_mask_function(torch.zeros(1, 3)),
+        ),
+        or_masks(bidirectional_mask_function, blockwise_overlay(torch.zeros(1, 3))),
         lambda batch, head, query, key: key <= query,
     ],
 )

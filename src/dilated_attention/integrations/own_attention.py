@@ -7,6 +7,7 @@ over pairs of tokens is ever formed; `attend` computes it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,14 +69,16 @@ class Refused(NotATensor):
 class Shown(NotATensor):
     """Which keys the queries of one forward see.
 
-    A query at position p sees the key at position j iff j <= p where `is_causal`, j > p - window (without causality:
-    |p - j| <= window), both lie in one chunk, both belong to one sample, and the key is not hidden.
+    A query at position p sees the key at position j iff j <= p where `is_causal`, unless both lie in one block, and
+    j > p - window (without causality: |p - j| <= window), both lie in one chunk, both belong to one sample, and the key
+    is not hidden.
 
     Attributes:
         window: as in `config.sliding_window`; None: no window.
         chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
+        blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
         q_start, k_start: positions of the first query and of the first key.
         queries, keys: how many there are; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
@@ -86,6 +89,7 @@ class Shown(NotATensor):
     chunk: int | None = None
     first_tokens: Tensor | None = None
     samples: Tensor | None = None
+    blocks: Tensor | None = None
     q_start: int = 0
     k_start: int = 0
     queries: int = 0
@@ -104,13 +108,14 @@ class Shown(NotATensor):
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
     """Return what a mask function of transformers shows.
 
-    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples.
+    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples, or
+    a causal one with blocks of tokens that see one another.
     """
     limits = _limits(mask_function)
     before, after = limits.pop("before", None), limits.pop("after", None)
     if after == 0:
         return Shown(True, None if before is None else before + 1, **limits)
-    if before != after:
+    if before != after or "blocks" in limits:
         raise _unknown(f"{before} keys before, {after} after a query")
     return Shown(False, before, **limits)
 
@@ -141,7 +146,9 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return {"chunk": values["chunk_size"], "first_tokens": values["left_padding"]}
     if kind == "packed_sequence_mask_function":
         return {"samples": values["packed_sequence_mask"]}
-    raise _unknown("blocks of tokens that see one another both ways" if kind == "blockwise_overlay" else kind)
+    if kind == "blockwise_overlay":
+        return {"blocks": values["block_sequence_ids"]}
+    raise _unknown(kind)
 
 
 def _unknown(what: str) -> UnsupportedError:
@@ -159,6 +166,9 @@ def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
 def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `and`."""
     found: dict[str, Any] = {}
+    limited = [part for part in parts if "blocks" not in part]
+    if len(limited) < len(parts) and any(part.keys() - {"before"} for part in limited):
+        raise _unknown("blocks of tokens, limited further")
     for name, x in (item for part in parts for item in part.items()):
         if name == "after":
             found[name] = min(x, found.get(name, x))
@@ -172,8 +182,11 @@ def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
 
-    So Gemma 3 makes an encoder of its decoder: what the causal mask shows, or a window on both sides.
+    So Gemma 3 makes an encoder of its decoder: what the causal mask shows, or a window on both sides. Blocks of tokens
+    are shown besides.
     """
+    if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
+        return parts[0] | parts[1]
     reach = [tuple(part.get(name, math.inf) for name in ("before", "after")) for part in parts]
     widest = tuple(max(sides) for sides in zip(*reach, strict=True))
     if widest not in reach or any(part.keys() - {"before", "after"} for part in parts):
@@ -224,6 +237,8 @@ def attend(
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
+    if shown.blocks is not None:
+        return _attend_blocks(shown, q, k, v, options)
     if shown.chunk is not None and shown.first_tokens is not None:
         if torch.compiler.is_compiling():  # then values cannot be looked at
             return _attend_aligned(shown, q, k, v, options)
@@ -249,7 +264,11 @@ def describe(shown: Shown) -> str:
     words += [f"{name} {x}" for name, x in (("window", shown.window), ("chunk", shown.chunk)) if x is not None]
     if shown.window is None and shown.chunk is None:
         words.append("all keys")
-    words += [name for name, x in (("packed", shown.samples), ("padded", shown.hidden)) if x is not None]
+    words += [
+        name
+        for name, x in (("packed", shown.samples), ("blocks", shown.blocks), ("padded", shown.hidden))
+        if x is not None
+    ]
     return f"{', '.join(words)}: {shown.queries:,} queries from {shown.q_start:,} on, {shown.keys:,} keys"
 
 
@@ -302,6 +321,39 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
     q, k, v = (permuted(x, order) for x in (q, k, v))
     out = attend(replace(shown, first_tokens=None, hidden=hidden), q, k, v, **options)
     return permuted(out, (place - first) % shown.keys).masked_fill((place < first)[..., None, None], 0)
+
+
+def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend in all rows without blocks, then again in the rows of each block, to all keys up to its end."""
+    assert shown.blocks is not None
+    out = attend(replace(shown, blocks=None), q, k, v, **options).clone()
+    for i, first, stop in _runs(shown.blocks):
+        begin, end = max(first, shown.q_start), min(stop, shown.q_start + shown.queries)
+        if begin >= end or stop - first == 1:
+            continue
+        if stop > shown.k_start + shown.keys:
+            raise UnsupportedError(f"a block of {stop - first} tokens, of which the cache has a part: {_REMEDY}")
+        rows, keys = slice(begin - shown.q_start, end - shown.q_start), slice(0, stop - shown.k_start)
+        pattern = Dilated((stop,), (1,)) if shown.window is None else Window(shown.window - 1, stop)
+        found = attention(
+            q[i : i + 1, rows], k[i : i + 1, keys], v[i : i + 1, keys], pattern, q_start=begin, k_start=shown.k_start,
+            key_padding_mask=None if shown.hidden is None else shown.hidden[i : i + 1, keys], **options,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        out[i, rows] = found[0]
+    return out
+
+
+def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
+    """Return the sample, the first position and the position after the last of each block."""
+    found = []
+    for i, row in enumerate(blocks.tolist()):
+        edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]
+        runs = [(first, stop) for first, stop in itertools.pairwise(edges) if row[first] >= 0]
+        if len({row[first] for first, _ in runs}) < len(runs):
+            raise UnsupportedError(f"a block of tokens that lies in several places: {_REMEDY}")
+        found += [(i, first, stop) for first, stop in runs]
+    return found
 
 
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
