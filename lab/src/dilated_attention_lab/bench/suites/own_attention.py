@@ -156,8 +156,9 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
             return
         model, text = load_gemma()
         tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
-        # At least 16 blocks for a row: with them, a quarter of all blocks at 16,384 tokens.
-        chosen = partial(topk_blocks, density=0.235, block_size=64, floor=16)
+        # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384. Small blocks hold more of the
+        # softmax (docs/notebook.md).
+        chosen = partial(topk_blocks, density=0.235, block_size=16, floor=64)
         selectors = {"chosen blocks": chosen, "dense": None}
 
         def contender(name: str) -> Contender:
