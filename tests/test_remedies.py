@@ -99,6 +99,7 @@ class Later:
 
 
 transformers, huggingface = Later("transformers"), Later("dilated_attention.integrations.huggingface")
+longformer_bigbird = Later("dilated_attention.integrations.longformer_bigbird")
 PATTERN = Dilated((8, 16), (1, 2))
 
 
@@ -1627,6 +1628,18 @@ def _(told, llama):
         ours.generate(tokens, cache_implementation="static", **options)
     out = ours.generate(tokens, cache_implementation="dynamic", **options)
     assert torch.equal(out, llama.generate(tokens, **options))
+
+
+@remedy("make the model without replace_attention for them")
+def _(told, llama):
+    options = {"attention_window": 8, "max_position_embeddings": 64, "pad_token_id": 0}
+    theirs = transformers.LongformerModel(transformers.LongformerConfig(**TINY, **options)).eval()
+    ours, tokens = copy.deepcopy(theirs), _tokens()
+    longformer_bigbird.replace_attention(ours)
+    with told():
+        ours(tokens, output_attentions=True)
+    assert theirs(tokens, output_attentions=True).attentions
+    same(ours(tokens)[0], theirs(tokens)[0])
 
 
 @remedy("choose a model that hands it to its attention alone")
