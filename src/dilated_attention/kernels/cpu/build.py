@@ -28,6 +28,8 @@ SOURCES = {
     "avx512.cpp": _AVX512,
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "amx.cpp": (*_AVX512, "-mavx512bf16"),
+    "estimates_avx2.cpp": _AVX2,
+    "estimates_avx512.cpp": _AVX512,
     "transpose.cpp": (),
     "threads.cpp": (),
     "dispatch.cpp": (),
