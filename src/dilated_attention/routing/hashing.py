@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import along, in_blocks, part_means, pieces
+from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
 from dilated_attention.routing.grid import Keys, Queries, candidates, largest, ranked, selector
 
@@ -85,14 +85,8 @@ def lsh_blocks(
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
     # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
     chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if is_causal else centre_q
-    within = scale * along(key, chooser.to(k.dtype)).to(dtype)  # (B, columns, H, k_block)
-    within = within.masked_fill_(~real_k[:, None], -math.inf)
-    within, heaviest = within.topk(min(LSH_KEYS, grid.k_block), dim=-1)
-    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None] // group
-    block = torch.arange(len(key) * grid.columns, device=grid.device).view(len(key), grid.columns, 1, 1)
-    rows = (block * grid.k_block + heaviest) * k.shape[2] + kv_head
-    key = key.reshape(-1, k.shape[3]).index_select(0, rows.flatten()).view(*rows.shape, -1).to(dtype)
-    code = _codes(key, centre_k.repeat_interleave(group, 2), planes, num_bits)
+    key, within, _ = block_peaks(k, scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))  # (B, columns, keys, H, D)
+    code = _codes(key[:, :, :-1].transpose(2, 3), centre_k.repeat_interleave(group, 2), planes, num_bits)
     mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
     middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
     peak = within[..., :1]
@@ -105,7 +99,7 @@ def lsh_blocks(
     # (B, H, rows - skip, columns); not causal: one row for all
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
     share = relative.new_zeros(*count_q.shape[:3], grid.columns)
-    for at, seen in pieces(grid.allowed[skip:], grid.rows):
+    for at, seen in pieces(grid.choices[skip:], grid.rows):
         near, some = relative[:, :, at, :seen], count_k[:, :, :seen]
         hits = count_q[:, :, at].div_((near @ some).add_(NO_KEYS))
         share[:, :, at, :seen] = near * (hits @ some.mT) / (size_q[at, None] * num_hashes)

@@ -63,14 +63,14 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
         float32 `(batch, intervals, heads, head_dim)`.
     """
     out = x.new_empty(x.shape[0], len(starts), *x.shape[2:], dtype=torch.float32)
-    _run(0, None, x, out=out, starts=starts, stops=stops, rows=len(starts))
+    _run(0, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
     return out
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
     """Return the greatest and the least components over each interval, `(batch, intervals, heads, 2 * head_dim)`."""
     out = x.new_empty(x.shape[0], len(starts), x.shape[2], 2 * x.shape[3], dtype=torch.float32)
-    _run(1, None, x, out=out, starts=starts, stops=stops, rows=len(starts))
+    _run(1, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
     return out
 
 
@@ -121,10 +121,9 @@ def shares(
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
     numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
-    tables = {"weight": weight.contiguous(), "seen": seen.contiguous()}
-    if logarithm is not None:
-        tables["logarithm"] = logarithm.contiguous()
-    _run(3, q, k, out=out, scale=scale, **tables, **numbers)
+    weight, seen = weight.contiguous(), seen.contiguous()
+    logarithm = None if logarithm is None else logarithm.contiguous()
+    _run(3, q, k, out=out, scale=scale, weight=weight, seen=seen, logarithm=logarithm, **numbers)
     return out
 
 
