@@ -120,6 +120,13 @@ def listed_shares(
     """
     batch, heads, _, number = listed.shape
     parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]
+    if is_compiled(x.query, x.key):
+        seen = (choices[at, None] * peaks).expand(-1, parts)
+        yield at, compiled.shares(
+            x.query[:, at.start * parts :], x.key, x.weight[at], seen, number, peaks,
+            logarithm=x.logarithm, scale=x.scale, listed=listed, tile=tile,
+        )  # fmt: skip
+        return
     columns = x.key.shape[1] // peaks
     batches = torch.arange(batch, device=listed.device)[:, None, None, None]
     kv_head = torch.arange(heads, device=listed.device)[:, None, None] // (heads // kv_heads)

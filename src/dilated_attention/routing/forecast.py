@@ -52,21 +52,23 @@ class Forecast:
         may, known = self.grid.allowed[at], self.known[at]
         moved = F.pad(share, (1, -1)).masked_fill_(~may, 0.0)
         distant = self._turned(self.distant[:, :, known], may)
-        forecasts = torch.stack([share, moved, distant])
-        forecasts /= forecasts.sum(-1, keepdim=True).clamp_(min=torch.finfo(share.dtype).tiny)
+        forecasts = share, moved, distant
         # what the lists of each would have held of the tokens seen inside these rows
         first, last = int(known[0]), int(torch.searchsorted(self.sampled, at.stop))
         inside = self.sampled[first:last] - at.start
         counts = counts.expand(share.shape[:3])[:, :, inside]
-        order = ranked(forecasts[:, :, :, inside], may[inside], self.grid.always[at][inside])
-        _, lists = stable_topk(order, int(counts.max()) if counts.numel() else 0)
+        order = torch.stack([x[:, :, inside] for x in forecasts])
+        _, lists = stable_topk(ranked(order, may[inside], self.grid.always[at][inside]), int(counts.max()) if len(inside) else 0)
         listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
         seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
         held = (seen.gather(-1, lists) * listed).sum(-1)
         held = torch.cat([self.held[..., None], held], -1).cumsum(-1)  # before the first, after it, after the next, ...
         self.held = held[..., -1]
         weight = (FORECAST_RATE * held).softmax(0)[..., known - first]  # (3, B, H, rows)
-        return torch.einsum("fbhr,fbhrc->bhrc", weight, forecasts)
+        mixed = torch.zeros_like(share)
+        for x, part in zip(forecasts, weight, strict=True):
+            mixed.addcmul_(x, (part / x.sum(-1).clamp_(min=torch.finfo(share.dtype).tiny))[..., None])
+        return mixed
 
     @staticmethod
     def _turned(x: Tensor, may: Tensor) -> Tensor:

@@ -8,7 +8,8 @@
 //                `seen` keys, summed over the `peaks` keys of column j
 //
 // A row of shares is `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens
-// past the end are zeros. Legend: call.h.
+// past the end are zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they
+// see those whose keys they all see. Legend: call.h.
 #pragma once
 #include <cstdint>
 
@@ -21,9 +22,10 @@ struct Estimate {
   const int64_t *starts, *stops;   // (rows)
   const float *weight;             // (rows, parts)
   const int64_t *seen;             // (rows, parts): not negative
-  const float *logarithm;          // (columns * peaks), or null
+  const float *logarithm;          // of every key, or null
+  const int64_t *listed;           // (B, H * G, tiles, columns), ascending, or null
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
-  int64_t rows, parts, columns, peaks, size, joined, threads;  // size: tokens of a block
+  int64_t rows, parts, columns, peaks, size, joined, tile, threads;  // size: tokens of a block
   double scale;
 };
 

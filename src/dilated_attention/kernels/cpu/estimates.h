@@ -17,48 +17,49 @@ Rows<const Element> rows_at(const void *x, int64_t offset, int64_t step) {
 inline Float32 *unaligned(float *x) { return reinterpret_cast<Float32 *>(x); }
 inline const Float32 *unaligned(const float *x) { return reinterpret_cast<const Float32 *>(x); }
 
-// The means or extremes of one interval, of all heads of a sample.
+// The means or extremes of one interval, of all heads of a sample: sums, or maxima of x and of -x and where a NaN was.
 template <class Element, bool EXTREMES>
 struct Reduction {
+  static constexpr int64_t KEPT = EXTREMES ? 3 : 1;
   const Estimate &call;
 
+  // Dense heads are one long row.
+  int64_t heads() const { return call.ksh == call.D && !EXTREMES ? 1 : call.H; }
+  int64_t width() const { return call.H * call.D / heads(); }
   int64_t count() const { return call.B * call.rows; }
-  int64_t floats() const { return WIDTH; }
+  int64_t floats() const { return KEPT * heads() * round_up(width(), WIDTH); }
   void begin(float *) const {}
 
-  void operator()(int64_t work, float *) const {
-    const int64_t b = work / call.rows, i = work % call.rows, D = call.D;
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work / call.rows, i = work % call.rows, width = this->width(), room = round_up(width, WIDTH);
     const int64_t start = call.starts[i], stop = call.stops[i];
-    const bool dense = call.ksh == D && !EXTREMES;  // then the heads are one long row
-    const int64_t heads = dense ? 1 : call.H, width = dense ? call.H * D : D, wide = EXTREMES ? 2 * D : width;
-    for (int64_t h = 0; h < heads; h++) {
-      const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
-      float *out = call.out + (work * heads + h) * wide;
-      for (int64_t d = 0; d < width; d += 4 * WIDTH) reduce(K, start, stop, d, width, out);
+    for (int64_t x = 0; x < KEPT * heads() * room; x += WIDTH)
+      store(memory + x, all(EXTREMES && x / room % KEPT < 2 ? -INF : 0.f));
+    for (int64_t t = start; t < stop; t++)
+      for (int64_t h = 0; h < heads(); h++) {
+        const Element *row = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn)[t];
+        float *kept = memory + KEPT * h * room;
+        for (int64_t d = 0; d < width; d += WIDTH) add(load(row + d, width - d), kept + d, room);
+      }
+    const Lanes factor = all(EXTREMES || stop <= start ? 1.f : 1.f / float(stop - start));
+    for (int64_t h = 0; h < heads(); h++) {
+      float *out = call.out + (work * heads() + h) * (EXTREMES ? 2 : 1) * width, *kept = memory + KEPT * h * room;
+      for (int64_t d = 0; d < width; d += WIDTH) {
+        const Lanes odd = EXTREMES ? load(kept + 2 * room + d) : zeros();
+        store(unaligned(out + d), multiply_add(load(kept + d), factor, odd), width - d);
+        if (EXTREMES) store(unaligned(out + width + d), odd - load(kept + room + d), width - d);
+      }
     }
   }
 
  private:
-  void reduce(Rows<const Element> K, int64_t start, int64_t stop, int64_t d, int64_t width, float *out) const {
-    Lanes sum[4], least[4];
-    for (int x = 0; x < 4; x++) sum[x] = all(EXTREMES ? -INF : 0.f), least[x] = all(INF);
-    for (int64_t t = start; t < stop; t++) {
-      const Element *row = K[t] + d;
-#pragma GCC unroll 4
-      for (int x = 0; x < 4; x++) {
-        if (d + x * WIDTH >= width) break;
-        const Lanes y = load(row + x * WIDTH, width - d - x * WIDTH);
-        if constexpr (EXTREMES)  // a NaN stays one
-          sum[x] = choose(greater(sum[x], y) | is_nan(sum[x]), sum[x], y), least[x] = choose(greater(y, least[x]) | is_nan(least[x]), least[x], y);
-        else
-          sum[x] = sum[x] + y;
-      }
-    }
-    const Lanes factor = all(EXTREMES || stop <= start ? 1.f : 1.f / float(stop - start));
-    for (int x = 0; x < 4 && d + x * WIDTH < width; x++) {
-      const int64_t at = d + x * WIDTH;
-      store(unaligned(out + at), sum[x] * factor, width - at);
-      if (EXTREMES) store(unaligned(out + width + at), least[x], width - at);
+  static void add(Lanes x, float *kept, int64_t room) {
+    if constexpr (EXTREMES) {
+      store(kept, larger(x, load(kept)));
+      store(kept + room, larger(zeros() - x, load(kept + room)));
+      store(kept + 2 * room, choose(is_nan(x), x, load(kept + 2 * room)));
+    } else {
+      store(kept, load(kept) + x);
     }
   }
 };
@@ -67,53 +68,59 @@ struct Reduction {
 template <class Element>
 struct Peaks {
   const Estimate &call;
-  const int64_t columns = round_up(call.D, WIDTH), room = round_up(call.size, WIDTH);
+  const int64_t columns = round_up(call.D, WIDTH), room = round_up(call.size, WIDTH), heads = call.H * call.G;
 
   int64_t count() const { return call.B * call.columns; }
-  int64_t floats() const { return 2 * columns + room + 3 * (call.peaks + WIDTH) + 4 * WIDTH; }
+  int64_t floats() const { return (call.H + heads) * columns + heads * room + 3 * (call.peaks + WIDTH) + WIDTH; }
   void begin(float *) const {}
 
   void operator()(int64_t work, float *memory) const {
-    const int64_t b = work / call.columns, column = work % call.columns, heads = call.H * call.G;
+    const int64_t b = work / call.columns, column = work % call.columns;
     const int64_t first = column * call.size, tokens = std::min(call.size, call.M - first);
     Parts parts(memory);
-    float *sum = parts.take(columns), *along = parts.take(columns), *score = parts.take(room);
+    float *sum = parts.take(call.H * columns), *along = parts.take(heads * columns), *score = parts.take(heads * room);
     float *best = parts.take(call.peaks);
     int64_t *place = parts.take<int64_t>(call.peaks);
-    for (int64_t h = 0; h < call.H; h++) {
-      const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh + first * call.ksn, call.ksn);
-      for (int64_t d = 0; d < columns; d += WIDTH) {
-        Lanes total = zeros();
-        for (int64_t t = 0; t < tokens; t++) total = total + load(K[t] + d, call.D - d);
-        store(sum + d, total);
-      }
-      for (int64_t g = 0; g < call.G; g++) {
-        const int64_t n = h * call.G + g;
-        const auto direction = rows_at<Float32>(call.q, b * call.qsb + n * call.qsh, call.qsn)[column];
-        for (int64_t d = 0; d < columns; d += WIDTH) store(along + d, load(direction + d, call.D - d));
-        scores(K, tokens, along, score);
-        const int64_t found = select(score, tokens, best, place);
-        write(K, tokens, found, sum, place, call.out + ((work * (call.peaks + 1)) * heads + n) * call.D);
-        for (int64_t p = 0; p < call.peaks; p++) {
-          call.values[(work * heads + n) * call.peaks + p] = p < found ? score[place[p]] : -INF;
-          call.places[(work * heads + n) * call.peaks + p] = first + (p < found ? place[p] : 0);
-        }
+    for (int64_t x = 0; x < call.H * columns; x += WIDTH) store(sum + x, zeros());
+    for (int64_t n = 0; n < heads; n++) {
+      const Float32 *direction = rows_at<Float32>(call.q, b * call.qsb + n * call.qsh, call.qsn)[column];
+      for (int64_t d = 0; d < columns; d += WIDTH) store(along + n * columns + d, load(direction + d, call.D - d));
+    }
+    const auto keys = [&](int64_t h) {
+      return rows_at<Element>(call.k, b * call.ksb + h * call.ksh + first * call.ksn, call.ksn);
+    };
+    for (int64_t t = 0; t < tokens; t += WIDTH)
+      for (int64_t h = 0; h < call.H; h++)
+        read(keys(h), t, tokens, sum + h * columns, along + h * call.G * columns, score + h * call.G * room);
+    for (int64_t n = 0; n < heads; n++) {
+      const int64_t found = select(score + n * room, tokens, best, place), h = n / call.G;
+      write(keys(h), tokens, found, sum + h * columns, place,
+            call.out + ((work * (call.peaks + 1)) * heads + n) * call.D);
+      for (int64_t p = 0; p < call.peaks; p++) {
+        call.values[(work * heads + n) * call.peaks + p] = p < found ? score[n * room + place[p]] : -INF;
+        call.places[(work * heads + n) * call.peaks + p] = first + (p < found ? place[p] : 0);
       }
     }
   }
 
  private:
-  void scores(Rows<const Element> K, int64_t tokens, const float *along, float *score) const {
-    for (int64_t t = 0; t < tokens; t += WIDTH) {
+  // Adds WIDTH keys of a head to its sum, and scores them along its directions. The next ones are fetched meanwhile.
+  void read(Rows<const Element> K, int64_t t, int64_t tokens, float *sum, const float *along, float *score) const {
+    const int64_t here = least(WIDTH, tokens - t);
+    for (int64_t u = 0; u < here; u++)
+      for (int64_t d = 0; d < call.D; d += WIDTH) {
+        if (t + u + WIDTH < tokens) __builtin_prefetch(K[t + u + WIDTH] + d);
+        store(sum + d, load(sum + d) + load(K[t + u] + d, call.D - d));
+      }
+    for (int64_t g = 0; g < call.G; g++) {
       Lanes total[WIDTH];
       for (int64_t u = 0; u < WIDTH; u++) {
         total[u] = zeros();
-        if (t + u >= tokens) continue;
-        const Element *row = K[t + u];
-        for (int64_t d = 0; d < columns; d += WIDTH)
-          total[u] = multiply_add(load(row + d, call.D - d), load(along + d), total[u]);
+        if (u >= here) continue;
+        for (int64_t d = 0; d < call.D; d += WIDTH)
+          total[u] = multiply_add(load(K[t + u] + d, call.D - d), load(along + g * columns + d), total[u]);
       }
-      store(score + t, sums_of(total));
+      store(score + g * room + t, sums_of(total));
     }
   }
 
@@ -132,7 +139,7 @@ struct Peaks {
 
   void write(Rows<const Element> K, int64_t tokens, int64_t found, const float *sum, const int64_t *place,
              float *out) const {
-    const int64_t step = call.H * call.G * call.D;
+    const int64_t step = heads * call.D;
     const Lanes share = all(tokens > found ? 1.f / float(tokens - found) : 0.f);
     for (int64_t d = 0; d < columns; d += WIDTH) {
       Lanes rest = load(sum + d);
@@ -155,7 +162,7 @@ class Shares {
       : call(call),
         words(int(call.D * call.joined)),
         stride(int(round_up(words, WIDTH))),
-        rows(most(1, least(call.rows, most(LANES, least(4 * LANES, 65536 / words)) / call.parts))),
+        rows(call.listed ? call.tile : most(1, least(call.rows, most(LANES, least(4 * LANES, 65536 / words)) / call.parts))),
         lanes(round_up(rows * call.parts, LANES)),
         chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
         factor(float(call.scale * double(LOG2E))) {}
@@ -175,9 +182,10 @@ class Shares {
     Word *own = parts.take(lanes * stride), *keys = parts.take((chunk + WIDTH) * stride);
     float *s = parts.take(CHUNK * LANES), *state = parts.take(2 * call.columns * lanes), *weight = parts.take(lanes);
     int32_t *seen = parts.take<int32_t>(lanes);
+    const List list{call.listed ? call.listed + ((b * heads + n) * tiles() + tile) * call.columns : nullptr, call};
     for (int64_t i = 0; i < lanes; i++) {
       const int64_t at = first * call.parts + i;
-      seen[i] = i < number ? int32_t(least(call.seen[at], call.columns * call.peaks)) : 0;
+      seen[i] = i < number ? list.seen(call.seen[at]) : 0;
       weight[i] = i < number ? call.weight[at] : 0;
     }
     const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
@@ -187,11 +195,11 @@ class Shares {
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
       for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-        gather<false>(K, r < here ? j + r : INT64_MAX / 2 / call.joined, call.M, keys + r * stride);
+        gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, keys + r * stride);
       for (int64_t group = 0; group < lanes; group += LANES) {
         if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
         multiply(Arithmetic(), keys, stride, own + group * stride, words, s, int(round_up(here, Arithmetic::ROWS)));
-        add(j, here, s, seen + group, state + 2 * call.columns * group);
+        add(list, j, here, s, seen + group, state + 2 * call.columns * group);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
@@ -207,12 +215,25 @@ class Shares {
   const int chunk;
   const float factor;
 
-  // One row: `joined` tokens, as they come or turned.
+  // The columns that a tile looks at, those of a list or all; their keys are numbered from the first one on.
+  struct List {
+    const int64_t *columns;
+    const Estimate &call;
+    int64_t key(int64_t j) const { return columns ? columns[j / call.peaks] * call.peaks + j % call.peaks : j; }
+    int32_t seen(int64_t keys) const {
+      if (!columns) return int32_t(least(keys, call.columns * call.peaks));
+      return int32_t((std::lower_bound(columns, columns + call.columns, keys / call.peaks) - columns) * call.peaks);
+    }
+  };
+
+  // One row: `joined` tokens, as they come or turned. Those of the next chunk of keys are fetched meanwhile.
   template <bool TURNED>
   void gather(Rows<const Element> x, int64_t row, int64_t tokens, Word *to) const {
     for (int64_t i = 0; i < call.joined; i++) {
       const int64_t token = row * call.joined + (TURNED ? call.joined - 1 - i : i), left = token < tokens ? call.D : 0;
       const Element *from = x[left ? token : 0];
+      const Element *next = !TURNED && token + chunk * call.joined < tokens ? x[token + chunk * call.joined] : from;
+      for (int64_t d = 0; d < call.D; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(next + d);
       for (int64_t d = 0; d < call.D; d += WIDTH)
         store(unaligned(to + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
     }
@@ -236,13 +257,13 @@ class Shares {
   }
 
   // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
-  void add(int32_t j, int here, const float *s, const int32_t *seen, float *state) const {
+  void add(const List &list, int32_t j, int here, const float *s, const int32_t *seen, float *state) const {
     const bool masked = *std::min_element(seen, seen + LANES) < j + here;
     for (int x = 0; x < LANES; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
       const auto score = [&](int i) {
         Lanes y = load(s + i * LANES + x) * all(factor);
-        if (call.logarithm) y = y + all(call.logarithm[j + i] * LOG2E);
+        if (call.logarithm) y = y + all(call.logarithm[list.key(j + i)] * LOG2E);
         return masked ? choose(at_least(limit, all(j + i + 1)), y, all(-INF)) : y;
       };
       for (int from = 0; from < here;) {

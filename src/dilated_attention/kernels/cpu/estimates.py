@@ -13,10 +13,10 @@ from torch import Tensor
 from dilated_attention.kernels.cpu import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm")
+_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "listed")
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
-    "rows", "parts", "columns", "peaks", "size", "joined", "threads",
+    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "threads",
 )  # fmt: skip
 
 
@@ -106,6 +106,8 @@ def shares(
     logarithm: Tensor | None = None,
     joined: int = 1,
     scale: float = 1.0,
+    listed: Tensor | None = None,
+    tile: int = 0,
 ) -> Tensor:
     """Return how much of the softmax of each row's queries falls on each column's keys, `(batch, heads, rows, columns)`.
 
@@ -117,13 +119,15 @@ def shares(
         peaks: keys of a column.
         logarithm: float32 `(columns, peaks)`, added to the scores.
         joined: tokens that make one query, taken from the last to the first, and one key.
+        listed: int64 `(batch, heads, tiles, columns)`, ascending: each `tile` rows look at these columns only.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
     numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
     weight, seen = weight.contiguous(), seen.contiguous()
-    logarithm = None if logarithm is None else logarithm.contiguous()
-    _run(3, q, k, out=out, scale=scale, weight=weight, seen=seen, logarithm=logarithm, **numbers)
+    logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
+    tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
+    _run(3, q, k, out=out, scale=scale, tile=tile, **tables, **numbers)
     return out
 
 
