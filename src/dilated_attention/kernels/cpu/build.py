@@ -30,6 +30,7 @@ SOURCES = {
     "amx.cpp": (*_AVX512, "-mavx512bf16"),
     "estimates_avx2.cpp": _AVX2,
     "estimates_avx512.cpp": _AVX512,
+    "estimates_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "transpose.cpp": (),
     "threads.cpp": (),
     "dispatch.cpp": (),

@@ -72,6 +72,6 @@ int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const C
 }
 
 int64_t dilated_attention_estimate(int64_t estimator, int64_t type, int64_t set, const Estimate *call) {
-  return (set == 1 ? estimate_avx2 : estimate_avx512)(Estimator(estimator), type, *call);
+  return (set == 1 ? estimate_avx2 : set == 2 ? estimate_avx512 : estimate_avx512_bf16)(Estimator(estimator), type, *call);
 }
 }

@@ -32,3 +32,4 @@ struct Estimate {
 // 0, 1 for want of memory, 2 for an element type that the set does not serve.
 int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_avx512_bf16(Estimator estimator, int64_t type, const Estimate &call);

@@ -160,7 +160,7 @@ class Shares {
  public:
   explicit Shares(const Estimate &call)
       : call(call),
-        words(int(call.D * call.joined)),
+        words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
         rows(call.listed ? call.tile : most(1, least(call.rows, most(LANES, least(4 * LANES, 65536 / words)) / call.parts))),
         lanes(round_up(rows * call.parts, LANES)),
@@ -170,7 +170,7 @@ class Shares {
   int64_t tiles() const { return (call.rows + rows - 1) / rows; }
   int64_t count() const { return call.B * call.H * call.G * tiles(); }
   int64_t floats() const {
-    return lanes * stride + (chunk + WIDTH) * stride + CHUNK * LANES + 2 * call.columns * lanes + 2 * lanes + 8 * WIDTH;
+    return lanes * stride + (chunk + WIDTH) * stride + stride * Arithmetic::PER_WORD + CHUNK * LANES + 2 * call.columns * lanes + 2 * lanes + 8 * WIDTH;
   }
   void begin(float *) const {}
 
@@ -180,6 +180,8 @@ class Shares {
     const int64_t here = least(rows, call.rows - first), number = here * call.parts;
     Parts parts(memory);
     Word *own = parts.take(lanes * stride), *keys = parts.take((chunk + WIDTH) * stride);
+    float *row = parts.take(stride * Arithmetic::PER_WORD);
+    for (int64_t x = 0; x < stride * Arithmetic::PER_WORD; x += WIDTH) store(row + x, zeros());
     float *s = parts.take(CHUNK * LANES), *state = parts.take(2 * call.columns * lanes), *weight = parts.take(lanes);
     int32_t *seen = parts.take<int32_t>(lanes);
     const List list{call.listed ? call.listed + ((b * heads + n) * tiles() + tile) * call.columns : nullptr, call};
@@ -190,12 +192,12 @@ class Shares {
     }
     const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
     const auto K = rows_at<Element>(call.k, b * call.ksb + n / call.G * call.ksh, call.ksn);
-    hold(Q, first * call.parts, number, keys, own);
+    hold(Q, first * call.parts, number, row, keys, own);
     const int32_t end = *std::max_element(seen, seen + lanes);
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
       for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-        gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, keys + r * stride);
+        gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row, keys + r * stride);
       for (int64_t group = 0; group < lanes; group += LANES) {
         if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
         multiply(Arithmetic(), keys, stride, own + group * stride, words, s, int(round_up(here, Arithmetic::ROWS)));
@@ -226,26 +228,31 @@ class Shares {
     }
   };
 
-  // One row: `joined` tokens, as they come or turned. Those of the next chunk of keys are fetched meanwhile.
+  // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Those of the next chunk of keys are
+  // fetched meanwhile.
   template <bool TURNED>
-  void gather(Rows<const Element> x, int64_t row, int64_t tokens, Word *to) const {
+  void gather(Rows<const Element> x, int64_t number, int64_t tokens, float *row, Word *to) const {
+    float *floats = Arithmetic::PER_WORD == 1 ? to : row;
     for (int64_t i = 0; i < call.joined; i++) {
-      const int64_t token = row * call.joined + (TURNED ? call.joined - 1 - i : i), left = token < tokens ? call.D : 0;
+      const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
+      const int64_t left = token < tokens ? call.D : 0;
       const Element *from = x[left ? token : 0];
       const Element *next = !TURNED && token + chunk * call.joined < tokens ? x[token + chunk * call.joined] : from;
       for (int64_t d = 0; d < call.D; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(next + d);
       for (int64_t d = 0; d < call.D; d += WIDTH)
-        store(unaligned(to + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
+        store(unaligned(floats + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
     }
+    if constexpr (Arithmetic::PER_WORD > 1)
+      for (int w = 0; w < stride; w += WIDTH) Arithmetic::store_words(load(row + 2 * w), load(row + 2 * w + WIDTH), to + w);
   }
 
   // Queries in lanes: own[groups][stride][LANES].
-  void hold(Rows<const Element> Q, int64_t first, int64_t number, Word *room, Word *own) const {
+  void hold(Rows<const Element> Q, int64_t first, int64_t number, float *row, Word *room, Word *own) const {
     for (int w = words; w < stride; w++)
       for (int u = 0; u < WIDTH; u++) room[u * stride + w] = 0;
     for (int64_t i = 0; i < lanes; i += WIDTH) {
       for (int u = 0; u < WIDTH; u++)
-        gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, room + u * stride);
+        gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, row, room + u * stride);
       for (int w = 0; w < stride; w += WIDTH) {
         Integers block[WIDTH];
         for (int u = 0; u < WIDTH; u++) block[u] = integers(load(room + u * stride + w));
@@ -313,7 +320,7 @@ class Shares {
   }
 };
 
-template <class Element>
+template <class Element, class Joined>
 bool estimated(Estimator estimator, const Estimate &call) {
   switch (estimator) {
     case Estimator::means:
@@ -323,19 +330,22 @@ bool estimated(Estimator estimator, const Estimate &call) {
     case Estimator::peaks:
       return compute(Peaks<Element>{call}, call.threads);
     case Estimator::shares:
-      return compute(Shares<Element, InFloat32>(call), call.threads);
+      return call.joined > 1 ? compute(Shares<Element, Joined>(call), call.threads)
+                             : compute(Shares<Element, InFloat32>(call), call.threads);
   }
   return false;
 }
 
-inline int estimate(Estimator estimator, int64_t type, const Estimate &call) {
+// Joined: the arithmetic of shares of joined tokens, whose products take the time.
+template <class Joined = InFloat32>
+int estimate(Estimator estimator, int64_t type, const Estimate &call) {
   switch (Type(type)) {
     case Type::float32:
-      return estimated<Float32>(estimator, call) ? 0 : 1;
+      return estimated<Float32, Joined>(estimator, call) ? 0 : 1;
     case Type::bfloat16:
-      return estimated<BFloat16>(estimator, call) ? 0 : 1;
+      return estimated<BFloat16, Joined>(estimator, call) ? 0 : 1;
     case Type::float16:
-      return estimated<Float16>(estimator, call) ? 0 : 1;
+      return estimated<Float16, Joined>(estimator, call) ? 0 : 1;
   }
   return 2;
 }
