@@ -109,9 +109,7 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
     return F.pad(share_of_blocks(logits, x.weight[at]), (0, columns - reached))
 
 
-def listed_shares(
-    x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: int
-) -> Iterator[tuple[slice, Tensor]]:
+def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: int) -> Iterator[tuple[slice, Tensor]]:
     """`shares` over listed columns only, (B, H, some rows, listed), for the rows `at`.
 
     Args:
@@ -134,14 +132,15 @@ def listed_shares(
     step = max(1, CHUNK // (batch * heads * number * peaks * max(x.key.shape[3], tile * parts)))
     for start in range(at.start, at.stop, step * tile):
         stop = min(start + step * tile, at.stop)
-        near = listed[:, :, (start - at.start) // tile : -(-(stop - at.start) // tile)].clamp(max=columns - 1)
+        named = listed[:, :, (start - at.start) // tile : -(-(stop - at.start) // tile)]
+        near = named.clamp(max=columns - 1)
         pad = -(stop - start) % tile
         some = F.pad(query[:, start:stop], (0, 0, 0, 0, 0, 0, 0, pad)).unflatten(1, (-1, tile))
         logits = torch.einsum("briahd,bhrcpd->bhriapc", some * x.scale, key[batches, near, :, kv_head])
         if x.logarithm is not None:
             logits += x.logarithm[near].mT[:, :, :, None, None]
         rows = F.pad(choices[start:stop], (0, pad)).view(-1, tile, 1)
-        logits.masked_fill_((near[:, :, :, None] >= rows)[..., None, None, :], -math.inf)
+        logits.masked_fill_((named[:, :, :, None] >= rows)[..., None, None, :], -math.inf)
         weight = F.pad(x.weight[start:stop], (0, 0, 0, pad)).unflatten(0, (-1, tile))
         yield slice(start, stop), share_of_blocks(logits, weight).flatten(2, 3)[:, :, : stop - start]
 

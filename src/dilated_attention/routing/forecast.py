@@ -58,7 +58,9 @@ class Forecast:
         inside = self.sampled[first:last] - at.start
         counts = counts.expand(share.shape[:3])[:, :, inside]
         order = torch.stack([x[:, :, inside] for x in forecasts])
-        _, lists = stable_topk(ranked(order, may[inside], self.grid.always[at][inside]), int(counts.max()) if len(inside) else 0)
+        _, lists = stable_topk(
+            ranked(order, may[inside], self.grid.always[at][inside]), int(counts.max()) if len(inside) else 0
+        )
         listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
         seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
         held = (seen.gather(-1, lists) * listed).sum(-1)
@@ -92,6 +94,8 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
         token = torch.tensor(tokens[start : start + FORECAST_GROUP], device=q.device)
         first = start // FORECAST_GROUP % stride
         seen = (token - first) // stride + 1  # the keys first, first + stride, ... up to the token
-        sample = Sample(q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale)
+        sample = Sample(
+            q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale
+        )
         found += [share for _, share in shares(sample, seen.clamp(min=0), grid.columns)]
     return torch.cat(found, 2)

@@ -85,7 +85,9 @@ def lsh_blocks(
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
     # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
     chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if is_causal else centre_q
-    key, within, _ = block_peaks(k, scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))  # (B, columns, keys, H, D)
+    key, within, _ = block_peaks(
+        k, scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block)
+    )  # (B, columns, keys, H, D)
     code = _codes(key[:, :, :-1].transpose(2, 3), centre_k.repeat_interleave(group, 2), planes, num_bits)
     mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
     middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
