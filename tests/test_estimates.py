@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from dilated_attention import routing
 from dilated_attention.kernels.cpu import estimates as compiled
-from dilated_attention.routing import antidiagonal, estimates, lines, pages
+from dilated_attention.routing import antidiagonal, estimates, hashing, lines, pages
 from dilated_attention.routing.forecast import sampled_shares
 from dilated_attention.routing.grid import candidates
 
@@ -63,13 +64,12 @@ def test_what_stands_for_the_tokens_of_blocks(shape, dtype, dense, instruction_s
     _, block = block if isinstance(block, tuple) else (block, block)
     k = make(seq_len, kv_heads, head_dim, dtype, dense)
     for parts, before in itertools.product((1, 4), (False, True)):
-        close(*both(lambda x: estimates.part_means(x, block, parts, before), k), TYPES[dtype])
-    close(*both(lambda x: pages._extremes(x, 7), k), 0)
+        close(*both(partial(estimates.part_means, block=block, parts=parts, before=before), k), TYPES[dtype])
+    close(*both(partial(pages._extremes, page=7), k), 0)
     for directions in {1, -(-seq_len // block)}:
         direction = torch.randn(2, directions, heads, head_dim)
-        found, expected = both(
-            lambda x: estimates.block_peaks(x, direction.to(torch.promote_types(x.dtype, torch.float32)), block, 5), k
-        )
+        found = estimates.block_peaks(k, direction, block, 5)
+        expected = estimates.block_peaks(k.double(), direction.double(), block, 5)
         real = expected[1] > -math.inf
         assert torch.equal(real, found[1] > -math.inf)
         assert torch.equal(found[2][real], expected[2][real])
@@ -123,6 +123,20 @@ def test_listed_shares_are_shares_over_the_listed_columns(is_causal, instruction
         return torch.cat([x for _, x in estimates.listed_shares(sample, grid.choices, listed, at, 4)], 2)
 
     close(*both(run, q, k), 1e-5)
+
+
+@pytest.mark.parametrize("centres", [1, 6])
+@pytest.mark.parametrize(("hashes", "num_bits", "tokens"), [(13, 6, 9), (1, 1, 1), (3, 11, 70)])
+def test_weights_of_buckets(hashes, num_bits, tokens, centres, instruction_set):
+    x = make(6 * tokens, 3, 20, torch.float32, False).unflatten(1, (6, tokens))
+    centre, planes = torch.randn(2, centres, 3, 20), torch.randn(20, hashes * num_bits)
+    weight = torch.rand(2, 6, 1, tokens)
+    found, expected = (
+        hashing._counts(*(y.to(dtype) for y in (x, centre, planes)), num_bits, weight.to(dtype))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert (found.double() - expected).abs().gt(1e-5).float().mean() < 1e-4  # a token on a plane, to the last bits
+    torch.testing.assert_close(found.sum(-1).double(), expected.sum(-1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import processes
 from dilated_attention import attention, routing
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.nn import BlockAttentionMixture
+from dilated_attention.nn import BlockAttentionMixture, SelectionCache
 from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
 from tolerances import TOLERANCE, relative_error
 
@@ -77,7 +77,10 @@ def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
             tensors = inputs(name)
             right = learned(*tensors, selectors(is_causal)[kind](*tensors[:2]), is_causal)
             for wanted, *parts in zip(right, *(rank[name, kind][1] for rank in ranks), strict=True):
-                assert relative_error(torch.cat([torch.from_numpy(x) for x in parts], 1), wanted) <= TOLERANCE[wanted.dtype], name
+                assert (
+                    relative_error(torch.cat([torch.from_numpy(x) for x in parts], 1), wanted)
+                    <= TOLERANCE[wanted.dtype]
+                ), name
 
 
 def run_refusals():
@@ -98,7 +101,7 @@ def run_refusals():
 def test_what_is_refused_is_refused_on_every_rank():
     for messages in processes.run(3, run_refusals):  # the third rank has no heads
         assert "choose refused its heads on rank 0" in messages[0]
-        assert "make no sequence" in messages[1] or "has 7 rows" in messages[1] or "rows in dim 1" in messages[1]
+        assert "rows in dim 1" in messages[1]
         assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
 
 
@@ -123,8 +126,6 @@ def run_mixture():
     set_context_parallel(module, dist.group.WORLD, seq_len=90)
     own = slice(*sequence_range(90, dist.group.WORLD))
     with pytest.raises(UnsupportedError, match="cache"):
-        from dilated_attention.nn import SelectionCache
-
         module(x[:, own], cache=SelectionCache())
     return [x.numpy() for x in trained(module, x[:, own], dout[:, own])]
 

@@ -34,7 +34,7 @@ class BlockAttentionMixture(SelectingAttention):
     Memory is O(seq): the scores of choosing queries are formed a bounded piece at a time.
 
     Args:
-        block_size: tokens of a block, at most 256.
+        block_size: tokens of a block.
         top_k: blocks that a query sees, including its own.
         query_block: this many neighbouring queries share the blocks that the first of them chooses (the choice of a
             later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
@@ -93,6 +93,7 @@ class BlockAttentionMixture(SelectingAttention):
 
     def _over_mesh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The rows of this rank's shard."""
+        assert self.mesh is not None
         size = self.query_block, self.block_size
 
         def choose(q: Tensor, k: Tensor) -> BlockLayout:

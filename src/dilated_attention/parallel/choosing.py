@@ -54,7 +54,9 @@ def choose_blocks(
     if layout is not None:
         ratio = layout.num_heads // whole_k.shape[2]
         lists = [layout.batch_size, ratio, layout.seq_len, *layout.block_size, int(layout.is_causal), layout.nnz]
-    facts = link.whole(torch.tensor([lists], device=q.device), range(link.size + 1), "in the exchange of sizes").tolist()
+    facts = link.whole(
+        torch.tensor([lists], device=q.device), range(link.size + 1), "in the exchange of sizes"
+    ).tolist()
     refused = [rank for rank, (first, last) in enumerate(pairwise(shares)) if first < last and facts[rank][0] < 0]
     if refused:
         raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
@@ -70,9 +72,7 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
     return None
 
 
-def _heads_of(
-    link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]
-) -> tuple[Tensor, Tensor]:
+def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
     """All tokens of this rank's key-value heads and of the query heads that read them.
 
     A message's row is what one token has of one rank's heads; of ranks with fewer heads than others, zeros behind them.

@@ -1,8 +1,8 @@
 """How much of a query block's softmax falls on each key block, estimated from few of its rows.
 
 Every estimate is a softmax of few queries over few keys, summed by key block: `shares`. On the CPU the compiled library
-(kernels/cpu/estimates.py) computes it, and what stands for the tokens of a block, in one pass each; elsewhere, in double
-precision and where the library is missing, tensors do.
+(kernels/cpu/estimates.py) computes it, and what stands for the tokens of a block, in one pass each. Tensor operations
+do on other devices, in double precision and where the library is missing.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
-    """`most` rows at a time, an eighth of all where later ones see more, counted from `first`; the most that one sees."""
+    """Yield `most` rows at a time, an eighth of all where later ones see more, and the most that one of them sees.
+
+    Rows count from `first`.
+    """
     rows = len(seen)
     step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
     for start in range(0, rows, step):

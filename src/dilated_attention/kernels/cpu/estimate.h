@@ -6,6 +6,8 @@
 //                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
 //     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
 //                `seen` keys, summed over the `peaks` keys of column j
+//     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k whose products
+//                with the `size` planes of a hash exceed those of q[b, i, h] where the bucket has a bit; `columns` hashes
 //
 // A row of shares is `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens
 // past the end are zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they
@@ -13,7 +15,7 @@
 #pragma once
 #include <cstdint>
 
-enum class Estimator : int64_t { means, extremes, peaks, shares };
+enum class Estimator : int64_t { means, extremes, peaks, shares, buckets };
 
 struct Estimate {
   const void *q, *k;  // (B, N, H * G, D), (B, M, H, D), rows dense; of peaks q is float32 (B, columns, H * G, D)
@@ -23,6 +25,7 @@ struct Estimate {
   const float *weight;             // (rows, parts)
   const int64_t *seen;             // (rows, parts): not negative
   const float *logarithm;          // of every key, or null
+  const float *planes;             // (D, columns * size)
   const int64_t *listed;           // (B, H * G, tiles, columns), ascending, or null
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
   int64_t rows, parts, columns, peaks, size, joined, tile, threads;  // size: tokens of a block

@@ -320,6 +320,62 @@ class Shares {
   }
 };
 
+// The weights of one block's tokens by bucket: the bits of a bucket say on which side of its planes a token lies.
+template <class Element>
+class Buckets {
+ public:
+  explicit Buckets(const Estimate &call)
+      : call(call), planes(int(call.columns * call.size)), stride(int(round_up(call.D, WIDTH))) {}
+
+  int64_t count() const { return call.B * call.rows; }
+  int64_t floats() const { return held() + CHUNK * stride + CHUNK * room() + room(); }
+
+  void begin(float *memory) const {
+    for (int64_t d = 0; d < call.D; d++)
+      for (int64_t x = 0; x < room(); x++)
+        memory[(x / LANES * stride + d) * LANES + x % LANES] = x < planes ? call.planes[d * planes + x] : 0;
+  }
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work / call.rows, block = work % call.rows, buckets = int64_t(1) << call.size;
+    float *rows = memory + held(), *s = rows + CHUNK * stride;
+    for (int64_t h = 0; h < call.H; h++) {
+      float *out = call.out + ((b * call.H + h) * call.rows + block) * call.columns * buckets;
+      std::fill(out, out + call.columns * buckets, 0.f);
+      const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
+      const Float32 *level = rows_at<Float32>(call.q, b * call.qsb + h * call.qsh, call.qsn)[block];
+      const float *weight = call.weight + (work * call.H + h) * call.parts;
+      for (int64_t t = 0; t < call.parts; t += CHUNK) {
+        const int here = int(least(CHUNK, call.parts - t)), padded = int(round_up(here, InFloat32::ROWS));
+        for (int r = 0; r < padded; r++) {
+          const Element *from = K[block * call.parts + t + (r < here ? r : 0)];
+          for (int64_t d = 0; d < call.D; d += WIDTH)
+            store(rows + r * stride + d, infinite_or_nan_to_nan(load(from + d, call.D - d)));
+        }
+        for (int64_t x = 0; x < room(); x += LANES)
+          multiply(InFloat32(), rows, stride, memory + x * stride, int(call.D), s + x * CHUNK, padded);
+        for (int r = 0; r < here; r++) add(s + r * LANES, level, weight[t + r], out);
+      }
+    }
+  }
+
+ private:
+  const Estimate &call;
+  const int planes, stride;
+
+  int64_t room() const { return round_up(planes, LANES); }
+  int64_t held() const { return room() * stride; }
+
+  void add(const float *s, const Float32 *level, float weight, float *out) const {
+    for (int64_t hash = 0, x = 0; hash < call.columns; hash++) {
+      int64_t bucket = hash << call.size;
+      for (int bit = 0; bit < call.size; bit++, x++)
+        bucket += int64_t(s[x / LANES * CHUNK * LANES + x % LANES] > level[x].bits) << bit;
+      out[bucket] += weight;
+    }
+  }
+};
+
 template <class Element, class Joined>
 bool estimated(Estimator estimator, const Estimate &call) {
   switch (estimator) {
@@ -332,6 +388,8 @@ bool estimated(Estimator estimator, const Estimate &call) {
     case Estimator::shares:
       return call.joined > 1 ? compute(Shares<Element, Joined>(call), call.threads)
                              : compute(Shares<Element, InFloat32>(call), call.threads);
+    case Estimator::buckets:
+      return compute(Buckets<Element>(call), call.threads);
   }
   return false;
 }

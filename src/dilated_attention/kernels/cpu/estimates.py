@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention.kernels.cpu import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "listed")
+_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed")
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
     "rows", "parts", "columns", "peaks", "size", "joined", "tile", "threads",
@@ -109,7 +109,7 @@ def shares(
     listed: Tensor | None = None,
     tile: int = 0,
 ) -> Tensor:
-    """Return how much of the softmax of each row's queries falls on each column's keys, `(batch, heads, rows, columns)`.
+    """Return the share of each row's softmax that falls on each column's keys, `(batch, heads, rows, columns)`.
 
     Args:
         q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
@@ -128,6 +128,26 @@ def shares(
     logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
     tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
     _run(3, q, k, out=out, scale=scale, tile=tile, **tables, **numbers)
+    return out
+
+
+def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
+    """Return the weight of each block's tokens in each bucket of each hash, `(batch, heads, blocks, hashes * buckets)`.
+
+    Bit i of a token's bucket in a hash says whether its product with plane i of the hash exceeds the level.
+
+    Args:
+        x: `(batch, blocks * tokens, heads, head_dim)`.
+        level: float32 `(batch, blocks or 1, heads, hashes * num_bits)`.
+        planes: float32 `(head_dim, hashes * num_bits)`.
+        weight: float32 `(batch, blocks, heads, tokens)`.
+    """
+    blocks, tokens = weight.shape[1], weight.shape[3]
+    hashes, level = planes.shape[1] // num_bits, level.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[2], blocks, hashes << num_bits, dtype=torch.float32)
+    numbers = {"rows": blocks, "parts": tokens, "columns": hashes, "size": num_bits, "G": 1}
+    numbers["qsn"] = level.stride(1) * (level.shape[1] > 1)
+    _run(4, level, x, out=out, planes=planes.contiguous(), weight=weight.contiguous(), **numbers)
     return out
 
 
