@@ -171,3 +171,17 @@ def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(instruction_set)
         )
         assert torch.equal(a[:, :, :7], b[:, :, :7])
         assert b[:, :, 8:, 0].isnan().all()
+
+
+def test_a_gradient_of_what_is_estimated():
+    """The library knows none: in single precision as in double."""
+    router = routing.LearnedRouter(2, 16, 0.4, block_size=16)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        q, k = (torch.randn(1, 90, 2, 16).to(dtype).requires_grad_() for _ in range(2))
+        gates = router.to(dtype).log_gates(q, k)
+        gradients.append(torch.autograd.grad(gates.exp().square().sum(), (q, k)))
+    for found, expected in zip(*gradients, strict=True):
+        assert expected.abs().max() > 1e-4
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-6)

@@ -49,8 +49,9 @@ class Sample(NamedTuple):
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled library reads these tensors."""
-    return checks.readable(*tensors) and compiled.serves(*tensors)
+    """Whether the compiled library reads these tensors: it gives no gradients."""
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
 
 def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
