@@ -101,7 +101,7 @@ def run_refusals():
 def test_what_is_refused_is_refused_on_every_rank():
     for messages in processes.run(3, run_refusals):  # the third rank has no heads
         assert "choose refused its heads on rank 0" in messages[0]
-        assert "rows in dim 1" in messages[1]
+        assert "the shards make no sequence along dim 1" in messages[1]
         assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
 
 
