@@ -78,10 +78,10 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
     Raises ValueError on every rank where the shards do not make one sequence.
     """
     group = context_group(mesh)
-    return _Unshard.apply(x, group, dim, _agreed_length(x, group, dim, seq_len))
+    return _Unshard.apply(x, group, dim, agreed_length(x, group, dim, seq_len))
 
 
-def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
+def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
     """The global length, once every rank has been found to hold its shard of it: gathering others would hang or mix
     up rows."""
     rank, size, sizes = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]

@@ -12,6 +12,9 @@ vectors.h     a vector of numbers at a time: vectors_avx512.h, vectors_avx2.h
 threads.h     PyTorch's pool
 transpose.cpp, lists.py
               lists of blocks seen from the keys
+estimate.h, estimates.h, estimates.py
+              what stands for blocks of tokens when blocks are chosen, and its softmax; estimates_avx2.cpp,
+              estimates_avx512.cpp and estimates_avx512_bf16.cpp compile it
 avx2.cpp, avx512.cpp, avx512_bf16.cpp, amx.cpp, dispatch.cpp
               an instruction set each, and the choice among them; in_float32.h what the first two share
 build.py, __main__.py

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string>
 
+#include "estimate.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -68,5 +69,9 @@ int64_t dilated_attention_has_pool() { return has_pool(); }
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
   const auto run = set == 1 ? run_avx2 : set == 2 || call->few ? run_avx512 : set == 3 ? run_avx512_bf16 : run_amx;
   return run(Kernel(kernel), type, *call);
+}
+
+int64_t dilated_attention_estimate(int64_t estimator, int64_t type, int64_t set, const Estimate *call) {
+  return (set == 1 ? estimate_avx2 : set == 2 ? estimate_avx512 : estimate_avx512_bf16)(Estimator(estimator), type, *call);
 }
 }
