@@ -75,7 +75,7 @@ def target() -> tuple[str, str]:
     name = f"{machine()}-{platform.system()}"
     if found := compiler():
         name = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
-    architecture, *rest = name.lower().split("-")
+    architecture, *rest = name.lower().replace("macos", "darwin").split("-")
     system = next((x for x in ("linux", "darwin") if any(word.startswith(x) for word in rest)), "-".join(rest))
     return system, "arm64" if architecture == "aarch64" else architecture
 

@@ -26,7 +26,7 @@ inline void for_pieces(int64_t D, Work work) {
 // scores[j] = own . x[token[j]] for a chunk; NaN where that is infinite.
 template <class Element>
 inline void dots(const float *own, Rows<const Element> x, const int64_t *token, int count, int64_t D, float *scores) {
-  constexpr int CHAINS = WIDTH < 8 ? 4 : 1;  // of sums of a row, where WIDTH of them do not cover a product's latency
+  constexpr int CHAINS = WIDTH < 8 ? 2 : 1;  // of sums of a row, where WIDTH of them do not cover a product's latency
   for (int j = 0; j < count; j += WIDTH) {
     Lanes sums[WIDTH][CHAINS], sum[WIDTH];
     for (auto &chains : sums)

@@ -20,12 +20,10 @@ struct InBFloat16 {
   // The words of so many bfloat16; says whether all of them were finite.
   template <Role ROLE>
   static Integers words_of(const BFloat16 *x, int64_t left, bool &finite) {
-    uint16_t bits[2 * WIDTH] = {};
-    if (left >= 2 * WIDTH)
-      std::memcpy(bits, x, sizeof bits);
-    else if (left > 0)
-      std::memcpy(bits, x, left * sizeof(uint16_t));
-    const uint16x8_t row = vld1q_u16(bits), exponent = vdupq_n_u16(0x7f80);
+    const uint16x8_t row = left >= 2 * WIDTH
+                               ? vld1q_u16(&x->bits)
+                               : vcombine_u16(load_halves(x, left), load_halves(x + WIDTH, left - WIDTH));
+    const uint16x8_t exponent = vdupq_n_u16(0x7f80);
     if constexpr (ROLE == Role::plain) return vreinterpretq_s32_u16(row);
     const uint16x8_t odd = vceqq_u16(vandq_u16(row, exponent), exponent);
     if constexpr (ROLE == Role::scores) return vreinterpretq_s32_u16(vbslq_u16(odd, vdupq_n_u16(0x7fc0), row));

@@ -85,7 +85,7 @@ inline Halves round_to_bfloat16(Lanes x) {
   return narrowed(shift_right(integers(choose(is_nan(x), all(NOT_A_NUMBER), floats(rounded))), 16));
 }
 
-inline Lanes load(const BFloat16 *x, int64_t n) { return floats(shift_left(widened(load_halves(x, n)), 16)); }
+inline Lanes load(const BFloat16 *x, int64_t n) { return bfloat16_to_floats(load_halves(x, n)); }
 inline Lanes load(const Float16 *x, int64_t n) { return float16_to_floats(load_halves(x, n)); }
 inline void store(BFloat16 *x, Lanes y, int64_t n) { store_halves(x, round_to_bfloat16(y), n); }
 inline void store(Float16 *x, Lanes y, int64_t n) { store_halves(x, round_to_float16(y), n); }

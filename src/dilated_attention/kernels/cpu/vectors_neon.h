@@ -1,6 +1,5 @@
 // Four numbers at a time, in NEON, which every arm64 processor has: vectors.h.
 #pragma once
-#include <cstring>
 
 namespace {
 
@@ -62,24 +61,25 @@ inline Lanes times_power_of_2(Lanes x, Lanes whole) {
   return x * floats(shift_left(add(vcvtq_s32_f32(whole), all(127)), 23));
 }
 
+// Without calls, before which the sums of a loop would be stored.
 inline Halves load_halves(const void *x, int64_t n) {
-  uint16_t halves[WIDTH] = {};
-  if (n >= WIDTH)
-    std::memcpy(halves, x, sizeof halves);
-  else if (n > 0)
-    std::memcpy(halves, x, n * sizeof(uint16_t));
-  return vld1_u16(halves);
+  const uint16_t *from = static_cast<const uint16_t *>(x);
+  if (n >= WIDTH) return vld1_u16(from);
+  Halves y = vdup_n_u16(0);
+  if (n >= 1) y = vld1_lane_u16(from, y, 0);
+  if (n >= 2) y = vld1_lane_u16(from + 1, y, 1);
+  if (n >= 3) y = vld1_lane_u16(from + 2, y, 2);
+  return y;
 }
 inline void store_halves(void *x, Halves y, int64_t n) {
-  uint16_t halves[WIDTH];
-  vst1_u16(halves, y);
-  if (n >= WIDTH)
-    std::memcpy(x, halves, sizeof halves);
-  else if (n > 0)
-    std::memcpy(x, halves, n * sizeof(uint16_t));
+  uint16_t *to = static_cast<uint16_t *>(x);
+  if (n >= WIDTH) return vst1_u16(to, y);
+  if (n >= 1) vst1_lane_u16(to, y, 0);
+  if (n >= 2) vst1_lane_u16(to + 1, y, 1);
+  if (n >= 3) vst1_lane_u16(to + 2, y, 2);
 }
-inline Integers widened(Halves x) { return vreinterpretq_s32_u32(vmovl_u16(x)); }
 inline Halves narrowed(Integers x) { return vmovn_u32(vreinterpretq_u32_s32(x)); }
+inline Lanes bfloat16_to_floats(Halves x) { return vreinterpretq_f32_u32(vshll_n_u16(x, 16)); }
 inline Lanes float16_to_floats(Halves x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
 inline Halves round_to_float16(Lanes x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 
