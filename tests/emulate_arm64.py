@@ -3,9 +3,9 @@
     apt-get install debootstrap g++-aarch64-linux-gnu qemu-user-static
     python tests/emulate_arm64.py runs/arm64
 
-takes hours, nearly all of them PyTorch's: `-k "bfloat16 and test_patterns"` and other arguments go to pytest. The folder
-keeps an arm64 Debian with Python, and PyTorch's wheel for it, for the next run. debootstrap wants to run as root; nothing
-outside the folder changes, and the system needs no support for foreign programs: every process is started by the emulator.
+takes hours, nearly all of them PyTorch's: `-k "bfloat16 and test_patterns"` and other arguments go to pytest. The
+folder keeps an arm64 Debian with Python, and PyTorch's wheel for it, for the next run. debootstrap wants to run as
+root; nothing outside the folder changes. The system needs no support for foreign programs: the emulator starts each.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def run(folder: Path, processor: str, tests: list[str]) -> int:
     started.mkdir(exist_ok=True)
     python = started / "python"
     system = folder / "system"
-    python.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu {processor} -L {system} {system}/usr/bin/python{VERSION} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {EMULATOR} -cpu {processor} -L {system} {system}/usr/bin/python{VERSION} "$@"\n'
+    )
     python.chmod(0o755)
     (started / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {str(python)!r}\n")
     sources = folder / "sources"

@@ -3,9 +3,9 @@
     apt-get install g++-aarch64-linux-gnu llvm
     python tests/model_arm64.py --output results/model-arm64 --mca llvm-mca-22
 
-writes one line for each innermost loop that multiplies and adds at least 16 vectors: its multiply-adds, loads and stores,
-and the cycles that llvm-mca expects of one pass on a processor. A model, not a measurement: it knows no caches, takes all
-loads for hits, and all branches for guessed.
+writes one line for each innermost loop that multiplies and adds at least 16 vectors: its multiply-adds, loads and
+stores, and the cycles that llvm-mca expects of one pass on a processor. A model, not a measurement: it knows no caches,
+takes all loads for hits, and all branches for guessed.
 """
 
 from __future__ import annotations

@@ -816,7 +816,7 @@ def test_the_target_of_a_compiler(name, expected, monkeypatch, tmp_path):
     compiler.write_text(f"#!/bin/sh\necho {name}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert (build.target() == expected) == (expected is not None) == (build.target() in build.LINK)
+    assert (build.target() == expected) == (expected is not None) == (build.target() in build.SERVED)
     assert (build.refusal() is None) == (expected is not None)
 
 

@@ -38,8 +38,8 @@ would not stay in the second cache; but where products are in tiles, what a back
 twice as many rows save a tenth there."""
 
 FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
-"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set (notebook, 2026-11-22; not measured on
-arm64), and the bytes of what a job holds there."""
+"""Rows of a tile up to which kernels/cpu/few.h takes a launch, by instruction set (notebook, 2026-11-22; on arm64 a
+guess), and the bytes of what a job holds there."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
@@ -75,8 +75,8 @@ def on_request(facts: Facts) -> str | None:
     """Why `auto` passes this backend by for a call that it could serve; None if it does not."""
     if ARM64:
         return (
-            "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change that, "
-            "run `dilated-attention bench cpu` on such a machine and send its file with a pull request"
+            "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change "
+            "that, run `dilated-attention bench cpu` on such a machine and send its file with a pull request"
         )
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
@@ -152,7 +152,9 @@ def in_halves(dtype: torch.dtype) -> bool:
 
 
 def _set_of(dtype: torch.dtype) -> int:
-    return instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), HIGHEST_IN_FLOAT32)
+    return (
+        instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), HIGHEST_IN_FLOAT32)
+    )
 
 
 def has_amx() -> bool:

@@ -45,13 +45,15 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra",
     "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
 )  # fmt: skip
-# A Linux machine's own libstdc++ may be older than the compiler's.
-LINK = {
-    ("linux", "x86_64"): ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl"),
-    ("linux", "arm64"): ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl"),
-    ("darwin", "arm64"): ("-shared",),
+_STATIC = ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl")
+_MACOS = "-mmacosx-version-min=11.0"
+SERVED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    ("linux", "x86_64"): ((), _STATIC, "linux_x86_64"),
+    ("linux", "arm64"): ((), _STATIC, "linux_aarch64"),
+    ("darwin", "arm64"): ((_MACOS,), ("-shared", _MACOS), "macosx_11_0_arm64"),
 }
-"""The options of the link, by operating system and architecture; the kernels serve no others."""
+"""The operating systems and architectures that the kernels serve: options of all files and of the link, and the
+platform of a wheel. A Linux machine's own libstdc++ may be older than the compiler's, so the library brings its own."""
 
 
 class BuildError(RuntimeError):
@@ -65,7 +67,7 @@ def compiler() -> str | None:
 
 
 def machine() -> str:
-    """Return this machine's architecture, as LINK names it."""
+    """Return this machine's architecture, as SERVED names it."""
     name = platform.machine().lower()
     return {"aarch64": "arm64", "amd64": "x86_64"}.get(name, name)
 
@@ -82,7 +84,7 @@ def target() -> tuple[str, str]:
 
 def refusal() -> str | None:
     """Why the kernels cannot be compiled here, and what would help; None if they can."""
-    if target() not in LINK:
+    if target() not in SERVED:
         system, architecture = target()
         return f"they serve Linux on x86-64 and arm64, and macOS on arm64, not {system} on {architecture}"
     if compiler() is None:
@@ -111,14 +113,15 @@ def build() -> Path:
         raise BuildError(f"the CPU kernels cannot be compiled: {why}")
     if not os.access(HERE, os.W_OK):
         raise BuildError(f"the CPU kernels cannot be compiled: {HERE} cannot be written; ask its owner")
+    options, link, _ = SERVED[target()]
     sources = {**SOURCES[target()[1]], **dict.fromkeys(COMMON, ())}
-    flags = (*FLAGS, f'-DSOURCES_DIGEST="{digest()}"')
+    flags = (*FLAGS, *options, f'-DSOURCES_DIGEST="{digest()}"')
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in sources}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda x: run_compiler(*flags, *sources[x], "-c", str(HERE / x), "-o", objects[x]), sources))
         made = f"{folder}/{LIBRARY.name}"
-        run_compiler(*objects.values(), *LINK[target()], "-o", made)
+        run_compiler(*objects.values(), *link, "-o", made)
         os.replace(made, LIBRARY)
     return LIBRARY
 

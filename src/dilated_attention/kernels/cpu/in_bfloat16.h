@@ -8,7 +8,9 @@
 namespace {
 
 // `run_stats` is of the set whose products are in float32.
-inline int run_in_bfloat16(Kernel kernel, int64_t type, const Call &call, int (*run_stats)(Kernel, int64_t, const Call &)) {
+template <class InBFloat16>
+int run_in_bfloat16(Kernel kernel, int64_t type, const Call &call,
+                    int (*run_stats)(Kernel, int64_t, const Call &)) {
   if (Type(type) != Type::bfloat16) return 2;
   switch (kernel) {
     case Kernel::forward:

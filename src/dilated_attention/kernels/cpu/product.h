@@ -16,7 +16,7 @@ namespace {
 enum class Role { scores, values, plain };  // of a row in a product; plain: values as they are
 
 constexpr int VECTORS = REGISTERS == 32 ? 2 : 3, LANES = VECTORS * WIDTH;
-constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of every ROWS
+constexpr int CHUNK = 64;                       // rows that are streamed at once: a multiple of every ROWS
 constexpr int COLUMNS = WIDTH < 8 ? 8 : WIDTH;  // columns of values are a multiple of it, and so of WIDTH and of ROWS
 
 // Products in float32, of elements of any type, which are widened when they are gathered.
@@ -83,7 +83,8 @@ inline void product(const Word *a, int64_t a_row, const Word *b, int64_t b_step,
       for_numbers<ROWS>([&](auto r) {
         for_numbers<N>([&](auto x) {
           constexpr int WORD = ALONG ? step() : r() % WIDTH;
-          sum[r][x] = Arithmetic::template multiply_add_word<WORD>(words[ALONG ? r() : r() / WIDTH], lanes[x], sum[r][x]);
+          sum[r][x] =
+              Arithmetic::template multiply_add_word<WORD>(words[ALONG ? r() : r() / WIDTH], lanes[x], sum[r][x]);
         });
       });
     });

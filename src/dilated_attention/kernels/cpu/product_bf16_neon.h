@@ -20,9 +20,8 @@ struct InBFloat16 {
   // The words of so many bfloat16; says whether all of them were finite.
   template <Role ROLE>
   static Integers words_of(const BFloat16 *x, int64_t left, bool &finite) {
-    const uint16x8_t row = left >= 2 * WIDTH
-                               ? vld1q_u16(&x->bits)
-                               : vcombine_u16(load_halves(x, left), load_halves(x + WIDTH, left - WIDTH));
+    const uint16x8_t row = left >= 2 * WIDTH ? vld1q_u16(&x->bits)
+                                             : vcombine_u16(load_halves(x, left), load_halves(x + WIDTH, left - WIDTH));
     const uint16x8_t exponent = vdupq_n_u16(0x7f80);
     if constexpr (ROLE == Role::plain) return vreinterpretq_s32_u16(row);
     const uint16x8_t odd = vceqq_u16(vandq_u16(row, exponent), exponent);

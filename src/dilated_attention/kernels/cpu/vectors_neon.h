@@ -24,7 +24,9 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(c, a, b)
 inline Lanes multiply_subtract(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(vnegq_f32(c), a, b); }
 inline Lanes larger(Lanes a, Lanes b) { return vmaxq_f32(a, b); }  // NaN where either is
 inline Lanes magnitude(Lanes x) { return vabsq_f32(x); }
-inline Lanes with_sign_of(Lanes x, Lanes y) { return floats((integers(all(-0.f)) & integers(x)) | integers(y)); }  // y >= 0
+inline Lanes with_sign_of(Lanes x, Lanes y) {  // y >= 0
+  return floats((integers(all(-0.f)) & integers(x)) | integers(y));
+}
 inline float sum_of(Lanes x) { return vaddvq_f32(x); }
 inline float largest_of(Lanes x) { return vmaxvq_f32(x); }
 
