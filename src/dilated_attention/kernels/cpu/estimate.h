@@ -36,3 +36,4 @@ struct Estimate {
 int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512_bf16(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_neon(Estimator estimator, int64_t type, const Estimate &call);
