@@ -4,7 +4,6 @@ hand. Without one, or where it fails, the wheel is pure Python, and the package 
 from __future__ import annotations
 
 import runpy
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -24,4 +23,4 @@ class CpuKernels(BuildHookInterface):
             return
         build_data["artifacts"].append(f"/{KERNELS}/{library.name}")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{build['SERVED'][build['target']()][-1]}"

@@ -582,3 +582,20 @@ def test_stacking_layouts_that_do_not_agree():
     q, k, v = torch.randn(3, 1, 16, 2, 8)
     with pytest.raises(ValueError, match="layout has lists for a batch of 3, got 2"):
         attention(q, k, v, BlockLayout.stack([layout] * 3), cu_seqlens=[0, 4, 16])
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [(64, 512), (512, 512), (600, 300), (64, 4096)])
+def test_blocks_longer_than_a_tile(block_size, is_causal, backend):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 1100, heads, 8) for heads in (4, 2, 2)]
+    layout = BlockLayout.random(1100, 0.5, 1, block_size)
+    layout = layout.causal() if is_causal else layout
+    results = []
+    for chosen, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        out = attention(*leaves, layout, is_causal=is_causal, backend=chosen)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-5)

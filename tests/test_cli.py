@@ -452,7 +452,7 @@ def test_plot_draws_any_pattern(words, said, tmp_path, capsys):
         ("local --window 3 --offsets head", "--offsets is of a dilated pattern"),
         ("bigbird --window 3", "'bigbird' needs --global-tokens, --random-blocks"),
         ("random --density 2", "--density must lie in (0, 1], got 2.0"),
-        ("local --window 3 --block-size 0", "an integer from 1 to 256; got 0"),
+        ("local --window 3 --block-size 0", "an integer from 1 to 65536; got 0"),
         ("local --window 3 --tokens 0", "--tokens must lie in [1, 1048576]; got 0"),
         ("dilated --segments 64 --rates 1 --head 2 --heads 2", "head must lie in [0, 2); got 2"),
         ("hierarchical --levels a", "invalid list of levels value: 'a'"),

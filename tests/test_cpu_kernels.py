@@ -40,15 +40,15 @@ from dilated_attention_lab.commands import main
 from tolerances import ROUNDING, TOLERANCE, relative_error
 
 SETS = range(1, cpu.instruction_set() + 1)
-AVX512, AMX = cpu.AVX512, cpu.AMX
-IN_FLOAT32 = SETS[:AVX512]
+AMX = cpu.AMX
+IN_FLOAT32 = SETS[: cpu.HIGHEST_IN_FLOAT32]
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
 FEW = "few rows"  # however many a tile has
 EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
 TILES = [AMX] if AMX in SETS else [EMULATED] if EMULATES else []
 """The tiles of the machine, or emulated ones."""
-IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[AVX512 : AMX - 1], *TILES)]
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[cpu.HIGHEST_IN_FLOAT32 : AMX - 1], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in float32."""
 SOME = [
     *((x, torch.float32) for x in IN_FLOAT32[-1:]),
@@ -74,7 +74,7 @@ def emulated_amx():
     """The library of emulated_amx.cpp."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(__file__).with_name("emulated_amx.cpp"), f"{folder}/kernels.so"
-        flags = (*build.FLAGS, *build.SOURCES["amx.cpp"], f"-I{build.HERE}", "-shared")
+        flags = (*build.FLAGS, *build.SOURCES["x86_64"]["amx.cpp"], f"-I{build.HERE}", "-shared")
         build.run_compiler(*flags, str(source), str(build.LIBRARY), "-o", library)
         return ctypes.CDLL(library)
 
@@ -783,8 +783,8 @@ def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
     assert "install g++ or clang++" in cpu._load()[3]
     with pytest.raises(build.BuildError, match="install g\\+\\+ or clang\\+\\+"):
         build.build()
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    assert "aarch64" in cpu._load()[3]
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    assert "not linux on riscv64" in cpu._load()[3]
 
 
 @pytest.mark.parametrize(
@@ -803,6 +803,26 @@ def test_without_kernels_native_serves_and_says_why(why, word, monkeypatch, caps
     assert f"backend='cpu' cannot serve this call: {why}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("x86_64-pc-linux-gnu", ("linux", "x86_64")),
+        ("aarch64-linux-gnu", ("linux", "arm64")),
+        ("arm64-apple-darwin23.5.0", ("darwin", "arm64")),
+        ("x86_64-apple-darwin23.5.0", None),
+        ("x86_64-w64-mingw32", None),
+        ("riscv64-linux-gnu", None),
+    ],
+)
+def test_the_target_of_a_compiler(name, expected, monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho {name}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert (build.target() == expected) == (expected is not None) == (build.target() in build.SERVED)
+    assert (build.refusal() is None) == (expected is not None)
+
+
 # ---- the choice
 
 
@@ -811,6 +831,17 @@ def chosen(dtype=torch.float32, rows=64, seq_len=64, head_dim=16, **needs):
     return explain(q, q, q, Dilated((rows,), (1,)), **needs)
 
 
+def test_nobody_has_timed_the_kernels_on_arm64(monkeypatch):
+    monkeypatch.setattr(cpu, "ARM64", True)
+    assert chosen(torch.float32, 256, 256).backend == "native"
+    assert "bench cpu" in chosen(torch.float32, 256, 256).refusals["cpu"]
+    assert chosen(torch.float32, 256, 256, backend="cpu").backend == "cpu"
+
+
+on_x86 = pytest.mark.skipif(cpu.ARM64, reason="of x86 processors")
+
+
+@on_x86
 @pytest.mark.parametrize("dtype", [*cpu.TYPES, torch.float64], ids=str)
 def test_auto_takes_the_kernels_where_they_are_faster(dtype):
     served = dtype in cpu.TYPES
@@ -828,6 +859,7 @@ def test_auto_takes_the_kernels_where_they_are_faster(dtype):
         assert f"got {few}" in short.refusals["cpu"]
 
 
+@on_x86
 def test_where_there_are_tiles(monkeypatch):
     """They serve what is no wider than they are; a process that did not get them leaves bfloat16 to native."""
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
@@ -863,6 +895,7 @@ def test_the_library_needs_nothing_of_python_or_torch():
     assert not any(name in needed for name in ("torch", "python", "stdc++", "gomp"))
 
 
+@on_x86
 def test_the_instructions_of_amx():
     if shutil.which("objdump") is None:
         pytest.skip("needs objdump")

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register
+from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register, report
 from dilated_attention_lab.bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
@@ -756,13 +756,63 @@ def test_published_weights(capsys):
     assert all(0.5 < row.value < 0.99999 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+SOUND = {
+    "conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 2,
+    "num_conv_pos_embedding_groups": 4,
+}  # fmt: skip
+TWO_PARTS = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60,
+}  # fmt: skip
+WITHOUT_A_FLAG = {
+    "Wav2Vec2": ({**WIDTH, **MLP, **SOUND}, "sound"),
+    "Hubert": ({**WIDTH, **MLP, **SOUND}, "sound"),
+    "UniSpeech": ({**WIDTH, **MLP, **SOUND}, "sound"),
+    "SEW": ({**WIDTH, **MLP, **SOUND}, "sound"),
+    "Data2VecAudio": ({**WIDTH, **MLP, **SOUND, "conv_pos_kernel_size": 5}, "sound"),
+    "Splinter": ({**WIDTH, **MLP, "question_token_id": 5}, "tokens"),
+    "BioGpt": ({**WIDTH, **MLP, "max_position_embeddings": 64}, "tokens"),
+    "StableLm": ({**WIDTH, **MLP, "num_key_value_heads": 2}, "tokens"),
+    "Aimv2Vision": ({**WIDTH, **MLP, "image_size": 28, "patch_size": 7}, "image"),
+    "Bart": (TWO_PARTS, "tokens"),
+    "Whisper": (
+        {**TWO_PARTS, "num_mel_bins": 8, "max_source_positions": 20, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2, "decoder_start_token_id": 1},
+        "spectrum",
+    ),
+}  # fmt: skip
+
+
+def inputs_of(kind: str) -> dict[str, Tensor]:
+    tokens = torch.randint(3, 60, (2, SEQ))
+    return {
+        "sound": {"input_values": torch.randn(2, 4000)},
+        "tokens": {"input_ids": tokens},
+        "image": {"pixel_values": torch.randn(2, 3, 28, 28)},
+        "spectrum": {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": tokens[:, :5]},
+    }[kind]
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_FLAG)
 def test_models_that_call_the_interface_without_a_flag(name):
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, conv_dim=(32, 32),
-        conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
-    )  # fmt: skip
-    model, sound = getattr(transformers, f"{name}Model")(config).eval(), torch.randn(1, 4000)
+    """They are made with our attention, and take it later; those without cross-attention can be dilated."""
+    options, kind = WITHOUT_A_FLAG[name]
+    make, config = getattr(transformers, f"{name}Model"), getattr(transformers, f"{name}Config")
+    assert not make._supports_attention_backend
+    eager, inputs = make._from_config(config(**options), attn_implementation="eager").eval(), inputs_of(kind)
+    ours = make._from_config(config(**options), attn_implementation="dilated_attention").eval()
+    ours.load_state_dict(eager.state_dict())
     with torch.no_grad():
-        expected = model(sound)[0]
-        same(dilate(model, [1 << 14], [1])(sound)[0], expected)
+        expected = eager(**inputs)[0]
+        same(ours(**inputs)[0], expected)
+        assert len(report(ours).split("\n")) == (4 if "encoder_layers" in options else 2)
+        if "encoder_layers" not in options:
+            same(dilate(eager, [1 << 14], [1])(**inputs)[0], expected)
+
+
+def test_a_model_of_classes_by_implementation_is_refused():
+    config = transformers.SamVisionConfig(**WIDTH, image_size=32, patch_size=8)
+    with pytest.raises(UnsupportedError, match="SamVisionModel does not call transformers' attention interface"):
+        transformers.SamVisionModel._from_config(config, attn_implementation="dilated_attention")
+    with pytest.raises(UnsupportedError, match="SamVisionModel does not call transformers' attention interface"):
+        dilate(transformers.SamVisionModel(config), **WHOLE)

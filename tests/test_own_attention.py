@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PreTrainedModel,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
+)
 from transformers.masking_utils import (
     and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
     packed_sequence_mask_function,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
+    sliding_window_overlay,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations.huggingface import NAME, dilate, report
-from dilated_attention.integrations.own_attention import read_mask
+from dilated_attention.integrations.own_attention import attend, read_mask
+from tolerances import relative_error
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
 TOKENS = 43
+SMALL_GEMMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+ONLY_GEMMA3 = ("sliding_window", "layer_types")
+SMALL_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 NO_STATIC_CACHE: tuple[str, ...] = ()  # refused by transformers for these families
 
 
@@ -124,11 +150,119 @@ def test_generates_the_same_tokens(family):
             assert torch.equal(expected, ours.generate(_tokens(), **inputs))
 
 
+GENERATING_OTHERS = [family for family in OTHERS if family != "mimi"]  # which codes sound
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("family", GENERATING_OTHERS)
+def test_generates_the_same_tokens_from_other_inputs(family, more):
+    found, state = [], None
+    for implementation in ("eager", NAME):
+        model, inputs = build_other(family, implementation)
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder")}
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        if "input_features" in inputs:  # a token for each frame: the last eight are left to generate
+            inputs["input_ids"] = inputs["input_ids"][:, :-8]
+        found.append(model.generate(**inputs, **options, **more))
+    assert torch.equal(*found)
+
+
+def test_an_encoder_made_of_a_decoder():
+    """Gemma 3 with `use_bidirectional_attention` (EmbeddingGemma): windows on both sides, and every key."""
+    outputs = []
+    for implementation in ("eager", NAME, "sdpa"):
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(**SMALL_GEMMA, use_bidirectional_attention=True)
+        config._attn_implementation = implementation
+        model = Gemma3TextModel(config).eval()
+        outputs.append([_output(model, input_ids=_tokens(), attention_mask=mask)[mask.bool()] for mask in _masks()])
+    for results in zip(*outputs, strict=True):
+        _assert_close(*results)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refuses_by_name(family):
     words = REFUSED[family][3]
     with pytest.raises(UnsupportedError, match=words):
         _output(build(family, NAME), input_ids=_tokens())
+
+
+def _prefix(implementation: str) -> tuple[PreTrainedModel, Tensor]:
+    """PaliGemma: the first tokens see one another, as many as each sample has with type 0."""
+    text = {"model_type": "gemma", **{name: x for name, x in SMALL_GEMMA.items() if name not in ONLY_GEMMA3}}
+    vision = {"model_type": "siglip_vision_model", "projection_dim": 32, **SMALL_VISION}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=96, projection_dim=32)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    types = (torch.arange(TOKENS) > torch.tensor([[20], [31]])).long()
+    return PaliGemmaForConditionalGeneration(config).eval(), types
+
+
+def _images(implementation: str) -> tuple[PreTrainedModel, Tensor]:
+    """Gemma 3: the tokens of an image see one another; images shorter and longer than the window, and of one token."""
+    config = Gemma3Config(text_config=SMALL_GEMMA, vision_config=SMALL_VISION, image_token_id=96, mm_tokens_per_image=4)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    types = torch.zeros(2, TOKENS, dtype=torch.long)
+    types[0, 0:4], types[0, 15:34], types[1, 12:17], types[1, 20], types[1, 38:] = 1, 1, 1, 1, 1
+    return Gemma3ForConditionalGeneration(config).eval(), types
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("make", [_prefix, _images])
+def test_blocks_of_tokens_see_one_another(make, use_cache):
+    """With both kinds of padding; and they change the result."""
+    for mask in (torch.ones(2, TOKENS, dtype=torch.long), *_masks()):
+        results = []
+        for implementation in ("eager", NAME, "sdpa"):
+            model, types = make(implementation)
+            inputs = {"input_ids": _tokens(), "attention_mask": mask, "use_cache": use_cache}
+            logits = model(**inputs, token_type_ids=types).logits[mask.bool()]
+            logits.sin().sum().backward()
+            gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+            results.append((logits, gradients))
+        for found in zip(*results, strict=True):
+            _assert_close(*found)
+        with torch.no_grad():
+            assert (make(NAME)[0](**inputs).logits[mask.bool()] - results[0][0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("make", [_prefix, _images])
+def test_blocks_of_tokens_are_continued(make, more):
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for implementation in ("eager", NAME):
+        model, types = make(implementation)
+        inputs = {"attention_mask": _masks()[0], "token_type_ids": types}
+        found.append(model.generate(_tokens(), **inputs, **options, **more))
+    assert torch.equal(*found)
+
+
+def test_blocks_that_cannot_be_served():
+    ids = torch.tensor([[0, 0, -1, 0]])
+    shown = read_mask(or_masks(causal_mask_function, blockwise_overlay(ids)))
+    shown = replace(shown, queries=4, keys=4)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"lies in several places.*sdpa"):
+        attend(shown, q, q, q, scale=None)
+    with pytest.raises(UnsupportedError, match=r"a block of 4 tokens, of which the cache has a part.*sdpa"):
+        attend(replace(shown, blocks=torch.zeros(1, 4), queries=2, keys=3), q[:, :2], q[:, :3], q[:, :3], scale=None)
+
+
+def test_t5gemma2_is_refused():
+    """Its decoder joins the masks of its own and of the encoder's tokens; its encoder has windows of another kind."""
+    encoder = {"text_config": SMALL_GEMMA, "vision_config": SMALL_VISION, "image_token_index": 96}
+    config = T5Gemma2Config(encoder=encoder, decoder=SMALL_GEMMA, image_token_index=96)
+    config._attn_implementation = NAME
+    model = T5Gemma2ForConditionalGeneration(config).eval()
+    with pytest.raises(UnsupportedError, match=r'keys before, .*after a query.*attn_implementation="sdpa"'):
+        model(input_ids=_tokens(), decoder_input_ids=_tokens())
+    states = BaseModelOutput(last_hidden_state=torch.randn(2, TOKENS, 32))
+    with pytest.raises(UnsupportedError, match=r'computes with its mask over pairs.*attn_implementation="sdpa"'):
+        model(encoder_outputs=states, decoder_input_ids=_tokens())
 
 
 def test_the_number_of_families_in_the_documents():
@@ -146,6 +280,10 @@ def test_masks_are_read_back():
     assert chunks.first_tokens is padding
     samples = torch.tensor([[0, 0, 1]])
     assert read_mask(and_masks(causal_mask_function, packed_sequence_mask_function(samples))).samples is samples
+    past = read_mask(and_masks(causal_mask_function, sliding_window_bidirectional_mask_function(7)))
+    assert (past.window, past.is_causal) == (8, True)
+    union = read_mask(or_masks(sliding_window_causal_mask_function(8), sliding_window_bidirectional_mask_function(7)))
+    assert (union.window, union.is_causal) == (7, False)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +291,14 @@ def test_masks_are_read_back():
     [
         or_masks(causal_mask_function, packed_sequence_mask_function(torch.zeros(1, 3))),
         and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(4)),
+        and_masks(sliding_window_overlay(3), bidirectional_mask_function),  # a window on one side, later keys all
+        or_masks(sliding_window_causal_mask_function(9), sliding_window_bidirectional_mask_function(3)),
+        or_masks(sliding_window_causal_mask_function(3), blockwise_overlay(torch.zeros(1, 3))),  # PaliGemma 2
+        and_masks(
+            or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 3))),
+            packed_sequence_mask_function(torch.zeros(1, 3)),
+        ),
+        or_masks(bidirectional_mask_function, blockwise_overlay(torch.zeros(1, 3))),
         lambda batch, head, query, key: key <= query,
     ],
 )
@@ -170,6 +316,36 @@ def test_a_report_says_what_layers_do():
     assert lines[0] == "model.layers.0.self_attn: causal, window 8: 43 queries from 0 on, 43 keys, softcap 50.0"
     assert lines[1] == "model.layers.1.self_attn: causal, all keys: 43 queries from 0 on, 43 keys, softcap 50.0"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "modernbert", "gpt_oss"])
+def test_full_layers_alone_are_dilated_and_saved(family, tmp_path):
+    """With windows, chunks, and sinks beside them; padding; gradients; loaded again."""
+    eager, ours, _ = _models(family)
+    dilate(ours, [64], [1], layers="full")
+    results = []
+    for model in (eager, ours):
+        outputs = [_output(model, input_ids=_tokens(), attention_mask=mask)[mask.bool()] for mask in _masks()]
+        sum(x.sin().sum() for x in outputs).backward()
+        results.append((outputs, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])))
+    for found, expected in zip(results[1][0], results[0][0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert relative_error(results[1][1], results[0][1]) <= 1e-5
+    dilate(ours, [8], [1], layers="full").save_pretrained(tmp_path)
+    again = type(ours).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found, expected = (_output(model, input_ids=_tokens()) for model in (again, ours))
+    assert torch.equal(found, expected)
+    assert report(again) == report(ours)
+
+
+def test_capped_scores_are_refused_before_a_model_is_changed():
+    model = build("gemma2", "eager")
+    for layers in ("all", "full"):
+        with pytest.raises(UnsupportedError, match="attn_logit_softcapping=50"):
+            dilate(model, [8], [1], layers=layers)
+    assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, NAME)
 
 
 def test_full_layers_alone_are_dilated():
@@ -191,27 +367,3 @@ def test_full_layers_alone_are_dilated():
         dilate(ours, [8], [1], layers="windows")
     with pytest.raises(UnsupportedError, match="sliding_attention"):
         dilate(ours, [8], [1])
-
-
-def test_compiles_in_one_graph(fresh_python):
-    """Uses attention_mask, without which transformers takes a traced batch for packed samples."""
-    fresh_python(
-        f"""
-        import sys, warnings
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import torch
-        from transformers_families import build
-        import dilated_attention.integrations.huggingface
-
-        warnings.simplefilter("ignore")
-        tokens = torch.randint(3, 97, (2, 40))
-        mask = torch.ones_like(tokens)
-        mask[1, :7] = 0
-        for family in ("mistral", "gemma3", "modernbert"):
-            torch._dynamo.reset()
-            model = build(family, "dilated_attention")
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            found, expected = (call(input_ids=tokens, attention_mask=mask)[0] for call in (compiled, model))
-            torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
-        """
-    )

@@ -66,6 +66,7 @@ from dilated_attention.models import (
 from dilated_attention.models.configuration import EncoderDecoderConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.nn import (
+    BlockAttentionMixture,
     BlockSparseDilatedAttention,
     DilatedAttention,
     MultiheadDilatedAttention,
@@ -99,6 +100,7 @@ class Later:
 
 
 transformers, huggingface = Later("transformers"), Later("dilated_attention.integrations.huggingface")
+longformer_bigbird = Later("dilated_attention.integrations.longformer_bigbird")
 PATTERN = Dilated((8, 16), (1, 2))
 
 
@@ -1062,14 +1064,15 @@ def _(told):
     same(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
 
 
-@remedy("runs on one device; over a mesh use nn.DilatedAttention")
+@remedy("runs on one device; over a mesh use nn.BlockAttentionMixture")
 def _(told, one_rank):
     layer = NativeSparseAttention(16, 2, **SELECTION)
     with told():
         parallel.set_context_parallel(layer, one_rank)
-    module, (q, k, v) = DilatedAttention([8, 16], [1, 2]), tensors()
+    module, x = BlockAttentionMixture(16, 2, block_size=4, query_block=2, top_k=2), torch.randn(2, 8, 16)
+    expected = module(x)
     parallel.set_context_parallel(module, one_rank)
-    same(module(q, k, v), oracle(q, k, v))
+    same(module(x), expected)
 
 
 @remedy('use a larger xpos_scale_base, a dtype of wider range, or positions="rope"')
@@ -1627,6 +1630,18 @@ def _(told, llama):
         ours.generate(tokens, cache_implementation="static", **options)
     out = ours.generate(tokens, cache_implementation="dynamic", **options)
     assert torch.equal(out, llama.generate(tokens, **options))
+
+
+@remedy("make the model without replace_attention for them")
+def _(told, llama):
+    options = {"attention_window": 8, "max_position_embeddings": 64, "pad_token_id": 0}
+    theirs = transformers.LongformerModel(transformers.LongformerConfig(**TINY, **options)).eval()
+    ours, tokens = copy.deepcopy(theirs), _tokens()
+    longformer_bigbird.replace_attention(ours)
+    with told():
+        ours(tokens, output_attentions=True)
+    assert theirs(tokens, output_attentions=True).attentions
+    same(ours(tokens)[0], theirs(tokens)[0])
 
 
 @remedy("choose a model that hands it to its attention alone")

@@ -47,8 +47,7 @@ def padded(x, tokens):
 def test_antidiagonal_sums(seq_len, block_size, heads, kv_heads, is_causal):
     q, k, _ = make(seq_len, heads, kv_heads)
     grid, stride = candidates(q, k, block_size, is_causal, True, 1), 4
-    pool = partial(antidiagonal._pieces, stride=stride)
-    found = torch.cat([share for _, share in estimated_shares(q, k, grid, pool=pool)], 2)
+    found = torch.cat([share for _, share in estimated_shares(antidiagonal._pieces(q, k, grid, stride), grid)], 2)
     expected = torch.zeros_like(found)
     for sample, head, queries, keys in head_pairs(q, k):
         for row in range(grid.rows):
@@ -110,17 +109,16 @@ def naive_bound(query, page):
 def test_bounds_of_pages():
     q, k, _ = make(37, 2, 1)
     grid = candidates(q, k, (8, 16), False, True, 1)
-    share = torch.cat([x for _, x in estimated_shares(q, k, grid, pool=partial(pages._pages, page_size=4))], 2)
-    query, weight, bounds, number = pages._pages(q, k, grid, page_size=4)
-    assert number.isfinite().sum() == 10  # pages with a token
-    for sample, row, part in ((0, 0, 0), (1, 4, 1)):
+    sample = pages._pages(q, k, grid, 4)
+    share = torch.cat([x for _, x in estimated_shares(sample, grid)], 2)
+    query, weight, bounds = sample.query.unflatten(1, (grid.rows, -1)), sample.weight, sample.key
+    assert bounds.shape[1] == 10  # pages with a token
+    for number, row, part in ((0, 0, 0), (1, 4, 1)):
         assert weight[row, part] > 0
         for page in range(10):
-            expected = naive_bound(
-                query[sample, 1, row, part].chunk(2)[0] + query[sample, 1, row, part].chunk(2)[1],
-                k[sample, page * 4 : page * 4 + 4, 0],
-            )
-            found = query[sample, 1, row, part] @ bounds[sample, 0].flatten(0, 1)[page]
+            signed = query[number, row, part, 1]
+            expected = naive_bound(signed.chunk(2)[0] + signed.chunk(2)[1], k[number, page * 4 : page * 4 + 4, 0])
+            found = signed @ bounds[number, page, 0]
             assert abs(float(found) - expected) < 1e-12
     torch.testing.assert_close(share.sum(-1), torch.ones_like(share.sum(-1)))
 

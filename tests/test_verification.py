@@ -14,18 +14,18 @@ from dilated_attention_lab import verification
 from dilated_attention_lab.commands import main
 
 CPU = torch.device("cpu")
-ONE = replace(verification.dozen(50)[0], batch=1)
+ONE = replace(verification.kinds(50)[0], batch=1)
 
 
-def test_a_dozen_calls():
-    assert len(verification.dozen()) == 12
+def test_calls_of_each_kind():
+    assert len(verification.kinds()) == 15
 
 
 def test_this_machine_is_right(capsys, monkeypatch):
-    monkeypatch.setattr(verification, "dozen", partial(verification.dozen, 60))
+    monkeypatch.setattr(verification, "kinds", partial(verification.kinds, 60))
     assert main(["info", "--check", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert all(check.name in printed for check in verification.dozen())
+    assert all(check.name in printed for check in verification.kinds())
     assert "not triton: Triton needs a GPU" in printed
     assert printed.splitlines()[-1].endswith("native: right")
 
@@ -47,7 +47,7 @@ def test_what_is_wrong_is_found(forward, cell, why, monkeypatch, capsys):
         return forward(out), lse
 
     monkeypatch.setitem(BACKENDS, "native", replace(native, forward=broken))
-    monkeypatch.setattr(verification, "dozen", lambda: [ONE])
+    monkeypatch.setattr(verification, "kinds", lambda: [ONE])
     assert main(["info", "--check", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert cell in printed

@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}, "queries over"),  # attends compressed keys too
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
-    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "does not call transformers' attention interface"),
+    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
     "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}, "sdpa"),
 }
 """The same, and words of the error."""

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
+from dilated_attention import BackendError, BlockLayout, Dilated, Window, attention, dilated_attention
 from dilated_attention.plumbing import Facts, table
 
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -171,6 +171,10 @@ def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
               batch=1),
         Check("hidden keys", seq_len, branches, {"key_padding_mask": padded.expand(2, -1)}, needs=True),
         Check("dropout", seq_len, branches, {"dropout_p": 0.2}, needs=True),
+        Check("a window", seq_len, lambda n: Window(n // 5), {"is_causal": True}, needs=True),
+        Check("a window to both sides", seq_len, lambda n: Window(n // 7, n // 3, leading=5), needs=True),
+        Check("strided window", seq_len, lambda n: Window(9, 4, rate=3) + Dilated((n // 3,), (2,)), needs=True),
+        Check("capped scores", seq_len, branches, {"is_causal": True, "softcap": 0.7}, needs=True),
         Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64), needs=True),
         Check("blocks of each head", seq_len, lambda n: _layout_of_heads(n, 4), needs=True),
         Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True},
@@ -190,11 +194,18 @@ def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
 
 # ---- `info --check`
 
-LEFT_OUT = ("rows in no branch", "head groups", "scores far below zero", "packed", "blocks of each head")
+LEFT_OUT = (
+    "a window to both sides",
+    "rows in no branch",
+    "head groups",
+    "scores far below zero",
+    "packed",
+    "blocks of each head",
+)
 """The `checks` left out of `info --check`: kernels have no code of their own for these."""
 
 
-def dozen(seq_len: int = 200) -> list[Check]:
+def kinds(seq_len: int = 200) -> list[Check]:
     """A call of each kind that has code of its own in some backend."""
     names = {"every head_dim": "two branches", "every head_dim, causal": "two branches, causal"}
     found = [check for check in checks(seq_len, (64,)) if check.name not in LEFT_OUT]

@@ -22,8 +22,13 @@ from dilated_attention.kernels.cpu import build
 from dilated_attention.plan import Plan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INSTRUCTION_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
-AVX512, AMX = map(INSTRUCTION_SETS.index, ("AVX-512", "AMX with bfloat16"))
+ARM64 = build.machine() == "arm64"
+X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
+INSTRUCTION_SETS = ("none", "NEON", "NEON with bfloat16") if ARM64 else X86_SETS
+"""The names of the instruction sets of this architecture, by their numbers in kernels/cpu/dispatch.cpp."""
+AVX512, AMX = map(X86_SETS.index, ("AVX-512", "AMX with bfloat16"))
+HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
+"""The highest set whose products are in float32, whatever the dtype."""
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
@@ -32,9 +37,9 @@ MAX_OWN, LOOP = 256, 64
 would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
 as many rows save a tenth."""
 
-FEW, ROOM = (0, 4, 4, 2, 1), 2**18
-"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22), and the
-bytes that a job holds there."""
+FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
+"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
+a guess), and the bytes that a job holds there."""
 
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
@@ -68,6 +73,11 @@ def refusal(facts: Facts) -> str | None:
 
 def on_request(facts: Facts) -> str | None:
     """Return why `auto` does not choose this backend for a call that it could serve; None if it does."""
+    if ARM64:
+        return (
+            "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change "
+            "that, run `dilated-attention bench cpu` on such a machine and send its file with a pull request"
+        )
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
     least = least_keys(facts.dtype, facts.head_dim)
@@ -145,7 +155,9 @@ def in_halves(dtype: torch.dtype) -> bool:
 
 
 def _set_of(dtype: torch.dtype) -> int:
-    return instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), AVX512)
+    return (
+        instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), HIGHEST_IN_FLOAT32)
+    )
 
 
 def has_amx() -> bool:

@@ -31,7 +31,7 @@ class ChosenBlocks:
 
     def serves(self, shown: Shown) -> bool:
         """Whether a call is a whole prompt without padding in a layer that sees everything."""
-        limited = (shown.window, shown.chunk, shown.samples, shown.hidden)
+        limited = (shown.window, shown.chunk, shown.samples, shown.blocks, shown.hidden)
         whole = shown.q_start == shown.k_start == 0 and (shown.is_causal or shown.queries == shown.keys)
         return whole and shown.queries >= max(self.first, 2) and all(limit is None for limit in limited)
 

@@ -24,6 +24,7 @@ attention function reads. A mask that neither can express is refused.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +41,11 @@ from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.own_attention import (
     NotATensor,
+    Refused,
     Shown,
     attend,
     describe,
+    permuted,
     read_arguments,
     read_mask,
 )
@@ -121,18 +124,37 @@ class _Pattern:
         config.__dict__.pop("attn_implementation", None)
 
 
-_their_implementation = PreTrainedModel.get_correct_attn_implementation
+_their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
 
 def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
     """As transformers' own, which takes any implementation for any model: one that would not call ours is refused."""
     found = _their_implementation(self, *args, **kwargs)
-    if found == NAME:
-        _require_interface(self)
-        options = getattr(self.config, NAME, None)
-        if options is not None and not _keeps_windows(options):
-            _require_no_windows(self)
+    if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
+        _require_own_layers(self)
     return found
+
+
+def _post_init(self: PreTrainedModel) -> None:
+    """As transformers' own, at the end of a model's making."""
+    _their_post_init(self)
+    if self.config._attn_implementation == NAME:
+        _require_own_layers(self)
+
+
+def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
+    """Whether a model makes a module of a class that its implementation names, among classes of its own (SAM)."""
+    source = sys.modules[kind.__module__]
+    return not kind._supports_attention_backend and "[config._attn_implementation]" in inspect.getsource(source)
+
+
+def _require_own_layers(model: PreTrainedModel) -> None:
+    _require_interface(model)
+    options = getattr(model.config, NAME, None)
+    if options is not None:
+        _require_no_cap(model)
+        if not _keeps_windows(options):
+            _require_no_windows(model)
 
 
 def register() -> None:
@@ -143,6 +165,7 @@ def register() -> None:
     setattr(PreTrainedConfig, NAME, _Pattern())
     if PreTrainedModel.get_correct_attn_implementation is _their_implementation:
         PreTrainedModel.get_correct_attn_implementation = _correct_implementation  # type: ignore[method-assign]
+        PreTrainedModel.post_init = _post_init  # type: ignore[method-assign]
 
 
 def dilate(
@@ -181,6 +204,7 @@ def dilate(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)
+        _require_no_cap(part)
         if layers == "all":
             _require_no_windows(part)
         _require_heads(part, pattern)
@@ -356,15 +380,17 @@ def _require_interface(part: PreTrainedModel) -> None:
         )
 
 
-def _require_no_windows(part: PreTrainedModel) -> None:
-    """Refuse to dilate a model that caps its scores or has windows."""
-    name, config = type(part).__name__, part.config
-    cap = getattr(config, "attn_logit_softcapping", None)
+def _require_no_cap(part: PreTrainedModel) -> None:
+    cap = getattr(part.config, "attn_logit_softcapping", None)
     if cap is not None:
         raise UnsupportedError(
-            f"{name} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does not: weights "
-            "that were trained with a cap need a model's own attention; choose a model without one"
+            f"{type(part).__name__} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does "
+            "not: weights that were trained with a cap need a model's own attention; choose a model without one"
         )
+
+
+def _require_no_windows(part: PreTrainedModel) -> None:
+    name, config = type(part).__name__, part.config
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds:
         windows = sorted({"sliding_attention", "chunked_attention"} & set(kinds))
@@ -476,20 +502,22 @@ def visibility(
     config: Any = None,
     local_size: int | None = None,
     **kwargs: Any,
-) -> Visibility | Shown | UnsupportedError:
+) -> Visibility | Shown | Refused:
     """The mask function: takes the arguments of transformers' `sdpa_mask`, and refuses what we cannot honour.
 
     Some models make masks for kinds of layers that they do not have, so it is the layer given a window that refuses it.
     """
-    if isinstance(attention_mask, Shown):  # `generate` with a static cache makes masks before the forward
+    if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
     options = getattr(config, NAME, None)
     if options is None or (local_size is not None and _keeps_windows(options)):
-        shown = read_arguments(mask_function, local_size, config, kwargs) if torch.compiler.is_compiling() else None
+        shown = None
+        if torch.compiler.is_compiling():
+            shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
         try:
             shown = shown or read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
-            return error
+            return Refused(error)
         return _placed(shown, q_length, kv_length, q_offset, kv_offset, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
@@ -499,7 +527,7 @@ def visibility(
                 "only encoders and decoders alone are supported"
             )
     if local_size is not None:
-        return UnsupportedError(f"a window or chunks of {local_size} tokens: {_without_windows(config)}")
+        return Refused(UnsupportedError(f"a window or chunks of {local_size} tokens: {_without_windows(config)}"))
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         raise UnsupportedError(
             "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
@@ -605,13 +633,13 @@ def attention_forward(
             raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
         return _attend_cached(seen, q, k, v, pattern, scale=scaling, sinks=s_aux), None
     if seen.order is not None:
-        q, k, v = (_permuted(x, seen.order) for x in (q, k, v))
+        q, k, v = (permuted(x, seen.order) for x in (q, k, v))
     out = attention(
         q, k, v, pattern, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux,
         lengths=seen.lengths, backend=backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    return (out if seen.order is None else _permuted(out, seen.order.argsort(1))), None
+    return (out if seen.order is None else permuted(out, seen.order.argsort(1))), None
 
 
 def _attend_own(
@@ -656,8 +684,8 @@ def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: D
     return torch.stack(parts)
 
 
-Mask = Visibility | Shown | UnsupportedError | Tensor | None
-"""What a layer is given in a mask's place; an error is for the layer to raise."""
+Mask = Visibility | Shown | Refused | Tensor | None
+"""What a layer is given in a mask's place."""
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
@@ -670,8 +698,8 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
     """The error for a mask that is not what our mask function gave."""
-    if isinstance(mask, UnsupportedError):
-        return mask
+    if isinstance(mask, Refused):
+        return mask.error
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     return UnsupportedError(
         f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
@@ -717,11 +745,6 @@ def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causa
             f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
         )
     return mask
-
-
-def _permuted(x: Tensor, order: Tensor) -> Tensor:
-    """x `(batch, seq, heads, head_dim)` with its tokens in `order`, `(batch, seq)`."""
-    return x.gather(1, order.to(x.device)[:, :, None, None].expand(x.shape))
 
 
 register()

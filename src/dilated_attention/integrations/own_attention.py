@@ -7,6 +7,8 @@ over pairs of tokens is ever formed; `attend` computes it.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,7 +28,7 @@ class _NoTensorError(UnsupportedError, AttributeError):
     def __init__(self) -> None:
         super().__init__(
             "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
-            "hands it to its attention alone"
+            f"hands it to its attention alone, or {_REMEDY}"
         )
 
 
@@ -36,7 +38,13 @@ class NotATensor:
     A model that computes with its mask gets an error that says so.
     """
 
+    ndim: ClassVar[int] = 4  # what transformers asks of a mask that is made before the forward
+
     def _refuse(self, other: object = None) -> Any:
+        raise _NoTensorError
+
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> Any:
         raise _NoTensorError
 
     __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
@@ -44,21 +52,33 @@ class NotATensor:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _NoTensorError
+        self._refuse()
+
+
+@dataclass(frozen=True)
+class Refused(NotATensor):
+    """Stand in the place of a mask that we cannot honour: the layer that is given it raises the error."""
+
+    error: UnsupportedError
+
+    def _refuse(self, other: object = None) -> Any:
+        raise self.error
 
 
 @dataclass(frozen=True)
 class Shown(NotATensor):
     """Which keys the queries of one forward see.
 
-    A query at position p sees the key at position j iff j <= p where `is_causal`, j > p - window (without causality:
-    |p - j| <= window), both lie in one chunk, both belong to one sample, and the key is not hidden.
+    A query at position p sees the key at position j iff j <= p where `is_causal`, unless both lie in one block, and
+    j > p - window (without causality: |p - j| <= window), both lie in one chunk, both belong to one sample, and the key
+    is not hidden.
 
     Attributes:
         window: as in `config.sliding_window`; None: no window.
         chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
+        blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
         q_start, k_start: positions of the first query and of the first key.
         queries, keys: how many there are; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
@@ -69,12 +89,17 @@ class Shown(NotATensor):
     chunk: int | None = None
     first_tokens: Tensor | None = None
     samples: Tensor | None = None
+    blocks: Tensor | None = None
     q_start: int = 0
     k_start: int = 0
     queries: int = 0
     keys: int = 0
     hidden: Tensor | None = None
-    ndim: ClassVar[int] = 4  # what transformers asks of a mask that is made before the forward
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What transformers asks of a mask that one model makes for another, which it holds."""
+        return (1, 1, self.queries, self.keys)
 
     def contiguous(self) -> Shown:
         return self
@@ -83,52 +108,102 @@ class Shown(NotATensor):
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
     """Return what a mask function of transformers shows.
 
-    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples.
+    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples, or
+    a causal one with blocks of tokens that see one another.
     """
+    limits = _limits(mask_function)
+    before, after = limits.pop("before", None), limits.pop("after", None)
+    if after == 0:
+        return Shown(True, None if before is None else before + 1, **limits)
+    if before != after or "blocks" in limits:
+        raise _unknown(f"{before} keys before, {after} after a query")
+    return Shown(False, before, **limits)
+
+
+def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what limits the keys that a query sees: `before` and `after` (how many keys), or fields of `Shown`."""
     if mask_function is causal_mask_function:
-        return Shown(is_causal=True)
-    if mask_function is bidirectional_mask_function:
-        return Shown(is_causal=False)
-    kind = mask_function.__qualname__.split(".")[0]
-    values = dict(
-        zip(
-            mask_function.__code__.co_freevars,
-            (cell.cell_contents for cell in mask_function.__closure__ or ()),
-            strict=True,
-        )
-    )
+        return {"after": 0}
+    if mask_function is bidirectional_mask_function or _same_code(mask_function, _every_key):
+        return {}
+    kind, names = mask_function.__qualname__.split(".")[0], mask_function.__code__.co_freevars
+    cells = (cell.cell_contents for cell in mask_function.__closure__ or ())
+    values = dict(zip(names, cells, strict=True))
     if kind == "and_masks":
-        parts = [read_mask(part) for part in values["mask_functions"]]
-        shown = Shown(is_causal=any(part.is_causal for part in parts))
-        for part in parts:
-            found = {name: x for name, x in vars(part).items() if name in _COMBINED and x is not None}
-            if any(getattr(shown, name) is not None for name in found):
-                break
-            shown = replace(shown, **found)
-        else:
-            return shown
-    # Both kinds of windows are read without their causality, which the function beside them in `and_masks` says.
-    if kind in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-        return Shown(is_causal=False, window=values["sliding_window"])
+        return _both([_limits(part) for part in values["mask_functions"]])
+    if kind == "or_masks":
+        return _widest([_limits(part) for part in values["mask_functions"]])
+    if kind == "sliding_window_overlay":
+        return {"before": values["sliding_window"] - 1}
+    if kind == "sliding_window_bidirectional_overlay":
+        return dict.fromkeys(("before", "after"), values["sliding_window"])
+    if kind == "_bidirectional_window_overlay":  # of Gemma 3 as an encoder
+        return dict.fromkeys(("before", "after"), values["sliding_window"] - 1)
+    if kind == "sliding_window_mask_function":  # of T5Gemma 2
+        size, causal = values["sliding_window"], values["is_causal"]
+        return {"before": size - 1, "after": 0} if causal else {"before": (size + 1) // 2 - 1, "after": size // 2}
     if kind == "chunked_overlay":
-        return Shown(is_causal=False, chunk=values["chunk_size"], first_tokens=values["left_padding"])
+        return {"chunk": values["chunk_size"], "first_tokens": values["left_padding"]}
     if kind == "packed_sequence_mask_function":
-        return Shown(is_causal=False, samples=values["packed_sequence_mask"])
-    what = {"or_masks": "blocks of tokens that see one another both ways", "blockwise_overlay": "blocks of tokens"}
-    raise UnsupportedError(
-        f"the model asks for a mask that is no window, chunk or packed sample ({what.get(kind, kind)}): {_REMEDY}"
-    )
+        return {"samples": values["packed_sequence_mask"]}
+    if kind == "blockwise_overlay":
+        return {"blocks": values["block_sequence_ids"]}
+    raise _unknown(kind)
+
+
+def _unknown(what: str) -> UnsupportedError:
+    return UnsupportedError(f"the model asks for a mask that is no window, chunk or packed sample ({what}): {_REMEDY}")
+
+
+_every_key = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731  # as Gemma 3 writes it
+
+
+def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    a, b = one.__code__, other.__code__
+    return (a.co_code, a.co_consts, a.co_names) == (b.co_code, b.co_consts, b.co_names)
+
+
+def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the limits of a mask that combines masks by `and`."""
+    found: dict[str, Any] = {}
+    limited = [part for part in parts if "blocks" not in part]
+    if len(limited) < len(parts) and any(part.keys() - {"before"} for part in limited):
+        raise _unknown("blocks of tokens, limited further")
+    for name, x in (item for part in parts for item in part.items()):
+        if name == "after":
+            found[name] = min(x, found.get(name, x))
+        elif name in found:
+            raise _unknown("two masks of one kind")
+        else:
+            found[name] = x
+    return found
+
+
+def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
+
+    So Gemma 3 makes an encoder of its decoder: what the causal mask shows, or a window on both sides. Blocks of tokens
+    are shown besides.
+    """
+    if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
+        return parts[0] | parts[1]
+    reach = [tuple(part.get(name, math.inf) for name in ("before", "after")) for part in parts]
+    widest = tuple(max(sides) for sides in zip(*reach, strict=True))
+    if widest not in reach or any(part.keys() - {"before", "after"} for part in parts):
+        raise _unknown("one of several masks")
+    return parts[reach.index(widest)]
 
 
 def read_arguments(
-    mask_function: Callable[..., Any], local_size: int | None, config: Any, arguments: Any
+    mask_function: Callable[..., Any], local_size: int | None, config: Any, mask: Tensor | None, arguments: Any
 ) -> Shown | None:
-    """Return what a plain causal, bidirectional or windowed mask shows, by its arguments alone; None for any other.
+    """Return what a plain mask (causal, bidirectional, a window, chunks) shows, by its arguments; None for any other.
 
     A graph that torch.compile traces cannot look into a function, as `read_mask` does.
 
     Args:
         local_size: the size of the window or of the chunks.
+        mask: `(batch, seq)`, True for real tokens.
         arguments: the others of transformers' `sdpa_mask`, which tell a mask that was combined with a further one.
     """
     if mask_function is causal_mask_function:
@@ -137,13 +212,14 @@ def read_arguments(
         return Shown(is_causal=False)
     bidirectional = "allow_is_bidirectional_skip" in arguments
     plain = bidirectional or arguments.get("allow_is_causal_skip", False)
-    is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    if not is_window or not plain or arguments.get("use_vmap", False):
+    if local_size is None or not plain or arguments.get("use_vmap", False):
         return None
-    return Shown(is_causal=not bidirectional, window=local_size)
-
-
-_COMBINED = ("window", "chunk", "first_tokens", "samples")
+    if local_size == getattr(config, "sliding_window", None):
+        return Shown(is_causal=not bidirectional, window=local_size)
+    if local_size == getattr(config, "attention_chunk_size", None):
+        first = None if mask is None else (mask.cumsum(1) == 0).sum(1)
+        return Shown(is_causal=True, chunk=local_size, first_tokens=first)
+    return None
 
 
 def attend(
@@ -161,8 +237,13 @@ def attend(
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
-    if shown.chunk is not None and shown.first_tokens is not None and bool(shown.first_tokens.any()):
-        return _attend_each(shown, q, k, v, options)
+    if shown.blocks is not None:
+        return _attend_blocks(shown, q, k, v, options)
+    if shown.chunk is not None and shown.first_tokens is not None:
+        if torch.compiler.is_compiling():  # then values cannot be looked at
+            return _attend_aligned(shown, q, k, v, options)
+        if shown.first_tokens.any():
+            return _attend_each(shown, q, k, v, options)
     first, stop = 0, shown.keys
     if shown.is_causal:
         stop = shown.q_start + shown.queries - shown.k_start
@@ -183,7 +264,11 @@ def describe(shown: Shown) -> str:
     words += [f"{name} {x}" for name, x in (("window", shown.window), ("chunk", shown.chunk)) if x is not None]
     if shown.window is None and shown.chunk is None:
         words.append("all keys")
-    words += [name for name, x in (("packed", shown.samples), ("padded", shown.hidden)) if x is not None]
+    words += [
+        name
+        for name, x in (("packed", shown.samples), ("blocks", shown.blocks), ("padded", shown.hidden))
+        if x is not None
+    ]
     return f"{', '.join(words)}: {shown.queries:,} queries from {shown.q_start:,} on, {shown.keys:,} keys"
 
 
@@ -225,6 +310,52 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
     return torch.cat(parts)
 
 
+def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend in a batch whose samples are moved to begin with their first real token, and move the results back."""
+    assert shown.first_tokens is not None
+    if shown.q_start or shown.k_start or shown.queries != shown.keys:
+        raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {_REMEDY}")
+    first, place = shown.first_tokens[:, None], torch.arange(shown.keys, device=q.device)
+    order = (place + first) % shown.keys
+    hidden = None if shown.hidden is None else shown.hidden.gather(1, order)
+    q, k, v = (permuted(x, order) for x in (q, k, v))
+    out = attend(replace(shown, first_tokens=None, hidden=hidden), q, k, v, **options)
+    return permuted(out, (place - first) % shown.keys).masked_fill((place < first)[..., None, None], 0)
+
+
+def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend in all rows without blocks, then again in the rows of each block, to all keys up to its end."""
+    assert shown.blocks is not None
+    out = attend(replace(shown, blocks=None), q, k, v, **options).clone()
+    for i, first, stop in _runs(shown.blocks):
+        begin, end = max(first, shown.q_start), min(stop, shown.q_start + shown.queries)
+        if begin >= end or stop - first == 1:
+            continue
+        if stop > shown.k_start + shown.keys:
+            raise UnsupportedError(f"a block of {stop - first} tokens, of which the cache has a part: {_REMEDY}")
+        rows, keys = slice(begin - shown.q_start, end - shown.q_start), slice(0, stop - shown.k_start)
+        pattern = Dilated((stop,), (1,)) if shown.window is None else Window(shown.window - 1, stop)
+        found = attention(
+            q[i : i + 1, rows], k[i : i + 1, keys], v[i : i + 1, keys], pattern, q_start=begin, k_start=shown.k_start,
+            key_padding_mask=None if shown.hidden is None else shown.hidden[i : i + 1, keys], **options,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        out[i, rows] = found[0]
+    return out
+
+
+def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
+    """Return the sample, the first position and the position after the last of each block."""
+    found = []
+    for i, row in enumerate(blocks.tolist()):
+        edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]
+        runs = [(first, stop) for first, stop in itertools.pairwise(edges) if row[first] >= 0]
+        if len({row[first] for first, _ in runs}) < len(runs):
+            raise UnsupportedError(f"a block of tokens that lies in several places: {_REMEDY}")
+        found += [(i, first, stop) for first, stop in runs]
+    return found
+
+
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """Attend in packed samples: all rows of the batch as one sequence, cut where a sample or a chunk begins."""
     samples = shown.samples
@@ -241,3 +372,8 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
     out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
     assert isinstance(out, Tensor)
     return out.view(*samples.shape, *out.shape[2:])
+
+
+def permuted(x: Tensor, order: Tensor) -> Tensor:
+    """Return x `(batch, seq, heads, head_dim)` with its tokens in `order`, `(batch, seq)`."""
+    return x.gather(1, order.to(x.device)[:, :, None, None].expand(x.shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.torch_internals import in_torch_func
 
-MAX_BLOCK = 256
+MAX_BLOCK = 2**16
 
 BlockSize = int | tuple[int, int]
 """Tokens of a block, or of a query block and of a key block."""

@@ -20,6 +20,7 @@ from dilated_attention.nn.selection import (
     largest_blocks,
     pieces,
 )
+from dilated_attention.parallel.choosing import choose_blocks
 
 
 class BlockAttentionMixture(SelectingAttention):
@@ -33,7 +34,7 @@ class BlockAttentionMixture(SelectingAttention):
     Memory is O(seq): the scores of choosing queries are formed a bounded piece at a time.
 
     Args:
-        block_size: tokens of a block, at most 256.
+        block_size: tokens of a block.
         top_k: blocks that a query sees, including its own.
         query_block: this many neighbouring queries share the blocks that the first of them chooses (the choice of a
             later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
@@ -43,6 +44,7 @@ class BlockAttentionMixture(SelectingAttention):
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
     continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
+    Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class BlockAttentionMixture(SelectingAttention):
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         q, k, v = self._project(x, rotary)
-        seq_len, whole = x.shape[1], x.shape[1] // self.block_size
-        mean = self._means(k[:, : whole * self.block_size])
-        position = torch.arange(0, seq_len, self.query_block, device=x.device)
-        chosen = self._choose(q[:, :: self.query_block], position, mean)
+        if self.mesh is not None:
+            return self._over_mesh(q, k, v)
+        seq_len = x.shape[1]
+        mean, chosen = self._chosen(q, k)
         layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
         out = block_sparse_attention(q, k, v, layout, is_causal=True, backend=self.backend)
         assert isinstance(out, Tensor)
@@ -88,6 +90,28 @@ class BlockAttentionMixture(SelectingAttention):
                 cache.append(name, rows)
             cache.length, cache.chosen = seq_len, chosen[:, :, -1]
         return self.output(out.flatten(-2))
+
+    def _over_mesh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The rows of this rank's shard."""
+        assert self.mesh is not None
+        size = self.query_block, self.block_size
+
+        def choose(q: Tensor, k: Tensor) -> BlockLayout:
+            return BlockLayout.from_topk(self._chosen(q, k)[1], size, seq_len=q.shape[1], is_causal=True)
+
+        layout = choose_blocks(choose, q, k, self.mesh, seq_len=self.seq_len)
+        options: dict[str, Any] = {"mesh": self.mesh, "transport": self.transport, "layer": self.layer}
+        out = block_sparse_attention(
+            q, k, v, layout, is_causal=True, backend=self.backend, seq_len=layout.seq_len, **options
+        )
+        assert isinstance(out, Tensor)
+        return self.output(out.flatten(-2))
+
+    def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean keys of whole blocks of a sequence, and the blocks that its choosing queries see."""
+        mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
+        position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
+        return mean, self._choose(q[:, :: self.query_block], position, mean)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
         """The row of one more token."""
@@ -130,7 +154,7 @@ class BlockAttentionMixture(SelectingAttention):
         mean = mean[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
         chosen = []
         for at in pieces(len(position), q.shape[0] * q.shape[2] * blocks):
-            query = q[:, at].to(mean.dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+            query = q[:, at].to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
             with torch.autocast(q.device.type, enabled=False):
                 scores = (query @ mean).flatten(1, 2)
             scores = F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole

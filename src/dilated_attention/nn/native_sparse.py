@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.call import Pattern
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
@@ -145,6 +146,14 @@ class NativeSparseAttention(SelectingAttention):
             f"block_size={self.block_size}, num_selected={self.num_selected}, local_blocks={self.local_blocks}, "
             f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
         )
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Refused, since a rank would pool and select its own shard's tokens: see `parallel.set_context_parallel`."""
+        if mesh is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} runs on one device; over a mesh use nn.BlockAttentionMixture"
+            )
+        super().set_context_parallel(None)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)

@@ -17,6 +17,7 @@ from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
+from dilated_attention.mesh import held_mesh
 from dilated_attention.nn.positions import Tables
 from dilated_attention.ranking import stable_topk
 
@@ -224,11 +225,12 @@ class SelectingAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block, self.backend = block_size, query_block, backend
+        self.seq_len: int | None = None
+        self.set_context_parallel(None)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused, since a rank would select among its own shard's tokens: see `parallel.set_context_parallel`."""
-        if mesh is not None:
-            raise UnsupportedError(f"{type(self).__name__} runs on one device; over a mesh use nn.DilatedAttention")
+        """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
+        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
     def forward(
         self,
@@ -255,7 +257,9 @@ class SelectingAttention(nn.Module):
                     f"rotary must be tables of shape (seq, 1, head_dim) = {tables}, a batch before them or none, of "
                     f"the tokens of x alone; got {tuple(table.shape)}"
                 )
-        if not x.numel():
+        if self.mesh is not None and cache is not None:
+            raise UnsupportedError("cache: a SelectionCache holds the tokens of one device; over a mesh pass None")
+        if not x.numel() and self.mesh is None:
             return self.output(x)
         if cache is None:
             return self._whole(x, rotary, None)

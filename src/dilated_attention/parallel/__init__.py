@@ -1,5 +1,6 @@
 """Context parallelism: attention over a sequence that is sharded contiguously over the ranks of a group."""
 
+from dilated_attention.parallel.choosing import choose_blocks
 from dilated_attention.parallel.modules import set_context_parallel
 from dilated_attention.parallel.sharding import (
     cp_mean,
@@ -12,6 +13,7 @@ from dilated_attention.parallel.traffic import ExchangePlan, exchange_plan
 
 __all__ = [
     "ExchangePlan",
+    "choose_blocks",
     "cp_mean",
     "exchange_plan",
     "sequence_range",

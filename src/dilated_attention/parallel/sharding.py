@@ -81,10 +81,10 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
         ValueError: the shards do not make one sequence. Every rank raises it.
     """
     group = context_group(mesh)
-    return _Unshard.apply(x, group, dim, _agreed_length(x, group, dim, seq_len))
+    return _Unshard.apply(x, group, dim, agreed_length(x, group, dim, seq_len))
 
 
-def _agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
+def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
     """Return the global length after checking that every rank holds its shard of it.
 
     Otherwise a gather would hang or mix up rows.

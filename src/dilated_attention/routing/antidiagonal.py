@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import Pooled
+from dilated_attention.routing.estimates import Sample
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
 
@@ -51,24 +48,16 @@ def antidiagonal_blocks(
     stride = checks.positive("stride", stride)
     if grid.q_block % stride or grid.k_block % stride:
         raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")
-    return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pieces, stride=stride))
+    return largest_shares(q, k, density, grid, sample=_pieces(q, k, grid, stride), group=per_kv_head)
 
 
-def _pieces(q: Tensor, k: Tensor, grid: Candidates, *, stride: int) -> Pooled:
-    rows, columns, behind = grid.rows, grid.columns, 0
+def _pieces(q: Tensor, k: Tensor, grid: Candidates, stride: int) -> Sample:
+    rows, parts = grid.rows, grid.q_block // stride
     if grid.is_causal:  # block i has the queries that end at its first one, the first block none
-        q, rows, behind = q[:, 1 : 1 + (rows - 1) * grid.q_block], rows - 1, 1
-
-    def cut(x: Tensor, blocks: int, block: int, *, turn: bool) -> tuple[Tensor, Tensor]:
-        """(B, H, blocks, pieces of a block, stride * D), and which pieces have tokens, (blocks, pieces)."""
-        pieces = F.pad(x, (0, 0, 0, 0, 0, blocks * block - x.shape[1])).unflatten(1, (blocks, block // stride, stride))
-        first = torch.arange(0, blocks * block, stride, device=x.device).view(blocks, block // stride)
-        return (pieces.flip(3) if turn else pieces).permute(0, 4, 1, 2, 3, 5).flatten(4), first < x.shape[1]
-
-    query, has_query = cut(q, rows, grid.q_block, turn=True)
-    key, has_key = cut(k, columns, grid.k_block, turn=False)
-    query, weight = (
-        torch.cat([x.new_zeros(*x.shape[:at], behind, *x.shape[at + 1 :]), x], at)
-        for x, at in ((query.to(grid.dtype) * (grid.scale / stride), 2), (has_query.to(grid.dtype), 0))
-    )
-    return query, weight / weight.sum(-1, keepdim=True).clamp(min=1), key.to(grid.dtype), has_key.to(grid.dtype).log()
+        rows -= 1
+        q = q[:, 1 : 1 + rows * grid.q_block]
+    first = torch.arange(0, rows * grid.q_block, stride, device=grid.device).view(rows, parts)
+    weight = (first < q.shape[1]).to(grid.dtype)
+    weight /= weight.sum(-1, keepdim=True)
+    peaks = grid.k_block // stride
+    return Sample(q, weight, k, peaks, grid.scale / stride, joined=stride, skipped=int(grid.is_causal))

@@ -1,14 +1,22 @@
-"""How much of a query block's softmax falls on each key block, estimated from few of its rows."""
+"""How much of a query block's softmax falls on each key block, estimated from few of its rows.
+
+Every estimate is a softmax of few queries over few keys, summed by key block: `shares`. On the CPU the compiled library
+(kernels/cpu/estimates.py) computes it, and what stands for the tokens of a block, in one pass each. Tensor operations
+do on other devices, in double precision and where the library is missing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import checks
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.routing.grid import Candidates
 
 QUERY_PARTS = 4
@@ -16,85 +24,179 @@ KEY_PEAKS = 7
 CHUNK = 2**24  # scores held at a time
 
 
-Pooled = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What stands for the tokens of blocks: queries (B, H, rows, parts, D), the weight of each part (rows, parts), keys
-(B, kv_heads, columns, peaks, D), and the logarithm of how many keys each stands for (columns, peaks)."""
+class Sample(NamedTuple):
+    """The queries and keys that stand for the tokens of blocks.
 
-
-def estimated_shares(
-    q: Tensor, k: Tensor, grid: Candidates, *, group: bool = False, pool: Callable[..., Pooled] | None = None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
-    query, weight, key, multiplicity = (pool or pooled)(q, k, grid)
-    parts, start = [], 0
-    for at, share in scored_rows(query, weight, key, multiplicity, grid.allowed):
-        parts.append(share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share)
-        if at.stop == grid.rows or 4 * sum(part.numel() for part in parts) > CHUNK:
-            yield slice(start, at.stop), torch.cat(parts, 2)
-            parts, start = [], at.stop
-
-
-def scored_rows(
-    query: Tensor, weight: Tensor, key: Tensor, multiplicity: Tensor, allowed: Tensor, *, held: int = 0
-) -> Iterator[tuple[slice, Tensor]]:
-    """Shares (B, H, some rows, columns) of pooled queries, for as many rows at a time as `CHUNK` allows.
-
-    allowed: (rows, columns), a prefix of the columns, no shorter in later rows. `held`: what else the caller needs for
-    a row of one head.
+    Attributes:
+        query: `(batch, rows * parts * joined, heads, head_dim)`; row i has the parts i * parts to (i + 1) * parts - 1.
+        weight: of each query in its row's share, `(rows, parts)`.
+        key: `(batch, columns * peaks * joined, kv_heads, head_dim)`, or fewer where the last block has fewer.
+        peaks: keys of a block.
+        scale: of the scores.
+        logarithm: of how many keys each key stands for, `(columns, peaks)`; None: of one each.
+        joined: tokens that make one query, from the last to the first, and one key. Missing ones count as zeros.
+        skipped: query blocks before row 0.
     """
-    batch, heads, _, parts, _ = query.shape
-    kv_heads, columns = key.shape[1:3]
-    # peaks before columns, so that the sum over a block's keys runs over whole vectors
-    key, multiplicity = key.transpose(2, 3), multiplicity.T
-    step = max(1, CHUNK // (batch * heads * max(held, parts * multiplicity.numel())))
-    for at, seen in pieces(allowed, step):
-        some = query[:, :, at]
-        logits = some.reshape(batch, kv_heads, -1, query.shape[4]) @ key[:, :, :, :seen].flatten(2, 3).mT
-        logits = logits.view(*some.shape[:4], -1, seen).add_(multiplicity[:, :seen])
-        yield at, F.pad(share_of_blocks(logits, weight[at], allowed[at, :seen]), (0, columns - seen))
+
+    query: Tensor
+    weight: Tensor
+    key: Tensor
+    peaks: int
+    scale: float
+    logarithm: Tensor | None = None
+    joined: int = 1
+    skipped: int = 0
 
 
-def pieces(allowed: Tensor, most: int) -> Iterator[tuple[slice, int]]:
-    """`most` rows at a time, an eighth of all where that spares columns that none may choose, and the columns left."""
-    rows = len(allowed)
-    step = most if bool(allowed.all()) else min(most, -(-rows // 8))
+def is_compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled library reads these tensors: it gives no gradients."""
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
+
+
+def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    """Shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
+    skipped, kv_heads = x.skipped, x.key.shape[2]
+    seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
+    seen = seen[skipped:, None].expand(x.weight.shape)
+    if grid.rows == skipped:
+        lists = kv_heads if group else x.query.shape[2]
+        yield slice(0, skipped), x.query.new_zeros(len(x.query), lists, skipped, grid.columns, dtype=grid.dtype)
+    for at, share in shares(x, seen, grid.columns):
+        share = share.unflatten(1, (kv_heads, -1)).mean(2) if group else share
+        first = at.start + skipped if at.start else 0
+        yield slice(first, at.stop + skipped), F.pad(share, (0, 0, at.stop + skipped - first - share.shape[2], 0))
+
+
+def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
+    """How much of the softmax of each row's queries falls on the keys of each column, (B, H, some rows, columns).
+
+    Args:
+        seen: int64 (rows, parts), how many keys, from the first on, a query sees: no fewer in later rows.
+    """
+    rows, parts = x.weight.shape
+    batch, _, heads, _ = x.query.shape
+    fast = is_compiled(x.query, x.key)
+    scores = batch * heads * columns
+    step, held = max(1, CHUNK // (4 * scores)), max(1, CHUNK // (scores * parts * x.peaks))
     for start in range(0, rows, step):
         at = slice(start, min(start + step, rows))
-        yield at, max(1, int(allowed[at.stop - 1].sum()))
+        if fast:
+            query = x.query[:, start * parts * x.joined :]
+            yield at, compiled.shares(
+                query, x.key, x.weight[at], seen[at], columns, x.peaks,
+                logarithm=x.logarithm, joined=x.joined, scale=x.scale,
+            )  # fmt: skip
+        else:
+            found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, start)]
+            yield at, torch.cat(found, 2)
 
 
-def share_of_blocks(logits: Tensor, weight: Tensor, allowed: Tensor) -> Tensor:
-    """(…, rows, parts, peaks, columns) -> softmax over peaks and columns, summed over peaks, mean over parts.
+def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tensor:
+    """`shares` of some rows, which see `most` keys at most."""
+    parts, peaks = x.weight.shape[1], x.peaks
+    dtype, reached = torch.promote_types(x.query.dtype, torch.float32), -(-most // peaks)
+    query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
+    query = query.unflatten(2, (x.key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    # peaks before columns, so that the sum over a block's keys runs over whole vectors
+    key = _joined(x.key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
+    key = key.unflatten(1, (reached, peaks)).permute(0, 3, 2, 1, 4).flatten(2, 3)
+    logits = (query @ key.mT).view(len(query), -1, at.stop - at.start, parts, peaks, reached)
+    if x.logarithm is not None:
+        logits += x.logarithm[:reached].T
+    number = torch.arange(reached * peaks, device=seen.device).view(reached, peaks).T
+    if bool((seen < reached * peaks).any()):
+        logits.masked_fill_(number >= seen[..., None, None], -math.inf)
+    return F.pad(share_of_blocks(logits, x.weight[at]), (0, columns - reached))
 
-    0 where not `allowed` (…, rows, columns). Overwrites the logits.
+
+def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: int) -> Iterator[tuple[slice, Tensor]]:
+    """`shares` over listed columns only, (B, H, some rows, listed), for the rows `at`.
+
+    Args:
+        choices: (all rows,), how many columns, from the first on, a row may see.
+        listed: ascending columns (B, H, tiles, listed) of each `tile` rows; those past the last see nothing.
     """
-    if not bool(allowed.all()):
-        logits.masked_fill_(~allowed[..., None, None, :], -math.inf)
+    batch, heads, _, number = listed.shape
+    parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]
+    if is_compiled(x.query, x.key):
+        seen = (choices[at, None] * peaks).expand(-1, parts)
+        yield at, compiled.shares(
+            x.query[:, at.start * parts :], x.key, x.weight[at], seen, number, peaks,
+            logarithm=x.logarithm, scale=x.scale, listed=listed, tile=tile,
+        )  # fmt: skip
+        return
+    columns = x.key.shape[1] // peaks
+    batches = torch.arange(batch, device=listed.device)[:, None, None, None]
+    kv_head = torch.arange(heads, device=listed.device)[:, None, None] // (heads // kv_heads)
+    key, query = x.key.unflatten(1, (columns, peaks)), x.query.unflatten(1, (-1, parts))
+    step = max(1, CHUNK // (batch * heads * number * peaks * max(x.key.shape[3], tile * parts)))
+    for start in range(at.start, at.stop, step * tile):
+        stop = min(start + step * tile, at.stop)
+        named = listed[:, :, (start - at.start) // tile : -(-(stop - at.start) // tile)]
+        near = named.clamp(max=columns - 1)
+        pad = -(stop - start) % tile
+        some = F.pad(query[:, start:stop], (0, 0, 0, 0, 0, 0, 0, pad)).unflatten(1, (-1, tile))
+        logits = torch.einsum("briahd,bhrcpd->bhriapc", some * x.scale, key[batches, near, :, kv_head])
+        if x.logarithm is not None:
+            logits += x.logarithm[near].mT[:, :, :, None, None]
+        rows = F.pad(choices[start:stop], (0, pad)).view(-1, tile, 1)
+        logits.masked_fill_((named[:, :, :, None] >= rows)[..., None, None, :], -math.inf)
+        weight = F.pad(x.weight[start:stop], (0, 0, 0, pad)).unflatten(0, (-1, tile))
+        yield slice(start, stop), share_of_blocks(logits, weight).flatten(2, 3)[:, :, : stop - start]
+
+
+def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
+    """(B, N, H, D) -> rows `at` of `joined` tokens each, (B, rows, H, joined * D), zeros behind the end."""
+    first, last = at.start * joined, at.stop * joined
+    some = x[:, first:last]
+    rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
+    return (rows.flip(2) if turned and joined > 1 else rows).transpose(2, 3).flatten(3)
+
+
+def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
+    """Yield `most` rows at a time, an eighth of all where later ones see more, and the most that one of them sees.
+
+    Rows count from `first`.
+    """
+    rows = len(seen)
+    step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield slice(first + start, first + stop), max(1, int(seen[stop - 1].max()))
+
+
+def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
+    """Logits of pooled keys (…, rows, parts, peaks, columns) -> mean shares of the blocks (…, rows, columns).
+
+    A row that sees no key gets zeros.
+    """
     largest = logits.amax((-1, -2), keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     mass = logits.sub_(largest).exp_().sum(-2)
     total = mass.sum(-1).clamp_(min=torch.finfo(logits.dtype).tiny)
     return ((weight / total)[..., None, :] @ mass).squeeze(-2)
 
 
-def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Pooled:
+def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     """The estimate of the package's docstring."""
     query, weight = pooled_queries(q, grid)
-    return query, weight, *_pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
+    key, logarithm = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
+    return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm)
 
 
 def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """Scaled (B, H, rows, parts, D) and the weight of each part (rows, parts)."""
+    """(B, rows, parts, H, D) and the weight of each part (rows, parts)."""
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
+    query = query.to(grid.dtype)
     if grid.is_causal:
-        query = torch.cat([query, q[:, :: grid.q_block, None]], dim=2)
+        query = torch.cat([query, q[:, :: grid.q_block, None].to(grid.dtype)], dim=2)
         size = F.pad((size > 0).to(grid.dtype), (0, 1), value=1.0)
-    weight = (size / size.sum(-1, keepdim=True)).to(grid.dtype)
-    return query.to(grid.dtype).permute(0, 3, 1, 2, 4) * grid.scale, weight
+    return query, (size / size.sum(-1, keepdim=True)).to(grid.dtype)
 
 
 def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
     """The mean pooled query of each KV head, (B, 1, kv_heads, D); causal: per key block, (B, columns, kv_heads, D)."""
-    rows = torch.einsum("bhiad,ia->bihd", query, weight).unflatten(2, (kv_heads, -1)).mean(3)
+    rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (kv_heads, -1)).mean(3)
     if not grid.is_causal:
         return rows.mean(1, keepdim=True)
     so_far = rows.cumsum(1) / torch.arange(1, grid.rows + 1, device=grid.device)[:, None, None]
@@ -102,21 +204,36 @@ def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -
 
 
 def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """Peaks and the mean of the others (B, kv_heads, columns, peaks + 1, D), log multiplicity (columns, peaks + 1)."""
-    blocks, more = in_blocks(k, grid.k_block), grid.columns * grid.k_block - grid.seq_len
-    score = along(blocks, direction.to(k.dtype)).transpose(1, 2)  # (B, kv_heads, columns, k_block)
+    """Peaks and the mean of the others (B, columns, peaks + 1, kv_heads, D), log multiplicity (columns, peaks + 1)."""
     number = min(KEY_PEAKS, grid.k_block)
-    present = torch.full((grid.columns,), grid.k_block, device=grid.device)
-    if more:
-        present[-1] -= more
-        score[:, :, -1, grid.k_block - more :] = -math.inf
-    at = score.topk(number, dim=-1).indices[..., None].expand(-1, -1, -1, -1, k.shape[3])
-    peaks = blocks.permute(0, 3, 1, 2, 4).gather(3, at).to(direction.dtype)
+    column = torch.arange(grid.columns, device=grid.device) * grid.k_block
+    present = (grid.seq_len - column).clamp(max=grid.k_block)
     others = (present - number).clamp(min=0)
-    rest = blocks.sum(2, dtype=direction.dtype).transpose(1, 2) - peaks.sum(3)
-    rest = rest / others.clamp(min=1)[:, None]
     peak_count = (torch.arange(number, device=grid.device) < present[:, None]).to(direction.dtype)
-    return torch.cat([peaks, rest[:, :, :, None]], 3), torch.cat([peak_count, others[:, None]], 1).log()
+    logarithm = torch.cat([peak_count, others[:, None]], 1).log()
+    return block_peaks(k, direction, grid.k_block, number)[0], logarithm
+
+
+def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `number` keys of each block with the largest scores along a direction (B, columns or 1, heads, D).
+
+    Returns:
+        keys (B, columns, number + 1, heads, D), the mean of the others last; scores and tokens (B, columns, heads,
+        number), scores -inf past the end.
+    """
+    if is_compiled(k):
+        return compiled.peaks(k, direction.float(), block, number)
+    blocks, kv_heads = in_blocks(k, block), k.shape[2]
+    score = along(blocks, direction.to(k.dtype)).to(direction.dtype)  # (B, columns, heads, block)
+    token = torch.arange(blocks.shape[1] * block, device=k.device).view(-1, 1, block)
+    score, at = score.masked_fill_(token >= k.shape[1], -math.inf).topk(number, dim=-1)
+    group = score.shape[2] // kv_heads
+    head = torch.arange(score.shape[2], device=k.device)[:, None] // group
+    batch, column = (torch.arange(n, device=k.device).view(-1, *[1] * d) for n, d in ((len(k), 3), (len(token), 2)))
+    best = blocks[batch, column, at, head].transpose(2, 3).to(direction.dtype)
+    rest = blocks.sum(2, dtype=direction.dtype).repeat_interleave(group, 2) - best.sum(2)
+    others = (token[:, 0] < k.shape[1]).sum(-1).sub_(number).clamp_(min=1)
+    return torch.cat([best, (rest / others[:, None, None])[:, :, None]], 2), score, at + column * block
 
 
 def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
@@ -124,26 +241,31 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
 
     `before`: of the `block` tokens that end at the block's first one, instead; none for the first block.
     """
-    whole, rest = (-(-x.shape[1] // block) - 1, 0) if before else divmod(x.shape[1], block)
-    start = 1 if before else 0
+    blocks = -(-x.shape[1] // block)
+    edges = (torch.arange(parts + 1, device=x.device) * block + parts - 1) // parts
+    edges = edges + torch.arange(blocks, device=x.device)[:, None] * block
+    if before:
+        edges = (edges + 1 - block).clamp_(min=0)
+        edges[0] = 0
+    else:
+        edges.clamp_(max=x.shape[1])
+    starts, stops = edges[:, :-1], edges[:, 1:]
+    size = stops - starts
+    if is_compiled(x):
+        return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, (blocks, parts)), size
     part = torch.arange(block, device=x.device) * parts // block
-    member = (part == torch.arange(parts, device=x.device)[:, None]).to(x.dtype)  # [parts, block]
-    body = x[:, start : start + whole * block].flatten(2).unflatten(1, (whole, block))
-    size = member.sum(-1).expand(whole, parts)
-    means = (member / member.sum(-1, keepdim=True).clamp(min=1)) @ body
-    if before or rest:
-        end = x[:, whole * block :].flatten(2)[:, None] if rest else x[:, :0].flatten(2)[:, None]
-        few = member[:, : end.shape[2]]
-        mean, few_size = (few / few.sum(-1, keepdim=True).clamp(min=1)) @ end, few.sum(-1)[None]
-        order = (mean, means) if before else (means, mean)
-        means, size = torch.cat(order, dim=1), torch.cat((few_size, size) if before else (size, few_size))
-    return means.unflatten(3, x.shape[2:]), size
+    member = part == torch.arange(parts, device=x.device)[:, None]
+    whole = member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
+    rows = in_blocks(x[:, 1 : 1 + (blocks - 1) * block] if before else x, block).flatten(3)
+    means = F.pad((member / whole[:, None]).to(x.dtype) @ rows, (0, 0, 0, 0, int(before), 0))
+    return (means * (whole / size.clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:]), size
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
     """(B, N, H, D) -> (B, blocks, block, H, D), zeros behind the end; a view where the blocks are whole."""
-    more = -x.shape[1] % block
-    return (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).unflatten(1, (-1, block))
+    blocks = -(-x.shape[1] // block)
+    more = blocks * block - x.shape[1]
+    return (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).unflatten(1, (blocks, block))
 
 
 def along(blocks: Tensor, direction: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import CHUNK
+from dilated_attention.routing.estimates import Sample, shares
 from dilated_attention.routing.grid import Candidates, Keys, Queries, ranked
 
 FORECAST_PRIOR = 0.5, 0.25, 0.25
@@ -52,21 +52,25 @@ class Forecast:
         may, known = self.grid.allowed[at], self.known[at]
         moved = F.pad(share, (1, -1)).masked_fill_(~may, 0.0)
         distant = self._turned(self.distant[:, :, known], may)
-        forecasts = torch.stack([share, moved, distant])
-        forecasts /= forecasts.sum(-1, keepdim=True).clamp_(min=torch.finfo(share.dtype).tiny)
+        forecasts = share, moved, distant
         # what the lists of each would have held of the tokens seen inside these rows
         first, last = int(known[0]), int(torch.searchsorted(self.sampled, at.stop))
         inside = self.sampled[first:last] - at.start
         counts = counts.expand(share.shape[:3])[:, :, inside]
-        order = ranked(forecasts[:, :, :, inside], may[inside], self.grid.always[at][inside])
-        _, lists = stable_topk(order, int(counts.max()) if counts.numel() else 0)
+        order = torch.stack([x[:, :, inside] for x in forecasts])
+        _, lists = stable_topk(
+            ranked(order, may[inside], self.grid.always[at][inside]), int(counts.max()) if len(inside) else 0
+        )
         listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
         seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
         held = (seen.gather(-1, lists) * listed).sum(-1)
         held = torch.cat([self.held[..., None], held], -1).cumsum(-1)  # before the first, after it, after the next, ...
         self.held = held[..., -1]
         weight = (FORECAST_RATE * held).softmax(0)[..., known - first]  # (3, B, H, rows)
-        return torch.einsum("fbhr,fbhrc->bhrc", weight, forecasts)
+        mixed = torch.zeros_like(share)
+        for x, part in zip(forecasts, weight, strict=True):
+            mixed.addcmul_(x, (part / x.sum(-1).clamp_(min=torch.finfo(share.dtype).tiny))[..., None])
+        return mixed
 
     @staticmethod
     def _turned(x: Tensor, may: Tensor) -> Tensor:
@@ -77,26 +81,21 @@ class Forecast:
 
 def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
     """The causal softmax of some tokens over some keys, by key block, their mean: (B, H, sampled blocks, columns)."""
-    batch, seq_len, heads, _ = q.shape
+    batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     # tokens at other places of each block, and other keys for each group of blocks
     places = [[(i * GOLDEN + part / FORECAST_TOKENS) % 1 for part in range(FORECAST_TOKENS)] for i in sampled]
     tokens = [
         sorted(i * grid.q_block + int(x * grid.q_block) for x in at) for i, at in zip(sampled, places, strict=True)
     ]
-    at_once = FORECAST_GROUP
-    while at_once > 1 and at_once * FORECAST_TOKENS * batch * heads * seq_len > CHUNK * stride:
-        at_once //= 2
-    shares = torch.zeros(batch, heads, len(sampled), grid.columns, dtype=grid.dtype, device=q.device)
-    for start in range(0, len(tokens), at_once):
-        token = torch.tensor(tokens[start : start + at_once], device=q.device).flatten()
-        first, reached = start // FORECAST_GROUP % stride, tokens[start : start + at_once][-1][-1] // grid.k_block + 1
-        key = torch.arange(first, reached * grid.k_block, stride, device=q.device)
-        query = (q[:, token] * grid.scale).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        score = query @ k[:, first : reached * grid.k_block : stride].permute(0, 2, 3, 1)
-        score = F.pad(score, (0, len(key) - score.shape[-1])).to(shares.dtype).view(batch, heads, len(token), -1)
-        sure = tokens[start][0] // stride  # before the first token
-        score[..., sure:].masked_fill_(key[sure:] > token[:, None], -math.inf)
-        share = score.softmax(-1).unflatten(3, (reached, -1)).unflatten(2, (-1, FORECAST_TOKENS))
-        shares[:, :, start : start + at_once, :reached] = share.sum((3, 5)) / FORECAST_TOKENS
-    return shares
+    weight = torch.full((len(sampled), FORECAST_TOKENS), 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
+    found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
+    for start in range(0, len(tokens), FORECAST_GROUP):
+        token = torch.tensor(tokens[start : start + FORECAST_GROUP], device=q.device)
+        first = start // FORECAST_GROUP % stride
+        seen = (token - first) // stride + 1  # the keys first, first + stride, ... up to the token
+        sample = Sample(
+            q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale
+        )
+        found += [share for _, share in shares(sample, seen.clamp(min=0), grid.columns)]
+    return torch.cat(found, 2)

@@ -89,17 +89,25 @@ class Candidates(BlockGrid):
     @cached_property
     def always(self) -> Tensor:
         """Key blocks that the query block's tokens lie in."""
-        first_query, last_query, first_key, last_key = self.edges
+        return self.holds(slice(0, self.rows), torch.arange(self.columns, device=self.device))
+
+    def holds(self, at: slice, column: Tensor) -> Tensor:
+        """Which of the key blocks (…, rows or 1, columns) are always listed for the query blocks `at`."""
+        first_query, last_query, *_ = self.edges
         if not self.keep_diagonal:
-            return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)
-        return (first_key <= last_query) & (last_key >= first_query)
+            return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)[at]
+        return (column * self.k_block <= last_query[at]) & (column >= first_query[at] // self.k_block)
+
+    @cached_property
+    def choices(self) -> Tensor:
+        """How many key blocks, from the first on, each query block may choose, `(rows,)`."""
+        if not self.is_causal:
+            return torch.full((self.rows,), self.columns, device=self.device)
+        return (self.edges[0][:, 0] + 1) // self.k_block
 
     @cached_property
     def allowed(self) -> Tensor:
-        first_query, _, _, last_key = self.edges
-        if not self.is_causal:
-            return torch.ones(self.rows, self.columns, dtype=torch.bool, device=self.device)
-        return last_key <= first_query
+        return torch.arange(self.columns, device=self.device) < self.choices[:, None]
 
     @cached_property
     def first_chooser(self) -> Tensor:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import along, in_blocks, part_means, pieces
+from dilated_attention.routing.estimates import block_peaks, in_blocks, is_compiled, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
 from dilated_attention.routing.grid import Keys, Queries, candidates, largest, ranked, selector
 
@@ -59,23 +60,21 @@ def lsh_blocks(
     skip = int(is_causal)
     query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
     sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
-    query = in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample].transpose(2, 3).to(dtype).contiguous()
+    query = in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample]
     mean_k, size_k = part_means(k, grid.k_block, 1)
     centre_k = _mean_so_far(mean_k[:, :, 0], size_k[:, 0], is_causal).to(dtype)
     at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
     at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
     real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
     size_q = real_q.sum(-1).clamp(min=1)
-    mean_q = torch.einsum("bihtd,it->bihd", query, real_q / size_q[:, None])
+    mean_q = torch.einsum("bithd,it->bihd", query.to(dtype), real_q / size_q[:, None])
     centre_q = _mean_so_far(mean_q, size_q, is_causal)  # (B, rows - skip, H, D); not causal: one for all
-    code = _codes(query, centre_q, planes, num_bits)
-    count_q = _histogram(code, real_q[:, None], buckets)  # (B, H, rows - skip, hashes * buckets)
-    key = in_blocks(k, grid.k_block)
+    count_q = _counts(query, centre_q, planes, num_bits, real_q[None, :, None])  # (B, H, rows - skip, hashes * buckets)
     at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
     real_k = at_k < grid.seq_len
     if density is None:
-        code = _codes(key.transpose(2, 3).to(dtype), centre_k, planes, num_bits)
-        count_k = _histogram(code, real_k[:, None].to(dtype), buckets).repeat_interleave(group, 1)
+        key, real = in_blocks(k, grid.k_block), real_k[None, :, None].to(dtype)
+        count_k = _counts(key, centre_k, planes, num_bits, real).repeat_interleave(group, 1)
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
         share = ranked(collisions, grid.allowed, grid.always)
         counts = torch.maximum((share > 0).sum(-1), grid.least())
@@ -85,19 +84,15 @@ def lsh_blocks(
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
     # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
     chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if is_causal else centre_q
-    within = scale * along(key, chooser.to(k.dtype)).to(dtype)  # (B, columns, H, k_block)
-    within = within.masked_fill_(~real_k[:, None], -math.inf)
-    within, heaviest = within.topk(min(LSH_KEYS, grid.k_block), dim=-1)
-    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None] // group
-    block = torch.arange(len(key) * grid.columns, device=grid.device).view(len(key), grid.columns, 1, 1)
-    rows = (block * grid.k_block + heaviest) * k.shape[2] + kv_head
-    key = key.reshape(-1, k.shape[3]).index_select(0, rows.flatten()).view(*rows.shape, -1).to(dtype)
-    code = _codes(key, centre_k.repeat_interleave(group, 2), planes, num_bits)
+    key, within, _ = block_peaks(
+        k, scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block)
+    )  # (B, columns, keys, H, D)
     mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
     middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
     peak = within[..., :1]
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
-    count_k = _histogram(code, (within - peak).exp_().nan_to_num_(nan=0.0), buckets)
+    weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
+    count_k = _counts(key, centre_k.repeat_interleave(group, 2), planes, num_bits, weight)
     relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
     relative += (peak - middle).permute(0, 2, 3, 1)
     if is_causal:
@@ -105,7 +100,7 @@ def lsh_blocks(
     # (B, H, rows - skip, columns); not causal: one row for all
     relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
     share = relative.new_zeros(*count_q.shape[:3], grid.columns)
-    for at, seen in pieces(grid.allowed[skip:], grid.rows):
+    for at, seen in pieces(grid.choices[skip:], grid.rows):
         near, some = relative[:, :, at, :seen], count_k[:, :, :seen]
         hits = count_q[:, :, at].div_((near @ some).add_(NO_KEYS))
         share[:, :, at, :seen] = near * (hits @ some.mT) / (size_q[at, None] * num_hashes)
@@ -130,19 +125,21 @@ def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
     return means.cumsum(1) / torch.arange(1, means.shape[1] + 1, device=means.device)[:, None, None]
 
 
-def _codes(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int) -> Tensor:
-    """Bucket of each token in each hash: (B, blocks, H, T, D), centres (B, blocks or 1, H, D) -> (…, T, hashes)."""
-    signs = (x @ planes).gt_((centre @ planes)[:, :, :, None])
-    power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
-    return (signs.unflatten(-1, (-1, num_bits)) @ power).long()
+def _counts(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int, weight: Tensor) -> Tensor:
+    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
 
-
-def _histogram(code: Tensor, weight: Tensor, buckets: int) -> Tensor:
-    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets), of codes (B, blocks, H, T, hashes).
-
-    weight: (…, blocks, H or 1, T).
+    Args:
+        x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).
+        weight: (B or 1, blocks, H or 1, T).
     """
-    batch, blocks, heads, _, hashes = code.shape
+    batch, blocks, tokens, heads, _ = x.shape
+    weight, level = weight.expand(batch, blocks, heads, tokens), centre @ planes
+    if is_compiled(flat := x.flatten(1, 2)):
+        return compiled.buckets(flat, level, planes, weight, num_bits)
+    signs = (x.to(planes.dtype) @ planes).gt_(level[:, :, None])
+    power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
+    code = (signs.unflatten(-1, (-1, num_bits)) @ power).long().transpose(2, 3)  # (B, blocks, H, T, hashes)
+    buckets, hashes = 2**num_bits, code.shape[-1]
     lists = torch.arange(batch * heads, device=code.device).view(batch, 1, heads, 1, 1) * blocks
     lists = (lists + torch.arange(blocks, device=code.device)[:, None, None, None]) * hashes
     at = (lists + torch.arange(hashes, device=code.device)) * buckets + code

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing import estimates
+from dilated_attention.routing.estimates import Sample, shares
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest, selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
@@ -92,17 +91,8 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
     """The softmax of the first query of some rows, by key block: (B, H, rows, columns)."""
-    position = grid.edges[0][:, 0]
-    key = torch.arange(grid.seq_len, device=grid.device)
-    whole = grid.columns * grid.k_block - grid.seq_len
-    step = max(1, estimates.CHUNK // (q.shape[0] * q.shape[2] * grid.seq_len))
-    for start in range(0, grid.rows, step):
-        at = slice(start, min(start + step, grid.rows))
-        seen = int(position[at.stop - 1]) + 1 if grid.is_causal else grid.seq_len
-        query = q[:, position[at]].to(grid.dtype) * grid.scale
-        query = query.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        score = (query @ k[:, :seen].to(grid.dtype).permute(0, 2, 3, 1)).unflatten(2, (-1, at.stop - at.start))
-        if grid.is_causal:
-            score.masked_fill_(key[:seen] > position[at, None], -math.inf)
-        share = F.pad(score.softmax(-1), (0, grid.seq_len - seen + whole)).unflatten(-1, (grid.columns, -1)).sum(-1)
-        yield at, share.mean(2) if group else share.flatten(1, 2)
+    weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
+    seen = grid.edges[0] + 1 if grid.is_causal else torch.full_like(grid.edges[0], grid.seq_len)
+    sample = Sample(q[:, :: grid.q_block], weight, k, grid.k_block, grid.scale)
+    for at, share in shares(sample, seen, grid.columns):
+        yield at, share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share

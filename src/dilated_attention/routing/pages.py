@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import Pooled, in_blocks, pooled_queries
+from dilated_attention.routing.estimates import Sample, in_blocks, is_compiled, pooled_queries
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
 
@@ -52,7 +52,7 @@ def page_bounds(
     page_size = checks.positive("page_size", page_size)
     if grid.k_block % page_size:
         raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
-    return largest_shares(q, k, density, grid, group=per_kv_head, pool=partial(_pages, page_size=page_size))
+    return largest_shares(q, k, density, grid, sample=_pages(q, k, grid, page_size), group=per_kv_head)
 
 
 class PageBounds:
@@ -94,7 +94,7 @@ class PageBounds:
             if self.bounds is not None:
                 grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
             self.bounds = grown
-        fresh = _extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held)
+        fresh = _extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held).transpose(1, 2)
         first = self.pages - (held > 0)
         if held:  # the open page
             head_dim, open_page = k.shape[3], self.bounds[:, :, first]
@@ -170,19 +170,20 @@ def _signed(q: Tensor) -> Tensor:
 
 
 def _extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """(B, N, H, D) -> greatest and least of each page, (B, H, pages, 2 D), without the first `skip` tokens."""
+    """(B, N, H, D) -> greatest and least of each page, (B, pages, H, 2 D), without the first `skip` tokens."""
+    starts = torch.arange(0, x.shape[1], page, device=x.device)
+    if is_compiled(x):
+        return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)
     pages = in_blocks(x, page)
     token = torch.arange(pages.shape[1] * page, device=x.device).view(-1, page, 1, 1)
     none = (token < skip) | (token >= x.shape[1])
     high = pages.masked_fill(none, -torch.inf).amax(2)
     low = pages.masked_fill(none, torch.inf).amin(2)
-    return torch.cat([high, low], -1).transpose(1, 2)
+    return torch.cat([high, low], -1)
 
 
-def _pages(q: Tensor, k: Tensor, grid: Candidates, *, page_size: int) -> Pooled:
+def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
     query, weight = pooled_queries(q, grid)
     bounds = _extremes(k, page_size).to(grid.dtype)
-    ahead = grid.columns * (grid.k_block // page_size) - bounds.shape[2]
-    bounds = F.pad(bounds, (0, 0, 0, ahead)).unflatten(2, (grid.columns, -1))
-    token = torch.arange(0, grid.columns * grid.k_block, page_size, device=grid.device).view(grid.columns, -1)
-    return _signed(query), weight, bounds, (token < grid.seq_len).to(grid.dtype).log()
+    peaks = grid.k_block // page_size
+    return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,11 +15,11 @@ from dilated_attention.layout.spans import BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import (
     QUERY_PARTS,
-    Pooled,
+    Sample,
     estimated_shares,
+    listed_shares,
     pooled,
-    scored_rows,
-    share_of_blocks,
+    shares,
 )
 from dilated_attention.routing.forecast import Forecast
 from dilated_attention.routing.grid import (
@@ -56,23 +55,17 @@ def topk_blocks(
     `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    return largest_shares(q, k, density, grid, group=per_kv_head)
+    return largest_shares(q, k, density, grid, sample=pooled(q, k, grid), group=per_kv_head)
 
 
 def largest_shares(
-    q: Tensor,
-    k: Tensor,
-    density: float,
-    grid: Candidates,
-    *,
-    group: bool,
-    pool: Callable[..., Pooled] | None = None,
+    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
 ) -> BlockLayout:
-    """As `topk_blocks`; `pool`: what stands for the tokens of a block in the estimate."""
+    """As `topk_blocks`; `sample`: what stands for the tokens of a block in the estimate."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
     chosen = []
-    for at, share in estimated_shares(q, k, grid, group=group, pool=pool):
+    for at, share in estimated_shares(sample, grid, group=group):
         if forecast is not None:
             share = forecast(at, share, budget[at])
         chosen.append(largest(grid.ranked(at, share), budget[at], int(budget.max())))
@@ -109,7 +102,7 @@ def topp_blocks(
 
     forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
     lists, counts = [], []
-    for at, share in estimated_shares(q, k, grid, group=per_kv_head):
+    for at, share in estimated_shares(pooled(q, k, grid), grid, group=per_kv_head):
         if forecast is not None:
             share = forecast(at, share, fewest(at, share)[1])
         order, count = fewest(at, share)
@@ -154,42 +147,33 @@ def hierarchical_blocks(
     regions, inner_q, inner_k = coarse.columns, side // grid.q_block, side // grid.k_block
     wide = min(regions, max(math.ceil(breadth * density * regions), math.ceil(most / inner_k) + 1))
 
-    query, weight, key, multiplicity = pooled(q, k, grid)
+    sample = pooled(q, k, grid)
+    parts, peaks = sample.weight.shape[1], sample.peaks
     # a region's queries: the mean ones of QUERY_PARTS of its blocks; causal: of as many blocks up to its first
-    pad_q, pad_k = regions * inner_q - grid.rows, regions * inner_k - grid.columns
     behind = inner_q - 1 if is_causal else 0
-    means = F.pad(torch.einsum("bhiad,ia->bhid", query, weight), (0, 0, behind, pad_q))[:, :, : regions * inner_q]
-    real = F.pad(torch.ones_like(weight[:, 0]), (behind, pad_q))[: regions * inner_q].view(regions, inner_q)
+    means = torch.einsum("biahd,ia->bihd", sample.query.unflatten(1, (-1, parts)), sample.weight)
+    means = F.pad(means, (0, 0, 0, 0, behind, regions * inner_q - grid.rows))[:, : regions * inner_q]
+    number = torch.arange(-behind, regions * inner_q - behind, device=grid.device)
+    real = ((number >= 0) & (number < grid.rows)).view(regions, inner_q).to(grid.dtype)
     skip = max(1, inner_q // QUERY_PARTS)
     some = slice(behind % skip, None, skip)
-    means, real = means.unflatten(2, (regions, inner_q))[:, :, :, some], real[:, some]
+    means, real = means.unflatten(1, (regions, inner_q))[:, :, some].flatten(1, 2), real[:, some]
+    coarse_sample = sample._replace(query=means, weight=real / real.sum(-1, keepdim=True))
     first_row = torch.arange(regions, device=grid.device) * inner_q
-    # everything by region, the last one padded with blocks that nobody may choose
-    query = F.pad(query, (0, 0, 0, 0, 0, pad_q)).unflatten(2, (regions, inner_q))
-    weight = F.pad(weight, (0, 0, 0, pad_q)).unflatten(0, (regions, inner_q))
-    keys = F.pad(key, (0, 0, 0, 0, 0, pad_k)).unflatten(2, (regions, inner_k))
-    counts = F.pad(multiplicity, (0, 0, 0, pad_k), value=-math.inf).unflatten(0, (regions, inner_k))
-    allowed, always = (F.pad(x, (0, pad_k, 0, pad_q)) for x in (grid.allowed, grid.always))
-    batch = torch.arange(q.shape[0], device=grid.device)[:, None, None, None]
-    kv_head = torch.arange(q.shape[2], device=grid.device)[:, None, None] // (q.shape[2] // k.shape[2])
-    inside_q, inside_k = (torch.arange(n, device=grid.device) for n in (inner_q, inner_k))
+    seen = (grid.choices[first_row] * peaks)[:, None].expand(real.shape)
 
     chosen = []
-    held = wide * inner_k * key.shape[3] * max(q.shape[3], inner_q * query.shape[4])
-    region_rows = means, real / real.sum(-1, keepdim=True), key, multiplicity
-    for at, share in scored_rows(*region_rows, grid.allowed[first_row], held=held):
-        share = F.pad(share, (0, pad_k)).unflatten(3, (regions, inner_k)).sum(-1)
+    for at, share in shares(coarse_sample, seen, grid.columns):
+        share = F.pad(share, (0, regions * inner_k - grid.columns)).unflatten(3, (regions, inner_k)).sum(-1)
         near = stable_topk(ranked(share, coarse.allowed[at], coarse.always[at]), wide)[1].sort(-1).values
-        candidate = (near[..., None] * inner_k + inside_k).flatten(3)  # (B, H, regions here, blocks of near regions)
-        row = torch.arange(at.start, at.stop, device=grid.device)[:, None] * inner_q + inside_q
-        may, must = (x[row[:, :, None], candidate[..., None, :]] for x in (allowed, always))
-        logits = torch.einsum("bhriad,bhrxjcd->bhriacxj", query[:, :, at], keys[batch, kv_head, near])
-        logits += counts[near].permute(0, 1, 2, 5, 3, 4)[:, :, :, None, None]
-        fine = ranked(share_of_blocks(logits.flatten(6), weight[at], may), may, must)
-        _, kept = stable_topk(fine, min(most, fine.shape[-1]))
-        chosen.append(candidate[:, :, :, None].expand(fine.shape).gather(-1, kept).flatten(2, 3))
-    lists = torch.cat(chosen, dim=2)[:, :, : grid.rows]
-    return grid.layout(ascending(lists, budget, grid.columns), budget)
+        candidate = (near[..., None] * inner_k + torch.arange(inner_k, device=grid.device)).flatten(3)
+        rows = slice(at.start * inner_q, min(at.stop * inner_q, grid.rows))
+        for inner, fine in listed_shares(sample, grid.choices, candidate, rows, inner_q):
+            here = candidate.repeat_interleave(inner_q, 2)[:, :, inner.start - rows.start : inner.stop - rows.start]
+            fine = ranked(fine, here < grid.choices[inner, None], grid.holds(inner, here))
+            _, kept = stable_topk(fine, min(most, fine.shape[-1]))
+            chosen.append(here.gather(-1, kept))
+    return grid.layout(ascending(torch.cat(chosen, dim=2), budget, grid.columns), budget)
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:

@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="instead run a dozen calls on every backend that serves the device, compare with the definition in double "
+        help="run a call of each kind on every backend that serves the device, compare with the definition in double "
         "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
     )
     parser.add_argument("--device", help="PyTorch device for --check (default: cuda if there is one, else cpu)")
@@ -38,7 +38,7 @@ def _verify(device: torch.device) -> int:
     for name, why in absent.items():
         print(f"  not {name}: {why}")
     print(f"largest error over what rounding may cause, {verification.BARS[dtype]:g}: right up to 1\n")
-    calls = verification.dozen()
+    calls = verification.kinds()
     width = max(len(check.name) for check in calls)
     print(" " * width + "".join(f"{name:>12}" for name in serving))
     wrong = []

@@ -1,8 +1,9 @@
 """Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu`.
 
 hatch_build.py does the same when the package is installed. The library has a plain C interface, so that one build
-serves every version of Python and PyTorch, and code for every instruction set, of which the machine's is chosen at run
-time. Neither PyTorch nor its headers are needed.
+serves every version of Python and PyTorch, and code for every instruction set of its architecture, of which the
+machine's is chosen at run time. Neither PyTorch nor its headers are needed. A cross-compiler builds for its target:
+`CXX=aarch64-linux-gnu-g++ python -m dilated_attention.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,40 @@ COMMAND = f"{sys.executable} -m dilated_attention.kernels.cpu"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-SOURCES = {
-    "avx2.cpp": _AVX2,
-    "avx512.cpp": _AVX512,
-    "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
-    "amx.cpp": (*_AVX512, "-mavx512bf16"),
-    "transpose.cpp": (),
-    "threads.cpp": (),
-    "dispatch.cpp": (),
+SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2.cpp": _AVX2,
+        "avx512.cpp": _AVX512,
+        "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+        "amx.cpp": (*_AVX512, "-mavx512bf16"),
+        "estimates_avx2.cpp": _AVX2,
+        "estimates_avx512.cpp": _AVX512,
+        "estimates_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    },
+    "arm64": {
+        "neon.cpp": (),
+        "estimates_neon.cpp": (),
+        "neon_bf16.cpp": ("-march=armv8.2-a+bf16",),
+    },
 }
-# GCC warns of its own intrinsics: uninitialised on purpose.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
-# A machine's own libstdc++ may be older than the compiler's.
-LINK = ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl")
+"""The options of each file that is compiled for one instruction set, by architecture."""
+
+COMMON = ("transpose.cpp", "threads.cpp", "dispatch.cpp")
+# GCC warns of its own intrinsics: uninitialised on purpose. Products and sums are contracted where the sources say so,
+# not where a compiler likes to: so GCC's and Clang's libraries compute the same bits.
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra",
+    "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
+)  # fmt: skip
+_STATIC = ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl")
+_MACOS = "-mmacosx-version-min=11.0"
+SERVED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    ("linux", "x86_64"): ((), _STATIC, "linux_x86_64"),
+    ("linux", "arm64"): ((), _STATIC, "linux_aarch64"),
+    ("darwin", "arm64"): ((_MACOS,), ("-shared", _MACOS), "macosx_11_0_arm64"),
+}
+"""The operating systems and architectures that the kernels serve: options of all files and of the link, and the
+platform of a wheel. A Linux machine's own libstdc++ may be older than the compiler's, so the library brings its own."""
 
 
 class BuildError(RuntimeError):
@@ -48,10 +70,27 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
+def machine() -> str:
+    """Return this machine's architecture, as SERVED names it."""
+    name = platform.machine().lower()
+    return {"aarch64": "arm64", "amd64": "x86_64"}.get(name, name)
+
+
+def target() -> tuple[str, str]:
+    """Return the operating system and the architecture that the compiler builds for; without one, this machine's."""
+    name = f"{machine()}-{platform.system()}"
+    if found := compiler():
+        name = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
+    architecture, *rest = name.lower().replace("macos", "darwin").split("-")
+    system = next((x for x in ("linux", "darwin") if any(word.startswith(x) for word in rest)), "-".join(rest))
+    return system, "arm64" if architecture == "aarch64" else architecture
+
+
 def refusal() -> str | None:
     """Why the kernels cannot be compiled here, and what would help; None if they can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"they are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+    if target() not in SERVED:
+        system, architecture = target()
+        return f"they serve Linux on x86-64 and arm64, and macOS on arm64, not {system} on {architecture}"
     if compiler() is None:
         return f"no C++ compiler was found; install g++ or clang++, or name one in CXX, and run {COMMAND}"
     return None
@@ -78,13 +117,15 @@ def build() -> Path:
         raise BuildError(f"the CPU kernels cannot be compiled: {why}")
     if not os.access(HERE, os.W_OK):
         raise BuildError(f"the CPU kernels cannot be compiled: {HERE} cannot be written; ask its owner")
-    flags = (*FLAGS, f'-DSOURCES_DIGEST="{digest()}"')
+    options, link, _ = SERVED[target()]
+    sources = {**SOURCES[target()[1]], **dict.fromkeys(COMMON, ())}
+    flags = (*FLAGS, *options, f'-DSOURCES_DIGEST="{digest()}"')
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
-        objects = {source: f"{folder}/{source}.o" for source in SOURCES}
+        objects = {source: f"{folder}/{source}.o" for source in sources}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: run_compiler(*flags, *SOURCES[x], "-c", str(HERE / x), "-o", objects[x]), SOURCES))
+            list(pool.map(lambda x: run_compiler(*flags, *sources[x], "-c", str(HERE / x), "-o", objects[x]), sources))
         made = f"{folder}/{LIBRARY.name}"
-        run_compiler(*objects.values(), *LINK, "-o", made)
+        run_compiler(*objects.values(), *link, "-o", made)
         os.replace(made, LIBRARY)
     return LIBRARY
 

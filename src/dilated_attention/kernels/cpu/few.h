@@ -26,19 +26,28 @@ inline void for_pieces(int64_t D, Work work) {
 // scores[j] = own . x[token[j]] for a chunk; NaN where that is infinite.
 template <class Element>
 inline void dots(const float *own, Rows<const Element> x, const int64_t *token, int count, int64_t D, float *scores) {
+  constexpr int CHAINS = WIDTH < 8 ? 2 : 1;  // of sums of a row, where WIDTH of them do not cover a product's latency
   for (int j = 0; j < count; j += WIDTH) {
-    Lanes sums[WIDTH];
-    for (Lanes &sum : sums) sum = zeros();
+    Lanes sums[WIDTH][CHAINS], sum[WIDTH];
+    for (auto &chains : sums)
+      for (Lanes &chain : chains) chain = zeros();
     for_pieces(D, [&](int64_t d, auto vectors, auto lanes) {
       Lanes piece[vectors];
       for (int i = 0; i < vectors; i++) piece[i] = load(own + d + i * WIDTH);
 #pragma GCC unroll 16
       for (int u = 0; u < WIDTH; u++) {
         const Element *row = x[token[j + u < count ? j + u : j]] + d;
-        for (int i = 0; i < vectors; i++) sums[u] = multiply_add(load(row + i * WIDTH, lanes), piece[i], sums[u]);
+        for (int i = 0; i < vectors; i++) {
+          Lanes &chain = sums[u][i % CHAINS];
+          chain = multiply_add(load(row + i * WIDTH, lanes), piece[i], chain);
+        }
       }
     });
-    store(scores + j, infinite_or_nan_to_nan(sums_of(sums)));
+    for (int u = 0; u < WIDTH; u++) {
+      sum[u] = sums[u][0];
+      for (int i = 1; i < CHAINS; i++) sum[u] = sum[u] + sums[u][i];
+    }
+    store(scores + j, infinite_or_nan_to_nan(sums_of(sum)));
   }
 }
 

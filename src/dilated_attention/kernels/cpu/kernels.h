@@ -9,3 +9,5 @@ int run_avx2(Kernel kernel, int64_t type, const Call &call);
 int run_avx512(Kernel kernel, int64_t type, const Call &call);
 int run_avx512_bf16(Kernel kernel, int64_t type, const Call &call);
 int run_amx(Kernel kernel, int64_t type, const Call &call);
+int run_neon(Kernel kernel, int64_t type, const Call &call);
+int run_neon_bf16(Kernel kernel, int64_t type, const Call &call);

@@ -4,7 +4,8 @@
 // word and b and c lie in lanes. A word is one float32, or two bfloat16 whose products are added in one instruction; so
 // K, Q, V and dO are read as they lie in memory, row by row, once as a (scores: k runs along a row) and once as its
 // transpose (values: k runs over rows). Eight rows by two vectors are sixteen sums, twice what covers the latency of a
-// product; AVX2, of half as many registers, has four by three.
+// product; AVX2, of half as many registers, has four by three. NEON, which multiplies by one word of a register, loads
+// WIDTH words of a at once.
 #pragma once
 #include <type_traits>
 
@@ -15,7 +16,8 @@ namespace {
 enum class Role { scores, values, plain };  // of a row in a product; plain: values as they are
 
 constexpr int VECTORS = REGISTERS == 32 ? 2 : 3, LANES = VECTORS * WIDTH;
-constexpr int CHUNK = 64;  // rows that are streamed at once: a multiple of every ROWS
+constexpr int CHUNK = 64;                       // rows that are streamed at once: a multiple of every ROWS
+constexpr int COLUMNS = WIDTH < 8 ? 8 : WIDTH;  // columns of values are a multiple of it, and so of WIDTH and of ROWS
 
 // Products in float32, of elements of any type, which are widened when they are gathered.
 struct InFloat32 {
@@ -26,6 +28,12 @@ struct InFloat32 {
   // Whether streamed values lie [columns][CHUNK / PER_WORD], not [CHUNK / PER_WORD][columns].
   static constexpr bool VALUES_BY_COLUMN = false;
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return ::multiply_add(a, b, c); }
+#ifdef __aarch64__
+  template <int WORD>
+  static Lanes multiply_add_word(Lanes a, Lanes b, Lanes c) {
+    return vfmaq_laneq_f32(c, b, a, WORD);
+  }
+#endif
   static Lanes exp2(Lanes x) { return power_of_2(x); }
   static void to_words(const Lanes (&row)[1], Integers (&words)[1]) { words[0] = integers(row[0]); }
 };
@@ -44,26 +52,57 @@ inline void store_weight_rows(InFloat32, const Lanes (&rows)[2][VECTORS], Word *
     for (int x = 0; x < VECTORS; x++) store(to + i * row_words + x * WIDTH, rows[i][x]);
 }
 
-template <class Arithmetic, int N, bool ADD>
-inline void product(const Word *a, int64_t a_row, int64_t a_step, const Word *b, int64_t b_step, int steps, float *c,
-                    int64_t c_row) {
+// body(0), ..., body(COUNT - 1), numbers that the compiler knows.
+template <int COUNT, int I = 0, class Body>
+[[gnu::always_inline]] inline void for_numbers(Body body) {
+  if constexpr (I < COUNT) {
+    body(std::integral_constant<int, I>());
+    for_numbers<COUNT, I + 1>(body);
+  }
+}
+
+// c[ROWS][N vectors] (+)= a . b. Rows of scores are `a_row` words apart; values are steps, so many words apart. NEON reads
+// a in whole vectors: then steps of scores are rounded up to a multiple of WIDTH.
+template <class Arithmetic, int N, bool ADD, Role ROLE>
+inline void product(const Word *a, int64_t a_row, const Word *b, int64_t b_step, int steps, float *c, int64_t c_row) {
   constexpr int ROWS = Arithmetic::ROWS;
   Lanes sum[ROWS][N];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
     for (int x = 0; x < N; x++) sum[r][x] = ADD ? load(c + r * c_row + x * WIDTH) : zeros();
+#ifdef __aarch64__
+  constexpr bool ALONG = ROLE == Role::scores;  // whether a vector of a is of one row and WIDTH steps, or the reverse
+  constexpr int LOADS = ALONG ? ROWS : ROWS / WIDTH;
+  for (int k = 0; k < steps; k += ALONG ? WIDTH : 1) {
+    Lanes words[LOADS];
+    for_numbers<LOADS>([&](auto i) { words[i] = load(ALONG ? a + i * a_row + k : a + k * a_row + i * WIDTH); });
+    for_numbers<ALONG ? WIDTH : 1>([&](auto step) {
+      Lanes lanes[N];
+      for_numbers<N>([&](auto x) { lanes[x] = load(b + (k + step) * b_step + x * WIDTH); });
+      for_numbers<ROWS>([&](auto r) {
+        for_numbers<N>([&](auto x) {
+          constexpr int WORD = ALONG ? step() : r() % WIDTH;
+          sum[r][x] =
+              Arithmetic::template multiply_add_word<WORD>(words[ALONG ? r() : r() / WIDTH], lanes[x], sum[r][x]);
+        });
+      });
+    });
+  }
+#else
+  const int64_t row = ROLE == Role::scores ? a_row : 1, step = ROLE == Role::scores ? 1 : a_row;
   for (int k = 0; k < steps; k++) {
     Lanes lanes[N];
 #pragma GCC unroll 3
     for (int x = 0; x < N; x++) lanes[x] = load(b + k * b_step + x * WIDTH);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
-      const Lanes word = all(a[r * a_row + k * a_step]);
+      const Lanes word = all(a[r * row + k * step]);
 #pragma GCC unroll 3
       for (int x = 0; x < N; x++) sum[r][x] = Arithmetic::multiply_add(word, lanes[x], sum[r][x]);
     }
   }
+#endif
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
@@ -84,8 +123,8 @@ void multiply(Arithmetic, const Word *rows, int64_t row_words, const Word *own, 
               int lanes = LANES) {
   with_vectors(lanes, [=](auto vectors) {
     for (int r = 0; r < count; r += Arithmetic::ROWS)
-      product<Arithmetic, vectors(), false>(rows + r * row_words, row_words, 1, own, LANES, words, c + r * LANES,
-                                            LANES);
+      product<Arithmetic, vectors(), false, Role::scores>(rows + r * row_words, row_words, own, LANES, words,
+                                                          c + r * LANES, LANES);
   });
 }
 
@@ -97,8 +136,8 @@ void multiply_transposed(Arithmetic, const Word *values, const Word *weights, in
   const int step = first / Arithmetic::PER_WORD, steps = count / Arithmetic::PER_WORD;
   with_vectors(lanes, [=](auto vectors) {
     for (int d = 0; d < columns; d += Arithmetic::ROWS)
-      product<Arithmetic, vectors(), true>(values + step * columns + d, 1, columns, weights + step * LANES, LANES,
-                                           steps, c + d * LANES, LANES);
+      product<Arithmetic, vectors(), true, Role::values>(values + step * columns + d, columns, weights + step * LANES,
+                                                         LANES, steps, c + d * LANES, LANES);
   });
 }
 
@@ -110,8 +149,8 @@ void multiply_rows(Arithmetic, const Word *weights, int64_t weight_words, const 
   for (int r = 0; r < count; r += Arithmetic::ROWS)
     for (int d = 0; d < columns; d += LANES)
       with_vectors(columns - d, [=](auto vectors) {
-        product<Arithmetic, vectors(), true>(weights + r * weight_words, weight_words, 1, values + d, columns, steps,
-                                             c + r * columns + d, columns);
+        product<Arithmetic, vectors(), true, Role::scores>(weights + r * weight_words, weight_words, values + d,
+                                                           columns, steps, c + r * columns + d, columns);
       });
 }
 

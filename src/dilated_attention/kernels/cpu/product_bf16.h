@@ -15,6 +15,11 @@ struct InBFloat16 {
   }
   static Lanes exp2(Lanes x) { return power_of_2(x); }
 
+  // The words of 2 * WIDTH numbers, rounded.
+  static void store_words(Lanes first, Lanes second, Word *to) {
+    _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+  }
+
   // The words of so many bfloat16; says whether all of them were finite.
   template <Role ROLE>
   static __m512i words_of(const BFloat16 *x, int64_t left, bool &finite) {

@@ -56,8 +56,8 @@ struct Operands {
   explicit Operands(int64_t D)
       : D(D),
         words(int(round_up(D, Arithmetic::PER_WORD) / Arithmetic::PER_WORD)),
-        stride(HALVES * int(round_up(words, WIDTH))),
-        columns(int(round_up(D, WIDTH))),
+        stride(HALVES * int(round_up(words, Arithmetic::PER_WORD == 1 ? COLUMNS : WIDTH))),  // gather_both: one of both
+        columns(int(round_up(D, COLUMNS))),
         value_row(HALVES * columns),
         values(CHUNK / Arithmetic::PER_WORD * value_row) {}
 

@@ -1,8 +1,12 @@
 #include "threads.h"
 
 #include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
+#ifdef __APPLE__
+#include <mach-o/dyld.h>
+#else
+#include <link.h>
+#endif
 
 #include <cstdlib>
 #include <exception>
@@ -21,19 +25,36 @@ using Parallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned f
 
 Parallel entry(void *library) { return reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel")); }
 
+bool is_openmp(std::string_view path) {
+  for (const char *openmp : {"libgomp", "libiomp5", "libomp"})
+    if (path.find(openmp) != path.npos) return true;
+  return false;
+}
+
+// The path of an OpenMP library that this process has loaded; empty where there is none.
+std::string loaded_openmp() {
+#ifdef __APPLE__
+  for (uint32_t i = 0; i < _dyld_image_count(); i++)
+    if (const char *path = _dyld_get_image_name(i); path && is_openmp(path)) return path;
+  return "";
+#else
+  std::string found;
+  const auto look = [](dl_phdr_info *library, size_t, void *result) {
+    if (!is_openmp(library->dlpi_name)) return 0;
+    return *static_cast<std::string *>(result) = library->dlpi_name, 1;
+  };
+  dl_iterate_phdr(look, &found);
+  return found;
+#endif
+}
+
 // The entry of the OpenMP library that this process has loaded, GNU's or LLVM's, which both have it: its pool is the
 // one that PyTorch's own operators use, and a second pool would fight with it for the cores. Null where there is none.
 Parallel pool() {
   static const Parallel found = [] {
     if (const Parallel parallel = entry(RTLD_DEFAULT)) return parallel;
-    std::string name;  // of a library whose symbols are not global
-    const auto look = [](dl_phdr_info *library, size_t, void *result) {
-      const std::string_view path = library->dlpi_name;
-      for (const char *openmp : {"libgomp", "libiomp5", "libomp"})
-        if (path.find(openmp) != path.npos) return *static_cast<std::string *>(result) = path, 1;
-      return 0;
-    };
-    void *const library = dl_iterate_phdr(look, &name) ? dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+    const std::string name = loaded_openmp();  // a library whose symbols are not global
+    void *const library = name.empty() ? nullptr : dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
     return library ? entry(library) : nullptr;
   }();
   return found;

@@ -198,7 +198,7 @@ class Kept {
   }
 
  private:
-  static constexpr int64_t ROOM = 3 << 17, SLOT = 2 * WIDTH;
+  static constexpr int64_t ROOM = 3 << 17, SLOT = 16;  // floats
   static_assert(sizeof(Slot) <= SLOT * sizeof(float));
   const bool goes_round;
   const int64_t size, slots;

@@ -1,6 +1,6 @@
 // A vector of numbers at a time: what instruction sets do, under the names that the kernels use.
 //
-// vectors_avx512.h and vectors_avx2.h define, for WIDTH numbers in one of REGISTERS registers,
+// vectors_avx512.h, vectors_avx2.h and vectors_neon.h define, for WIDTH numbers in one of REGISTERS registers,
 //   Lanes, Integers, Halves, Mask: float32, int32, 16 bits and a truth value in each lane;
 //   all(x), load(x), store(x, y): one number in every lane; lanes from and to aligned memory;
 //   load(x, n), store(x, y, n): the first n elements of any type, zeros behind them;
@@ -8,7 +8,11 @@
 //   choose(mask, a, b), only(mask, a): a where the mask is set, else b or 0;
 //   transpose(rows), sums_of(vectors): WIDTH x WIDTH words; the sum of each vector.
 #pragma once
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <limits>
@@ -34,7 +38,9 @@ struct Float16 {
 
 }  // namespace
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+#include "vectors_neon.h"
+#elif defined(__AVX512F__)
 #include "vectors_avx512.h"
 #else
 #include "vectors_avx2.h"
@@ -44,8 +50,8 @@ namespace {
 
 inline Lanes zeros() { return all(0.f); }
 
-// 2^x, exact at integers, else within 2e-7 of itself (tests/test_cpu_kernels.py); 0 at -infinity, NaN at NaN. AVX2 has 0
-// below 2^-126 and infinity from 2^127.5 on. On Zen 5 vreduce, which would give the fraction at once, takes three times
+// 2^x, exact at integers, else within 2e-7 of itself (tests/test_cpu_kernels.py); 0 at -infinity, NaN at NaN. AVX2 and
+// NEON have 0 below 2^-126 and infinity from 2^127.5 on. On Zen 5 vreduce, which would give the fraction at once, takes three times
 // as long as vrndscale.
 inline Lanes power_of_2(Lanes exponent) {
   const Lanes x = bounded_exponent(exponent);
@@ -79,7 +85,7 @@ inline Halves round_to_bfloat16(Lanes x) {
   return narrowed(shift_right(integers(choose(is_nan(x), all(NOT_A_NUMBER), floats(rounded))), 16));
 }
 
-inline Lanes load(const BFloat16 *x, int64_t n) { return floats(shift_left(widened(load_halves(x, n)), 16)); }
+inline Lanes load(const BFloat16 *x, int64_t n) { return bfloat16_to_floats(load_halves(x, n)); }
 inline Lanes load(const Float16 *x, int64_t n) { return float16_to_floats(load_halves(x, n)); }
 inline void store(BFloat16 *x, Lanes y, int64_t n) { store_halves(x, round_to_bfloat16(y), n); }
 inline void store(Float16 *x, Lanes y, int64_t n) { store_halves(x, round_to_float16(y), n); }

@@ -84,6 +84,7 @@ inline Integers widened(Halves x) { return _mm256_cvtepu16_epi32(x); }
 inline Halves narrowed(Integers x) {
   return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
+inline Lanes bfloat16_to_floats(Halves x) { return floats(shift_left(widened(x), 16)); }
 inline Lanes float16_to_floats(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves round_to_float16(Lanes x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Lanes load(const Float32 *x, int64_t n) {

@@ -52,6 +52,7 @@ inline Halves load_halves(const void *x, int64_t n) { return _mm256_maskz_loadu_
 inline void store_halves(void *x, Halves y, int64_t n) { _mm256_mask_storeu_epi16(x, first_lanes(n), y); }
 inline Integers widened(Halves x) { return _mm512_cvtepu16_epi32(x); }
 inline Halves narrowed(Integers x) { return _mm512_cvtepi32_epi16(x); }
+inline Lanes bfloat16_to_floats(Halves x) { return floats(shift_left(widened(x), 16)); }
 inline Lanes float16_to_floats(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves round_to_float16(Lanes x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Lanes load(const Float32 *x, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), x); }

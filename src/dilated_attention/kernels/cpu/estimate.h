@@ -1,0 +1,39 @@
+// What Python hands to an estimate of which blocks carry the attention: estimates.py fills it field by field.
+//
+//     means      out[b, i, h] = the mean of k over the tokens starts[i] <= t < stops[i], 0 where there are none
+//     extremes   out[b, i, h] = the greatest components of k over these tokens, then the least
+//     peaks      out[b, j, p, n] = the key of block j with the p-th largest score along q[b, j, n], p < peaks, and last the
+//                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
+//     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
+//                `seen` keys, summed over the `peaks` keys of column j
+//     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k whose products
+//                with the `size` planes of a hash exceed those of q[b, i, h] where the bucket has a bit; `columns` hashes
+//
+// A row of shares is `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens
+// past the end are zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they
+// see those whose keys they all see. Legend: call.h.
+#pragma once
+#include <cstdint>
+
+enum class Estimator : int64_t { means, extremes, peaks, shares, buckets };
+
+struct Estimate {
+  const void *q, *k;  // (B, N, H * G, D), (B, M, H, D), rows dense; of peaks q is float32 (B, columns, H * G, D)
+  float *out, *values;
+  int64_t *places;
+  const int64_t *starts, *stops;   // (rows)
+  const float *weight;             // (rows, parts)
+  const int64_t *seen;             // (rows, parts): not negative
+  const float *logarithm;          // of every key, or null
+  const float *planes;             // (D, columns * size)
+  const int64_t *listed;           // (B, H * G, tiles, columns), ascending, or null
+  int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
+  int64_t rows, parts, columns, peaks, size, joined, tile, threads;  // size: tokens of a block
+  double scale;
+};
+
+// 0, 1 for want of memory, 2 for an element type that the set does not serve.
+int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_avx512_bf16(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_neon(Estimator estimator, int64_t type, const Estimate &call);

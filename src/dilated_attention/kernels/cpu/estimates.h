@@ -1,0 +1,411 @@
+// Estimates of which blocks carry the attention (estimate.h). Each reads its tensors once; scores stay in the cache.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "estimate.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+template <class Element>
+Rows<const Element> rows_at(const void *x, int64_t offset, int64_t step) {
+  return {static_cast<const Element *>(x) + offset, step};
+}
+
+inline Float32 *unaligned(float *x) { return reinterpret_cast<Float32 *>(x); }
+inline const Float32 *unaligned(const float *x) { return reinterpret_cast<const Float32 *>(x); }
+
+// The means or extremes of one interval, of all heads of a sample: sums, or maxima of x and of -x and where a NaN was.
+template <class Element, bool EXTREMES>
+struct Reduction {
+  static constexpr int64_t KEPT = EXTREMES ? 3 : 1;
+  const Estimate &call;
+
+  // Dense heads are one long row.
+  int64_t heads() const { return call.ksh == call.D && !EXTREMES ? 1 : call.H; }
+  int64_t width() const { return call.H * call.D / heads(); }
+  int64_t count() const { return call.B * call.rows; }
+  int64_t floats() const { return KEPT * heads() * round_up(width(), WIDTH); }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work / call.rows, i = work % call.rows, width = this->width(), room = round_up(width, WIDTH);
+    const int64_t start = call.starts[i], stop = call.stops[i];
+    for (int64_t x = 0; x < KEPT * heads() * room; x += WIDTH)
+      store(memory + x, all(EXTREMES && x / room % KEPT < 2 ? -INF : 0.f));
+    for (int64_t t = start; t < stop; t++)
+      for (int64_t h = 0; h < heads(); h++) {
+        const Element *row = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn)[t];
+        float *kept = memory + KEPT * h * room;
+        for (int64_t d = 0; d < width; d += WIDTH) add(load(row + d, width - d), kept + d, room);
+      }
+    const Lanes factor = all(EXTREMES || stop <= start ? 1.f : 1.f / float(stop - start));
+    for (int64_t h = 0; h < heads(); h++) {
+      float *out = call.out + (work * heads() + h) * (EXTREMES ? 2 : 1) * width, *kept = memory + KEPT * h * room;
+      for (int64_t d = 0; d < width; d += WIDTH) {
+        const Lanes odd = EXTREMES ? load(kept + 2 * room + d) : zeros();
+        store(unaligned(out + d), multiply_add(load(kept + d), factor, odd), width - d);
+        if (EXTREMES) store(unaligned(out + width + d), odd - load(kept + room + d), width - d);
+      }
+    }
+  }
+
+ private:
+  static void add(Lanes x, float *kept, int64_t room) {
+    if constexpr (EXTREMES) {
+      store(kept, larger(x, load(kept)));
+      store(kept + room, larger(zeros() - x, load(kept + room)));
+      store(kept + 2 * room, choose(is_nan(x), x, load(kept + 2 * room)));
+    } else {
+      store(kept, load(kept) + x);
+    }
+  }
+};
+
+// The keys of one block with the largest scores along one direction per head, and the mean of the others.
+template <class Element>
+struct Peaks {
+  const Estimate &call;
+  const int64_t columns = round_up(call.D, WIDTH), room = round_up(call.size, WIDTH), heads = call.H * call.G;
+
+  int64_t count() const { return call.B * call.columns; }
+  int64_t floats() const { return (call.H + heads) * columns + heads * room + 3 * (call.peaks + WIDTH) + WIDTH; }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work / call.columns, column = work % call.columns;
+    const int64_t first = column * call.size, tokens = std::min(call.size, call.M - first);
+    Parts parts(memory);
+    float *sum = parts.take(call.H * columns), *along = parts.take(heads * columns), *score = parts.take(heads * room);
+    float *best = parts.take(call.peaks);
+    int64_t *place = parts.take<int64_t>(call.peaks);
+    for (int64_t x = 0; x < call.H * columns; x += WIDTH) store(sum + x, zeros());
+    for (int64_t n = 0; n < heads; n++) {
+      const Float32 *direction = rows_at<Float32>(call.q, b * call.qsb + n * call.qsh, call.qsn)[column];
+      for (int64_t d = 0; d < columns; d += WIDTH) store(along + n * columns + d, load(direction + d, call.D - d));
+    }
+    const auto keys = [&](int64_t h) {
+      return rows_at<Element>(call.k, b * call.ksb + h * call.ksh + first * call.ksn, call.ksn);
+    };
+    for (int64_t t = 0; t < tokens; t += WIDTH)
+      for (int64_t h = 0; h < call.H; h++)
+        read(keys(h), t, tokens, sum + h * columns, along + h * call.G * columns, score + h * call.G * room);
+    for (int64_t n = 0; n < heads; n++) {
+      const int64_t found = select(score + n * room, tokens, best, place), h = n / call.G;
+      write(keys(h), tokens, found, sum + h * columns, place,
+            call.out + ((work * (call.peaks + 1)) * heads + n) * call.D);
+      for (int64_t p = 0; p < call.peaks; p++) {
+        call.values[(work * heads + n) * call.peaks + p] = p < found ? score[n * room + place[p]] : -INF;
+        call.places[(work * heads + n) * call.peaks + p] = first + (p < found ? place[p] : 0);
+      }
+    }
+  }
+
+ private:
+  // Adds WIDTH keys of a head to its sum, and scores them along its directions. The next ones are fetched meanwhile.
+  void read(Rows<const Element> K, int64_t t, int64_t tokens, float *sum, const float *along, float *score) const {
+    const int64_t here = least(WIDTH, tokens - t);
+    for (int64_t u = 0; u < here; u++)
+      for (int64_t d = 0; d < call.D; d += WIDTH) {
+        if (t + u + WIDTH < tokens) __builtin_prefetch(K[t + u + WIDTH] + d);
+        store(sum + d, load(sum + d) + load(K[t + u] + d, call.D - d));
+      }
+    for (int64_t g = 0; g < call.G; g++) {
+      Lanes total[WIDTH];
+      for (int64_t u = 0; u < WIDTH; u++) {
+        total[u] = zeros();
+        if (u >= here) continue;
+        for (int64_t d = 0; d < call.D; d += WIDTH)
+          total[u] = multiply_add(load(K[t + u] + d, call.D - d), load(along + g * columns + d), total[u]);
+      }
+      store(score + g * room + t, sums_of(total));
+    }
+  }
+
+  // The tokens with the largest scores, descending, of equal ones the first; a NaN counts as infinity.
+  int64_t select(const float *score, int64_t tokens, float *best, int64_t *place) const {
+    int64_t found = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+      const float x = std::isnan(score[t]) ? INF : score[t];
+      if (found == call.peaks && !(x > best[found - 1])) continue;
+      int64_t p = found < call.peaks ? found++ : found - 1;
+      for (; p > 0 && x > best[p - 1]; p--) best[p] = best[p - 1], place[p] = place[p - 1];
+      best[p] = x, place[p] = t;
+    }
+    return found;
+  }
+
+  void write(Rows<const Element> K, int64_t tokens, int64_t found, const float *sum, const int64_t *place,
+             float *out) const {
+    const int64_t step = heads * call.D;
+    const Lanes share = all(tokens > found ? 1.f / float(tokens - found) : 0.f);
+    for (int64_t d = 0; d < columns; d += WIDTH) {
+      Lanes rest = load(sum + d);
+      for (int64_t p = 0; p < call.peaks; p++) {
+        const Lanes key = p < found ? load(K[place[p]] + d, call.D - d) : zeros();
+        store(unaligned(out + p * step + d), key, call.D - d);
+        rest = rest - key;
+      }
+      store(unaligned(out + call.peaks * step + d), tokens > found ? rest * share : zeros(), call.D - d);
+    }
+  }
+};
+
+// The shares of some rows of one query head. Queries lie in lanes, row after row, part after part; each column keeps its
+// own maximum and sum, and what the columns have in common is taken off at the end.
+template <class Element, class Arithmetic>
+class Shares {
+ public:
+  explicit Shares(const Estimate &call)
+      : call(call),
+        words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
+        stride(int(round_up(words, WIDTH))),
+        rows(call.listed ? call.tile : most(1, least(call.rows, most(LANES, least(4 * LANES, 65536 / words)) / call.parts))),
+        lanes(round_up(rows * call.parts, LANES)),
+        chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
+        factor(float(call.scale * double(LOG2E))) {}
+
+  int64_t tiles() const { return (call.rows + rows - 1) / rows; }
+  int64_t count() const { return call.B * call.H * call.G * tiles(); }
+  int64_t floats() const {
+    return lanes * stride + (chunk + WIDTH) * stride + stride * Arithmetic::PER_WORD + CHUNK * LANES + 2 * call.columns * lanes + 2 * lanes + 8 * WIDTH;
+  }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t heads = call.H * call.G, tile = tiles() - 1 - work / (call.B * heads);  // the longest first
+    const int64_t b = work / heads % call.B, n = work % heads, first = tile * rows;
+    const int64_t here = least(rows, call.rows - first), number = here * call.parts;
+    Parts parts(memory);
+    Word *own = parts.take(lanes * stride), *keys = parts.take((chunk + WIDTH) * stride);
+    float *row = parts.take(stride * Arithmetic::PER_WORD);
+    for (int64_t x = 0; x < stride * Arithmetic::PER_WORD; x += WIDTH) store(row + x, zeros());
+    float *s = parts.take(CHUNK * LANES), *state = parts.take(2 * call.columns * lanes), *weight = parts.take(lanes);
+    int32_t *seen = parts.take<int32_t>(lanes);
+    const List list{call.listed ? call.listed + ((b * heads + n) * tiles() + tile) * call.columns : nullptr, call};
+    for (int64_t i = 0; i < lanes; i++) {
+      const int64_t at = first * call.parts + i;
+      seen[i] = i < number ? list.seen(call.seen[at]) : 0;
+      weight[i] = i < number ? call.weight[at] : 0;
+    }
+    const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
+    const auto K = rows_at<Element>(call.k, b * call.ksb + n / call.G * call.ksh, call.ksn);
+    hold(Q, first * call.parts, number, row, keys, own);
+    const int32_t end = *std::max_element(seen, seen + lanes);
+    for (int32_t j = 0; j < end; j += chunk) {
+      const int here = int(least(chunk, end - j));
+      for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
+        gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row, keys + r * stride);
+      for (int64_t group = 0; group < lanes; group += LANES) {
+        if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
+        multiply(Arithmetic(), keys, stride, own + group * stride, words, s, int(round_up(here, Arithmetic::ROWS)));
+        add(list, j, here, s, seen + group, state + 2 * call.columns * group);
+      }
+    }
+    float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
+    std::fill(out, out + here * call.columns, 0.f);
+    for (int64_t group = 0; group < number; group += LANES)
+      finish(seen + group, weight + group, group, state + 2 * call.columns * group, out);
+  }
+
+ private:
+  const Estimate &call;
+  const int words, stride;
+  const int64_t rows, lanes;
+  const int chunk;
+  const float factor;
+
+  // The columns that a tile looks at, those of a list or all; their keys are numbered from the first one on.
+  struct List {
+    const int64_t *columns;
+    const Estimate &call;
+    int64_t key(int64_t j) const { return columns ? columns[j / call.peaks] * call.peaks + j % call.peaks : j; }
+    int32_t seen(int64_t keys) const {
+      if (!columns) return int32_t(least(keys, call.columns * call.peaks));
+      return int32_t((std::lower_bound(columns, columns + call.columns, keys / call.peaks) - columns) * call.peaks);
+    }
+  };
+
+  // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Those of the next chunk of keys are
+  // fetched meanwhile.
+  template <bool TURNED>
+  void gather(Rows<const Element> x, int64_t number, int64_t tokens, float *row, Word *to) const {
+    float *floats = Arithmetic::PER_WORD == 1 ? to : row;
+    for (int64_t i = 0; i < call.joined; i++) {
+      const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
+      const int64_t left = token < tokens ? call.D : 0;
+      const Element *from = x[left ? token : 0];
+      const Element *next = !TURNED && token + chunk * call.joined < tokens ? x[token + chunk * call.joined] : from;
+      for (int64_t d = 0; d < call.D; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(next + d);
+      for (int64_t d = 0; d < call.D; d += WIDTH)
+        store(unaligned(floats + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
+    }
+    if constexpr (Arithmetic::PER_WORD > 1)
+      for (int w = 0; w < stride; w += WIDTH) Arithmetic::store_words(load(row + 2 * w), load(row + 2 * w + WIDTH), to + w);
+  }
+
+  // Queries in lanes: own[groups][stride][LANES].
+  void hold(Rows<const Element> Q, int64_t first, int64_t number, float *row, Word *room, Word *own) const {
+    for (int w = words; w < stride; w++)
+      for (int u = 0; u < WIDTH; u++) room[u * stride + w] = 0;
+    for (int64_t i = 0; i < lanes; i += WIDTH) {
+      for (int u = 0; u < WIDTH; u++)
+        gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, row, room + u * stride);
+      for (int w = 0; w < stride; w += WIDTH) {
+        Integers block[WIDTH];
+        for (int u = 0; u < WIDTH; u++) block[u] = integers(load(room + u * stride + w));
+        transpose(block);
+        Word *to = own + (i / LANES * stride + w) * LANES + i % LANES;
+        for (int u = 0; u < WIDTH; u++) store(to + u * LANES, block[u]);
+      }
+    }
+  }
+
+  // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
+  void add(const List &list, int32_t j, int here, const float *s, const int32_t *seen, float *state) const {
+    const bool masked = *std::min_element(seen, seen + LANES) < j + here;
+    for (int x = 0; x < LANES; x += WIDTH) {
+      const Integers limit = load_integers(seen + x);
+      const auto score = [&](int i) {
+        Lanes y = load(s + i * LANES + x) * all(factor);
+        if (call.logarithm) y = y + all(call.logarithm[list.key(j + i)] * LOG2E);
+        return masked ? choose(at_least(limit, all(j + i + 1)), y, all(-INF)) : y;
+      };
+      for (int from = 0; from < here;) {
+        const int64_t column = (j + from) / call.peaks;
+        const int to = int(least(here, (column + 1) * call.peaks - j));
+        float *at = state + column * 2 * LANES + x;
+        const bool fresh = column * call.peaks == j + from;
+        const Lanes before = fresh ? all(-INF) : load(at);
+        Lanes top = before;
+        for (int i = from; i < to; i++) top = larger(top, score(i));
+        const Lanes shift = zero_at_infinity(top);
+        Lanes sum = fresh ? zeros() : load(at + LANES) * power_of_2(before - shift);
+        for (int i = from; i < to; i++) sum = sum + power_of_2(score(i) - shift);
+        store(at, top), store(at + LANES, sum);
+        from = to;
+      }
+    }
+  }
+
+  // Adds the lanes' shares, times their weights, to the rows that they are parts of.
+  void finish(const int32_t *seen, const float *weight, int64_t group, float *state, float *out) const {
+    for (int x = 0; x < LANES; x += WIDTH) {
+      const int64_t reached = (*std::max_element(seen + x, seen + x + WIDTH) + call.peaks - 1) / call.peaks;
+      Lanes top = all(-INF), total = zeros();
+      for (int64_t c = 0; c < reached; c++) top = larger(top, load(state + c * 2 * LANES + x));
+      const Lanes shift = zero_at_infinity(top);
+      for (int64_t c = 0; c < reached; c++) {
+        float *at = state + c * 2 * LANES + x;
+        const Lanes mass = load(at + LANES) * power_of_2(load(at) - shift);
+        store(at, mass);
+        total = total + mass;
+      }
+      const Lanes factor = load(weight + x) / choose(equal(total, zeros()), all(1.f), total);
+      for (int64_t c = 0; c < reached; c += WIDTH) {
+        Integers block[WIDTH];
+        for (int u = 0; u < WIDTH; u++)
+          block[u] = c + u < reached ? integers(load(state + (c + u) * 2 * LANES + x) * factor) : all(0);
+        transpose(block);
+        for (int u = 0; u < WIDTH; u++) {
+          const int64_t row = (group + x + u) / call.parts;
+          if (seen[x + u] == 0 || row >= rows) continue;
+          Float32 *to = unaligned(out + row * call.columns + c);
+          store(to, load(to, reached - c) + ::floats(block[u]), reached - c);
+        }
+      }
+    }
+  }
+};
+
+// The weights of one block's tokens by bucket: the bits of a bucket say on which side of its planes a token lies.
+template <class Element>
+class Buckets {
+ public:
+  explicit Buckets(const Estimate &call)
+      : call(call), planes(int(call.columns * call.size)), stride(int(round_up(call.D, WIDTH))) {}
+
+  int64_t count() const { return call.B * call.rows; }
+  int64_t floats() const { return held() + CHUNK * stride + CHUNK * room() + room(); }
+
+  void begin(float *memory) const {
+    for (int64_t d = 0; d < call.D; d++)
+      for (int64_t x = 0; x < room(); x++)
+        memory[(x / LANES * stride + d) * LANES + x % LANES] = x < planes ? call.planes[d * planes + x] : 0;
+  }
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t b = work / call.rows, block = work % call.rows, buckets = int64_t(1) << call.size;
+    float *rows = memory + held(), *s = rows + CHUNK * stride;
+    for (int64_t h = 0; h < call.H; h++) {
+      float *out = call.out + ((b * call.H + h) * call.rows + block) * call.columns * buckets;
+      std::fill(out, out + call.columns * buckets, 0.f);
+      const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
+      const Float32 *level = rows_at<Float32>(call.q, b * call.qsb + h * call.qsh, call.qsn)[block];
+      const float *weight = call.weight + (work * call.H + h) * call.parts;
+      for (int64_t t = 0; t < call.parts; t += CHUNK) {
+        const int here = int(least(CHUNK, call.parts - t)), padded = int(round_up(here, InFloat32::ROWS));
+        for (int r = 0; r < padded; r++) {
+          const Element *from = K[block * call.parts + t + (r < here ? r : 0)];
+          for (int64_t d = 0; d < call.D; d += WIDTH)
+            store(rows + r * stride + d, infinite_or_nan_to_nan(load(from + d, call.D - d)));
+        }
+        for (int64_t x = 0; x < room(); x += LANES)
+          multiply(InFloat32(), rows, stride, memory + x * stride, int(call.D), s + x * CHUNK, padded);
+        for (int r = 0; r < here; r++) add(s + r * LANES, level, weight[t + r], out);
+      }
+    }
+  }
+
+ private:
+  const Estimate &call;
+  const int planes, stride;
+
+  int64_t room() const { return round_up(planes, LANES); }
+  int64_t held() const { return room() * stride; }
+
+  void add(const float *s, const Float32 *level, float weight, float *out) const {
+    for (int64_t hash = 0, x = 0; hash < call.columns; hash++) {
+      int64_t bucket = hash << call.size;
+      for (int bit = 0; bit < call.size; bit++, x++)
+        bucket += int64_t(s[x / LANES * CHUNK * LANES + x % LANES] > level[x].bits) << bit;
+      out[bucket] += weight;
+    }
+  }
+};
+
+template <class Element, class Joined>
+bool estimated(Estimator estimator, const Estimate &call) {
+  switch (estimator) {
+    case Estimator::means:
+      return compute(Reduction<Element, false>{call}, call.threads);
+    case Estimator::extremes:
+      return compute(Reduction<Element, true>{call}, call.threads);
+    case Estimator::peaks:
+      return compute(Peaks<Element>{call}, call.threads);
+    case Estimator::shares:
+      return call.joined > 1 ? compute(Shares<Element, Joined>(call), call.threads)
+                             : compute(Shares<Element, InFloat32>(call), call.threads);
+    case Estimator::buckets:
+      return compute(Buckets<Element>(call), call.threads);
+  }
+  return false;
+}
+
+// Joined: the arithmetic of shares of joined tokens, whose products take the time.
+template <class Joined = InFloat32>
+int estimate(Estimator estimator, int64_t type, const Estimate &call) {
+  switch (Type(type)) {
+    case Type::float32:
+      return estimated<Float32, Joined>(estimator, call) ? 0 : 1;
+    case Type::bfloat16:
+      return estimated<BFloat16, Joined>(estimator, call) ? 0 : 1;
+    case Type::float16:
+      return estimated<Float16, Joined>(estimator, call) ? 0 : 1;
+  }
+  return 2;
+}
+
+}  // namespace

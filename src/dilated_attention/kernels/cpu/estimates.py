@@ -1,0 +1,166 @@
+"""Estimates of which blocks carry the attention, by the compiled library: each reads its tensors once (estimate.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.kernels.cpu import build
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed")
+_NUMBERS = (
+    "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
+    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "threads",
+)  # fmt: skip
+
+
+class _Estimate(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        *[(name, ctypes.c_int64) for name in _NUMBERS],
+        ("scale", ctypes.c_double),
+    ]
+
+
+@cache
+def _compiled() -> tuple[Callable[..., int], int] | None:
+    """The library's function and the machine's instruction set."""
+    if build.outdated():  # `info` says so
+        return None
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+    except OSError:  # of another system
+        return None
+    run, instruction_set = library.dilated_attention_estimate, library.dilated_attention_instruction_set
+    run.restype = instruction_set.restype = ctypes.c_int64
+    run.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p]
+    found = int(instruction_set())
+    return (run, found) if found else None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the library estimates from these tensors: on the CPU, of one type that it knows, in dense rows."""
+    return (
+        all(x.device.type == "cpu" and x.dtype == tensors[0].dtype and x.stride(-1) == 1 for x in tensors)
+        and tensors[0].dtype in TYPES
+        and _compiled() is not None
+    )
+
+
+def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
+    """Return the mean of x `(batch, tokens, heads, head_dim)` over each interval of tokens, 0 where it is empty.
+
+    Args:
+        starts, stops: int64 `(intervals,)`.
+
+    Returns:
+        float32 `(batch, intervals, heads, head_dim)`.
+    """
+    out = x.new_empty(x.shape[0], len(starts), *x.shape[2:], dtype=torch.float32)
+    _run(0, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
+    return out
+
+
+def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
+    """Return the greatest and the least components over each interval, `(batch, intervals, heads, 2 * head_dim)`."""
+    out = x.new_empty(x.shape[0], len(starts), x.shape[2], 2 * x.shape[3], dtype=torch.float32)
+    _run(1, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
+    return out
+
+
+def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `number` keys of each block with the largest scores along a direction, and the mean of the others.
+
+    Args:
+        direction: float32 `(batch, blocks or 1, heads, head_dim)`, heads a multiple of those of k.
+
+    Returns:
+        keys: float32 `(batch, blocks, number + 1, heads, head_dim)`, the mean last; 0 for keys that do not exist.
+        scores: float32 `(batch, blocks, heads, number)`, descending; -inf for keys that do not exist.
+        tokens: int64 `(batch, blocks, heads, number)`.
+    """
+    columns, heads = -(-k.shape[1] // block), direction.shape[2]
+    direction = direction.contiguous()
+    keys = k.new_empty(k.shape[0], columns, number + 1, heads, k.shape[3], dtype=torch.float32)
+    values = keys.new_empty(k.shape[0], columns, heads, number)
+    places = torch.empty_like(values, dtype=torch.int64)
+    numbers = {"columns": columns, "peaks": number, "size": block, "qsn": direction.stride(1) * (len(direction[0]) > 1)}
+    _run(2, direction, k, out=keys, values=values, places=places, **numbers)
+    return keys, values, places
+
+
+def shares(
+    q: Tensor,
+    k: Tensor,
+    weight: Tensor,
+    seen: Tensor,
+    columns: int,
+    peaks: int,
+    *,
+    logarithm: Tensor | None = None,
+    joined: int = 1,
+    scale: float = 1.0,
+    listed: Tensor | None = None,
+    tile: int = 0,
+) -> Tensor:
+    """Return the share of each row's softmax that falls on each column's keys, `(batch, heads, rows, columns)`.
+
+    Args:
+        q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
+            head_dim)`; tokens that are missing at the end count as zeros.
+        weight: float32 `(rows, parts)`, of each query in its row's share.
+        seen: int64 `(rows, parts)`, how many keys, from the first on, a query sees.
+        peaks: keys of a column.
+        logarithm: float32 `(columns, peaks)`, added to the scores.
+        joined: tokens that make one query, taken from the last to the first, and one key.
+        listed: int64 `(batch, heads, tiles, columns)`, ascending: each `tile` rows look at these columns only.
+    """
+    rows, parts = weight.shape
+    out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
+    numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
+    weight, seen = weight.contiguous(), seen.contiguous()
+    logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
+    tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
+    _run(3, q, k, out=out, scale=scale, tile=tile, **tables, **numbers)
+    return out
+
+
+def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
+    """Return the weight of each block's tokens in each bucket of each hash, `(batch, heads, blocks, hashes * buckets)`.
+
+    Bit i of a token's bucket in a hash says whether its product with plane i of the hash exceeds the level.
+
+    Args:
+        x: `(batch, blocks * tokens, heads, head_dim)`.
+        level: float32 `(batch, blocks or 1, heads, hashes * num_bits)`.
+        planes: float32 `(head_dim, hashes * num_bits)`.
+        weight: float32 `(batch, blocks, heads, tokens)`.
+    """
+    blocks, tokens = weight.shape[1], weight.shape[3]
+    hashes, level = planes.shape[1] // num_bits, level.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[2], blocks, hashes << num_bits, dtype=torch.float32)
+    numbers = {"rows": blocks, "parts": tokens, "columns": hashes, "size": num_bits, "G": 1}
+    numbers["qsn"] = level.stride(1) * (level.shape[1] > 1)
+    _run(4, level, x, out=out, planes=planes.contiguous(), weight=weight.contiguous(), **numbers)
+    return out
+
+
+def _run(estimator: int, q: Tensor | None, k: Tensor, **fields: Any) -> None:
+    compiled = _compiled()
+    assert compiled is not None, "serves() comes first"
+    run, instruction_set = compiled
+    call = _Estimate(B=k.shape[0], M=k.shape[1], H=k.shape[2], D=k.shape[3], G=1, threads=torch.get_num_threads())
+    call.k, call.ksb, call.ksn, call.ksh = k.data_ptr(), *k.stride()[:3]
+    if q is not None:
+        call.q, call.qsb, call.qsn, call.qsh = q.data_ptr(), *q.stride()[:3]
+        call.N, call.G = q.shape[1], q.shape[2] // k.shape[2]
+    for name, value in fields.items():
+        setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
+    if run(estimator, TYPES[k.dtype], instruction_set, ctypes.byref(call)):
+        raise MemoryError("the CPU kernels found no memory for their threads")

@@ -1,0 +1,118 @@
+"""Blocks chosen by content over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.spans import row_offsets
+from dilated_attention.mesh import Mesh, context_group
+from dilated_attention.parallel.comm import Framing, Link, link_of, seal_rows
+from dilated_attention.parallel.partition import balanced_bounds
+from dilated_attention.parallel.sharding import agreed_length
+
+
+@torch.no_grad()
+def choose_blocks(
+    choose: Callable[[Tensor, Tensor], BlockLayout], q: Tensor, k: Tensor, mesh: Mesh, *, seq_len: int | None = None
+) -> BlockLayout:
+    """Choose blocks of a sequence that is sharded over `mesh`: the same layout on every rank as on one device.
+
+    Each rank chooses for its share of the key-value heads, of which it receives all tokens of q and k: 1 / size of what
+    all ranks hold, however many they are. Then the ranks exchange their lists. `attention` over the same mesh moves
+    exactly the rows of k and v that the lists of a rank's queries name, once each, and returns their gradients.
+
+    Args:
+        choose: a selector with its options, `partial(topk_blocks, density=0.1, is_causal=True)`; or any function of q
+            and k, each head's lists from that head alone.
+        q, k: this rank's shards, `(batch, shard, heads, head_dim)` and `(batch, shard, kv_heads, head_dim)`.
+        seq_len: the global length; default: equal shards.
+
+    Raises ValueError on every rank where the shards make no sequence, or `choose` raises it on any.
+    """
+    group = context_group(mesh)
+    link, problem = link_of(group), _misfit(q, k)
+    if problem:
+        link.refuse(problem, torch.device("cpu"))
+    length = agreed_length(q, group, 1, seq_len)
+    agreed_length(k, group, 1, length)
+    link.enter("choose_blocks")
+    bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]
+    shares = [-(-rank * kv_heads // link.size) for rank in range(link.size + 1)]
+    layout, error = None, None
+    whole_q, whole_k = _heads_of(link, q, k, bounds, shares)
+    if whole_k.shape[2]:
+        try:
+            layout = choose(whole_q, whole_k)
+        except ValueError as caught:
+            error = caught
+    lists = [-1] * 7
+    if layout is not None:
+        ratio = layout.num_heads // whole_k.shape[2]
+        lists = [layout.batch_size, ratio, layout.seq_len, *layout.block_size, int(layout.is_causal), layout.nnz]
+    facts = link.whole(
+        torch.tensor([lists], device=q.device), range(link.size + 1), "in the exchange of sizes"
+    ).tolist()
+    refused = [rank for rank, (first, last) in enumerate(pairwise(shares)) if first < last and facts[rank][0] < 0]
+    if refused:
+        raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
+    return _joined(link, layout, facts, shares, q.device)
+
+
+def _misfit(q: Tensor, k: Tensor) -> str | None:
+    if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        kinds = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k))
+        return f"q and k must be (batch, shard, heads, head_dim) of one dtype, batch, shard and head_dim; got {kinds}"
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        return f"the heads of k must divide the {q.shape[2]} heads of q; got {k.shape[2]}"
+    return None
+
+
+def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
+    """All tokens of this rank's key-value heads and of the query heads that read them.
+
+    A message's row is what one token has of one rank's heads; of ranks with fewer heads than others, zeros behind them.
+    """
+    batch, shard, heads, head_dim = q.shape
+    group, counts = heads // k.shape[2], [last - first for first, last in pairwise(shares)]
+    widest, mine = max(counts), counts[link.rank]
+    both = torch.cat([q.unflatten(2, (-1, group)), k[:, :, :, None]], 3).transpose(0, 1)  # (shard, batch, kv_heads, …)
+    seal = seal_rows(batch * widest * (group + 1) * head_dim * q.element_size())
+    sent = Framing.of([shard if count else 0 for count in counts], seal)
+    received = Framing.of([stop - start if mine else 0 for start, stop in pairwise(bounds)], seal)
+    message = both.new_zeros(sent.rows, batch, widest, group + 1, head_dim)
+    to = torch.from_numpy(sent.positions).to(q.device).split([shard if count else 0 for count in counts])
+    for rows, (first, last) in zip(to, pairwise(shares), strict=True):
+        if last > first:
+            message[rows, :, : last - first] = both[:, :, first:last]
+    arrived = link.all_to_all(message, sent, received, "in the exchange of heads").wait()
+    arrived = arrived[torch.from_numpy(received.positions).to(q.device)].transpose(0, 1)[:, :, :mine]
+    return arrived[..., :group, :].flatten(2, 3), arrived[..., group, :]
+
+
+def _joined(
+    link: Link, layout: BlockLayout | None, facts: list[list[int]], shares: list[int], device: torch.device
+) -> BlockLayout:
+    """The lists of all heads: those of each rank one after another, then in the order of a layout's rows."""
+    batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
+    rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]
+    own = torch.empty(0, batch * rows, dtype=torch.int64, device=device)
+    if layout is not None:
+        own = layout.counts.expand(batch, -1, -1).transpose(0, 1).flatten(1)
+    counts = link.whole(own, heads, "in the exchange of list lengths").unflatten(1, (batch, rows)).transpose(0, 1)
+    ends = [0]
+    for *_, entries in facts:
+        ends.append(ends[-1] + max(0, entries))
+    indices = torch.empty(0, dtype=torch.int64, device=device) if layout is None else layout.indices
+    indices = link.whole(indices[:, None], ends, "in the exchange of lists").flatten()
+    # a rank's lists come sample by sample
+    number = torch.arange(counts.numel(), device=device).view(counts.shape)
+    order = torch.cat([number[:, first:last].flatten() for first, last in pairwise(heads)])
+    row = order.repeat_interleave(counts.flatten()[order], output_size=len(indices))
+    return BlockLayout(
+        row_offsets(counts), indices[row.argsort(stable=True)], seq_len, q_block, k_block, bool(is_causal)
+    )

@@ -1,0 +1,140 @@
+"""Blocks chosen over a mesh, in real processes over gloo: the layouts, results and gradients of one device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import processes
+from dilated_attention import attention, routing
+from dilated_attention.errors import UnsupportedError
+from dilated_attention.nn import BlockAttentionMixture, SelectionCache
+from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
+from tolerances import TOLERANCE, relative_error
+
+SHAPES = {  # seq_len, heads, kv_heads, batch, dtype
+    "a head a rank or more": (203, 8, 8, 2, torch.float64),
+    "grouped, uneven heads": (150, 6, 3, 1, torch.float64),
+    "one key-value head": (67, 2, 1, 2, torch.float64),
+    "fewer tokens than ranks": (3, 4, 2, 1, torch.float64),
+    "single precision": (160, 4, 4, 1, torch.float32),
+}
+
+
+def selectors(is_causal):
+    options = {"block_size": (8, 16), "is_causal": is_causal}
+    return {
+        "topk": partial(routing.topk_blocks, density=0.3, **options),
+        "topk, KV heads": partial(routing.topk_blocks, density=0.3, per_kv_head=True, **options),
+        "topp": partial(routing.topp_blocks, mass=0.6, **options),
+        "pages": partial(routing.page_bounds, density=0.3, page_size=4, **options),
+        "two stages": partial(routing.hierarchical_blocks, density=0.3, region=2, **options),
+        "hashes": partial(routing.lsh_blocks, density=0.3, **options),
+        "lines": partial(routing.vertical_slash, density=0.3, **options),
+        "antidiagonals": partial(routing.antidiagonal_blocks, density=0.3, stride=4, **options),
+    }
+
+
+def inputs(name):
+    seq_len, heads, kv_heads, batch, dtype = SHAPES[name]
+    generator = torch.Generator().manual_seed(3)
+    numbers = heads, kv_heads, kv_heads, heads
+    return [torch.randn(batch, seq_len, n, 8, generator=generator, dtype=torch.float64).to(dtype) for n in numbers]
+
+
+def learned(q, k, v, dout, layout, is_causal, **options):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, layout, is_causal=is_causal, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def run_choices(is_causal):
+    answers = {}
+    for name, (seq_len, *_) in SHAPES.items():
+        tensors = inputs(name)
+        own = slice(*sequence_range(seq_len, dist.group.WORLD))
+        shards = [x[:, own] for x in tensors]
+        for kind, choose in selectors(is_causal).items():
+            layout = choose_blocks(choose, *shards[:2], dist.group.WORLD, seq_len=seq_len)
+            same = layout == choose(*tensors[:2])
+            answers[name, kind] = same, None
+            if kind == "topk":
+                options = {"mesh": dist.group.WORLD, "seq_len": seq_len}
+                answers[name, kind] = same, [x.numpy() for x in learned(*shards, layout, is_causal, **options)]
+    return answers
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
+    ranks = processes.run(size, run_choices, is_causal)
+    for name, kind in ranks[0]:
+        assert all(rank[name, kind][0] for rank in ranks), (name, kind)
+        if kind == "topk":
+            tensors = inputs(name)
+            right = learned(*tensors, selectors(is_causal)[kind](*tensors[:2]), is_causal)
+            for wanted, *parts in zip(right, *(rank[name, kind][1] for rank in ranks), strict=True):
+                assert (
+                    relative_error(torch.cat([torch.from_numpy(x) for x in parts], 1), wanted)
+                    <= TOLERANCE[wanted.dtype]
+                ), name
+
+
+def run_refusals():
+    rank, messages = dist.get_rank(), []
+    q, k = (torch.randn(1, 8, heads, 4) for heads in (4, 2))
+    calls = (
+        partial(choose_blocks, partial(routing.topk_blocks, density=2.0), q, k),
+        partial(choose_blocks, partial(routing.topk_blocks, density=0.5), q[:, : 8 - rank], k[:, : 8 - rank]),
+        partial(choose_blocks, partial(routing.topk_blocks, density=0.5), q, k[:, :4]),
+    )
+    for call in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            call(dist.group.WORLD)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused_is_refused_on_every_rank():
+    for messages in processes.run(3, run_refusals):  # the third rank has no heads
+        assert "choose refused its heads on rank 0" in messages[0]
+        assert "the shards make no sequence along dim 1" in messages[1]
+        assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
+
+
+def mixture():
+    torch.manual_seed(0)
+    return BlockAttentionMixture(32, 4, 2, block_size=16, top_k=3, query_block=4, dtype=torch.float64)
+
+
+def sequence():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 2, 90, 32, generator=generator, dtype=torch.float64)
+
+
+def trained(module, x, dout):
+    x = x.clone().requires_grad_()
+    out = module(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dout)]
+
+
+def run_mixture():
+    module, (x, dout) = mixture(), sequence()
+    set_context_parallel(module, dist.group.WORLD, seq_len=90)
+    own = slice(*sequence_range(90, dist.group.WORLD))
+    with pytest.raises(UnsupportedError, match="cache"):
+        module(x[:, own], cache=SelectionCache())
+    return [x.numpy() for x in trained(module, x[:, own], dout[:, own])]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mixture_of_blocks_over_a_mesh_is_that_of_one_device(size):
+    out, dx, *gradients = trained(mixture(), *sequence())
+    ranks = [[torch.from_numpy(x) for x in rank] for rank in processes.run(size, run_mixture)]
+    for i, wanted in enumerate((out, dx)):
+        assert relative_error(torch.cat([rank[i] for rank in ranks], 1), wanted) <= TOLERANCE[torch.float64]
+    for wanted, *parts in zip(gradients, *(rank[2:] for rank in ranks), strict=True):
+        assert relative_error(torch.stack(parts).sum(0), wanted) <= TOLERANCE[torch.float64]
