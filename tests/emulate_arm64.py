@@ -58,7 +58,7 @@ def install_system(system: Path) -> None:
 
 
 def install_packages(folder: Path) -> None:
-    """What the tests import. PyTorch without what it requires: pip would read that of this machine's platform."""
+    """Install what the tests import. PyTorch comes without its requirements: pip would read them for this platform."""
     if folder.exists():
         return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "--only-binary=:all:"]

@@ -53,7 +53,7 @@ def innermost_loops(code: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def counts(loop: list[str]) -> dict[str, int]:
-    """Of vectors, but for instructions; a spill stores one to the stack."""
+    """Count vectors for each kind of operation, and the instructions; a spill stores one vector to the stack."""
     operations = [(x.split()[0], x.split(None, 1)[-1]) for x in loop]
     vectors = {"ldr": 1, "ldur": 1, "ld1": 1, "ld1r": 1, "ldp": 2}
     stores = {"str": 1, "stur": 1, "st1": 1, "stp": 2}

@@ -45,7 +45,7 @@ def make(seq_len, heads, head_dim, dtype, dense):
 
 
 def both(function, *tensors):
-    """What the library gives, and what tensors give in double precision."""
+    """Return what the library gives, and what tensors give in double precision."""
     assert compiled.serves(*tensors)
     found, expected = function(*tensors), function(*(x.double() for x in tensors))
     return [[x] if isinstance(x, torch.Tensor) else list(x) for x in (found, expected)]
@@ -113,7 +113,7 @@ def test_shares(shape, dtype, is_causal, instruction_set):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_listed_shares_are_shares_over_the_listed_columns(is_causal, instruction_set):
-    """Of rows 8 to 20 of 21, 4 at a time; the last list names columns past the end."""
+    """Rows 8 to 20 of 21, 4 at a time; the last list names columns past the end."""
     q, k = (make(333, heads, 16, torch.float32, True) for heads in (4, 2))
     listed = torch.rand(2, 4, 4, 24).argsort(-1)[..., :7].sort(-1).values
 

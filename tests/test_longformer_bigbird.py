@@ -124,7 +124,7 @@ def test_led(kind):
 @pytest.mark.parametrize("padding", ["no padding", "right", "left"])
 @pytest.mark.parametrize("tokens", [40, 72, 1024])
 def test_bigbird(tokens, padding, training):
-    """In training blocks are drawn from NumPy's generator; otherwise block 0 counts once more for each of them."""
+    """Blocks are drawn from NumPy's generator in training; otherwise block 0 counts once more for each of them."""
     mask, inputs = _masks(tokens)[padding], torch.randint(3, 97, (3, tokens))
     _assert_same(_bigbird().train(training), mask, input_ids=inputs, attention_mask=mask)
 

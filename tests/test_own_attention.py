@@ -213,7 +213,7 @@ def _images(implementation: str) -> tuple[PreTrainedModel, Tensor]:
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("make", [_prefix, _images])
 def test_blocks_of_tokens_see_one_another(make, use_cache):
-    """With both kinds of padding; and they change the result."""
+    """Both kinds of padding are tried; and they change the result."""
     for mask in (torch.ones(2, TOKENS, dtype=torch.long), *_masks()):
         results = []
         for implementation in ("eager", NAME, "sdpa"):
@@ -320,7 +320,7 @@ def test_a_report_says_what_layers_do():
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "modernbert", "gpt_oss"])
 def test_full_layers_alone_are_dilated_and_saved(family, tmp_path):
-    """With windows, chunks, and sinks beside them; padding; gradients; loaded again."""
+    """The other layers have windows, chunks or sinks; with padding, with gradients, and loaded again."""
     eager, ours, _ = _models(family)
     dilate(ours, [64], [1], layers="full")
     results = []

@@ -54,7 +54,7 @@ def test_gradient_checkpointing(family):
 
 @pytest.mark.parametrize("family", KINDS)
 def test_autocast(family):
-    """In bfloat16 no further from float32 than eager mode is."""
+    """Results in bfloat16 are no further from float32 than in eager mode."""
     eager, ours = _models(family)
     exact = _gradients(eager, _batch())
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,7 +135,7 @@ for family in ("mistral", "gemma3", "modernbert", "llama4"):
 
 
 def test_exports(fresh_python):
-    """What is exported with one mask computes the model with another; the number of tokens is fixed."""
+    """A program exported with one mask computes the model with another; the number of tokens is fixed."""
     fresh_python(
         _TRACED
         + """

@@ -445,7 +445,7 @@ def test_gates_sum_to_the_budget_and_harden_to_the_layout(is_causal):
 
 
 def test_training_the_router_finds_the_blocks_that_matter():
-    """Blocks share one of four topics; only the topic's direction tells which keys a query wants."""
+    """Blocks share one of four topics; only the topic's direction tells which keys suit a query."""
     torch.manual_seed(0)
     topics = 2 * torch.randn(4, 16)
     topic = torch.randint(4, (8, 16)).repeat_interleave(16, dim=1)

@@ -182,7 +182,7 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
 
 
 class _Prompt:
-    """What the last forward over a prompt left: its hidden states, and the bytes that it took at its peak."""
+    """Hold what the last forward over a prompt left: its hidden states, and the bytes that it took at its peak."""
 
     def __init__(self) -> None:
         self.states = torch.empty(0)

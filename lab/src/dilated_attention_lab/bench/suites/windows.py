@@ -123,7 +123,7 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
 
 
 def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
-    """The time of a window over that of compiled FlexAttention, which skips blocks that the window hides."""
+    """Compare the time of a window with compiled FlexAttention, which skips blocks that the window hides."""
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query - key <= window.before)
