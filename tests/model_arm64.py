@@ -1,7 +1,7 @@
 """Read the machine code of the arm64 kernels, and let llvm-mca model it, on a machine of any kind.
 
     apt-get install g++-aarch64-linux-gnu llvm
-    python tests/model_arm64.py --output results/model-arm64 --mca llvm-mca-22
+    python tests/model_arm64.py --output results/aot --mca llvm-mca-22
 
 writes one line for each innermost loop that multiplies and adds at least 16 vectors: its multiply-adds, loads and
 stores, and the cycles that llvm-mca expects of one pass on a processor. A model, not a measurement: it knows no caches,
@@ -102,14 +102,14 @@ def rows(mca: str) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the folder of products.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="the folder of arm64.jsonl")
     parser.add_argument("--mca", default="llvm-mca", help="of LLVM 17 or later, which know both processors")
     options = parser.parse_args()
     versions = [subprocess.check_output([x, "--version"], text=True) for x in (COMPILER, options.mca)]
     compiler, mca = versions[0].splitlines()[0], re.search(r"LLVM version (\S+)", versions[1])
     kind = {"kind": "a model, not a measurement", "compiler": compiler, "llvm-mca": mca and mca[1]}
     options.output.mkdir(parents=True, exist_ok=True)
-    with Path(options.output, "products.jsonl").open("w") as file:
+    with Path(options.output, "arm64.jsonl").open("w") as file:
         for row in rows(options.mca):
             file.write(json.dumps({**row, **kind}) + "\n")
 

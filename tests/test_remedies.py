@@ -226,6 +226,8 @@ FOLLOWED_ELSEWHERE = {
     "of the model's attention": "test_huggingface.py::test_refusals",
     "pip install ./lab": "test_package.py::test_the_library_says_where_its_commands_are",
     "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
+    "choose refused its heads on rank {}": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
+    "see its error there": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
     "run under torchrun": "test_train_ranks.py::test_command_under_torchrun",
     "Destroy it, start the lost ranks again (torchrun does) and resume":
         "test_train_faults.py::test_all_ranks_start_again_with_the_store_of_those_that_were_lost",
@@ -237,6 +239,7 @@ NOT_FOLLOWED = {
     "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",
     "then ask for it by name": "needs a GPU",
+    "run `dilated-attention bench cpu` on such a machine": "needs an arm64 processor",
     "install g++ or clang++": "installs a compiler",
     "ask its owner": "needs another user",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
@@ -2078,6 +2081,15 @@ def _(told, mesh):
     with told():
         attention(q, k, v, PATTERN, mesh=mesh, q_start=8)
     assert attention(q, k, v, PATTERN, mesh=mesh).isfinite().all()
+
+
+@remedy("a SelectionCache holds the tokens of one device; over a mesh pass None", ON_TWO_RANKS)
+def _(told, mesh):
+    layer, x = BlockAttentionMixture(16, 2, block_size=4, query_block=2), torch.randn(1, 8, 16)
+    parallel.set_context_parallel(layer, mesh)
+    with told():
+        layer(x, cache=SelectionCache())
+    assert layer(x).shape == x.shape
 
 
 # ---- a transformers model's own attention
