@@ -1686,7 +1686,7 @@ def _(told, llama, tmp_path):
     assert torch.equal(other(tokens).logits, ours(tokens).logits)
 
 
-@remedy("Of a module that holds one, give that one; nn.MultiheadAttention is for {}convert_attention")
+@remedy("If it holds one, give that one; nn.MultiheadAttention is for {}convert_attention")
 def _(told, llama):
     holder, tokens = nn.ModuleDict({"model": llama}), _tokens()
     expected = llama(tokens).logits

@@ -72,7 +72,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Visibility(NotATensor):
-    """Which keys the queries of one forward see, before the pattern: what the mask function tells the attention.
+    """Hold which keys the queries of one forward see, before the pattern. The mask function makes it for the attention.
 
     Attributes:
         is_causal: a query sees no later key.
@@ -196,7 +196,7 @@ def dilate(
         raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. Of a module that holds one, "
+            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. If it holds one, "
             "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
         )
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
@@ -348,8 +348,8 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
         kind = rotation["rope_type"]
         if "dynamic" in kind:
             raise UnsupportedError(
-                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled from "
-                "max_position_embeddings on, and would change; the model takes longer texts as it is"
+                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled beyond "
+                "max_position_embeddings, and would change; the model takes longer texts as it is"
             )
     return rotations
 

@@ -100,7 +100,7 @@ class _State(NamedTuple):
 
 
 class SelectionCache:
-    """What a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
+    """Hold what a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
 
     Args:
         croppable: how many tokens that came after the prompt `crop` can take back.

@@ -27,7 +27,7 @@ def antidiagonal_blocks(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """As many blocks as `topk_blocks`, those with the largest antidiagonal sums (XAttention, arXiv:2503.16428).
+    """Choose as many blocks as `topk_blocks`, by the largest antidiagonal sums (XAttention, arXiv:2503.16428).
 
     Queries and keys are cut into pieces of `stride` tokens, x and y. With
 
@@ -39,7 +39,7 @@ def antidiagonal_blocks(
     zeros.
 
     Args:
-        stride: divides both block sizes. The time is about 1 / stride of that of all scores.
+        stride: divides both block sizes. All scores would take about stride times as long.
 
     When causal, the pieces x are those of the q_block queries that end at the block's first one, and the shares serve
     as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.

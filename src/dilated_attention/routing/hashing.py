@@ -37,7 +37,7 @@ def lsh_blocks(
     keep_diagonal: bool = True,
     floor: int = 1,
 ) -> BlockLayout:
-    """Blocks whose queries and keys share buckets of `num_hashes` hashes of `num_bits` signs each.
+    """Choose blocks whose queries and keys share buckets of `num_hashes` hashes of `num_bits` signs each.
 
     Without `density` the layout is exact inside buckets: a block is active iff one of its (query, key) pairs shares a
     bucket in one of the hashes, so every such pair is attended (and the rest of its block with it). With `density` each
@@ -45,7 +45,7 @@ def lsh_blocks(
 
     The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). The first factor is a weight of the key alone; collisions of the
     centred q and k stand in for the second. In each hash a query spreads its attention over the keys of its bucket in
-    proportion to their weights; the shares are averaged over queries and hashes, and a part goes by weight alone.
+    proportion to their weights; the shares are averaged over queries and hashes, and a part depends on the weight alone.
 
     When causal, the q_block queries that end at block i's first one are hashed in its place, and the centres are means
     so far; pairs that the block's later queries would form are then not looked for.

@@ -29,7 +29,7 @@ def vertical_slash(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """As many blocks as `topk_blocks`, on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
+    """Choose as many blocks as `topk_blocks`, on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
 
     With p_i(J) the softmax of the first query of block i over all keys, summed over key block J, and b_i the key block
     that this query lies in,

@@ -33,7 +33,7 @@ def page_bounds(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """As many blocks as `topk_blocks`, by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
+    """Choose as many blocks as `topk_blocks`, by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
 
     For a page of keys with least and greatest components low and high,
 

@@ -48,7 +48,7 @@ def topk_blocks(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """The round(density * n) of a query block's n key blocks that carry the largest estimated shares of its softmax.
+    """Choose the round(density * n) of a query block's n key blocks with the largest estimated shares of its softmax.
 
     Every row has max(floor, round(density * n)) blocks, or all that it can see; the diagonal counts among them and
     comes first. When causal, a partial last query block chooses as many blocks before the diagonal as if it were whole.
