@@ -45,7 +45,7 @@ def lsh_blocks(
 
     The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). The first factor is a weight of the key alone; collisions of the
     centred q and k stand in for the second. In each hash a query spreads its attention over the keys of its bucket in
-    proportion to their weights; the shares are averaged over queries and hashes, and a part depends on the weight alone.
+    proportion to their weights; the shares are averaged over queries and hashes; a part depends on the weight alone.
 
     When causal, the q_block queries that end at block i's first one are hashed in its place, and the centres are means
     so far; pairs that the block's later queries would form are then not looked for.
