@@ -146,24 +146,15 @@ class Call:
         checks.tensors(q, k, v, placed)
         seq_len = _sequence_length(q, seq_len, group, transport)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-        if ranks is not None and isinstance(pattern, (BlockLayout, Product)):
-            for name, given, remedy in (
-                ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
-                ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
-            ):
-                if given:
-                    raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; {remedy}")
-        if ranks is not None and dropout_p and lengths is not None:
-            raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
+        if ranks is not None:
+            _check_over_ranks(pattern, key_padding_mask, dropout_p, lengths)
         checks.mask(k, key_padding_mask)
         checks.options(is_causal, scale, dropout_p)
         checks.sinks(q, sinks)
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
-        factor = branched_factor(pattern, seq_len)
-        branches = factor.branches(k.shape[2], head_offset)
-        starts = [
-            0 if x is None else checks.integer(name, x, 0) for name, x in (("q_start", q_start), ("k_start", k_start))
-        ]
+        branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
+        first_query, first_key = (0 if x is None else x for x in (q_start, k_start))
+        starts = checks.integer("q_start", first_query, 0), checks.integer("k_start", first_key, 0)
         if placed:
             check_placed(pattern, mesh, cu_seqlens)
             if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has already split these
@@ -178,10 +169,8 @@ class Call:
             "softcap": softcap is not None,
         }
         asked = tuple([name for name, needed in needs.items() if needed])
-        facts = Facts(
-            q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], asked, _work(branches, q), ranks is not None,
-            _keys(branches),
-        )  # fmt: skip
+        widest, sizes = max(q.shape[3], v.shape[3]), (_work(branches, q), ranks is not None, _keys(branches))
+        facts = Facts(q.device, q.dtype, widest, q.shape[1], asked, *sizes)
         call = cls(
             branches,
             table.choose(backend, facts),
@@ -192,24 +181,11 @@ class Call:
             key_padding_mask=key_padding_mask,
             dropout_p=float(dropout_p),
             first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
-            starts=(starts[0], starts[1]),
+            starts=starts,
             softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
         )
         if isinstance(pattern, (BlockLayout, Product)):
-            function = pattern.layout if isinstance(pattern, Product) else pattern
-            by_name = ranks is None and call.backend.attend is None and is_symbol(seq_len)
-            if by_name and not isinstance(function, BlockLayout):
-                return replace(call, layout_function=function_name(function))
-            layouts = call._layouts(pattern, q, k, seq_len)
-            if ranks is not None:
-                if cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
-                    raise UnsupportedError(
-                        f"layout has lists for each of {layouts[0].batch_size} packed samples, which a mesh does not "
-                        "support; make one call per sample, each with its layout"
-                    )
-                lists = torch.device("cpu") if q.device.type == "meta" else q.device
-                layouts = tuple([layout.for_heads(q.shape[2]).to(lists) for layout in layouts])
-            call = replace(call, layouts=layouts)
+            call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
             call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))
         return call
@@ -288,6 +264,25 @@ class Call:
                 counts = {count for seq in slices for count in self.row_counts(seq.stop - seq.start)}
                 layouts = tuple([layouts[0].prefix(count) for count in sorted(counts)])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
+
+    def _with_layouts(
+        self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int, over_ranks: bool
+    ) -> Call:
+        """Return the same call with the layouts of its pattern, or with the name of the function that gives them."""
+        function = pattern.layout if isinstance(pattern, Product) else pattern
+        by_name = not over_ranks and self.backend.attend is None and is_symbol(seq_len)
+        if by_name and not isinstance(function, BlockLayout):
+            return replace(self, layout_function=function_name(function))
+        layouts = self._layouts(pattern, q, k, seq_len)
+        if over_ranks:
+            if self.cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
+                raise UnsupportedError(
+                    f"layout has lists for each of {layouts[0].batch_size} packed samples, which a mesh does not "
+                    "support; make one call per sample, each with its layout"
+                )
+            lists = torch.device("cpu") if q.device.type == "meta" else q.device
+            layouts = tuple([layout.for_heads(q.shape[2]).to(lists) for layout in layouts])
+        return replace(self, layouts=layouts)
 
     def _layouts(self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int) -> tuple[BlockLayout, ...]:
         heads, kv_heads = q.shape[2], k.shape[2]
@@ -378,6 +373,21 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
         raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
+
+
+def _check_over_ranks(
+    pattern: Pattern, key_padding_mask: Tensor | None, dropout_p: float, lengths: Tensor | None
+) -> None:
+    """Refuse what a mesh of several ranks does not support."""
+    if isinstance(pattern, (BlockLayout, Product)):
+        for name, given, remedy in (
+            ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
+            ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
+        ):
+            if given:
+                raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; {remedy}")
+    if dropout_p and lengths is not None:
+        raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
 
 
 def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:

@@ -127,18 +127,24 @@ def attention(
         other = _samples_at_positions
     elif placed and isinstance(pattern, BlockLayout):
         other = _layout_at_positions
-    if other is not None:
-        checks.boolean("return_lse", return_lse)
-        out, lse = other(q, k, v, pattern, options)
-        return (out, lse) if return_lse else out
     q, k, v = as_autocast(q, k, v)
     try:
         checks.boolean("return_lse", return_lse)
-        call = Call.of(q, k, v, pattern, **options)
+        if other is None:
+            call = Call.of(q, k, v, pattern, **options)
+        elif placed:
+            check_placed(pattern, mesh, cu_seqlens)
     except ValueError as error:
         refuse(mesh, error, q)
         raise
-    if dropout_p:
+    out, lse = _attend(call, q, k, v, options) if other is None else other(q, k, v, pattern, options)
+    return (out, lse) if return_lse else out
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return out and lse, `(batch, heads, seq)`, of a checked call."""
+    key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
+    if call.dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
     spoiled = None
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too
@@ -155,7 +161,7 @@ def attention(
         unknown = torch.full_like(lse, torch.nan).masked_fill(lse == -torch.inf, 0.0)
         out = torch.where(spoiled[..., None], unknown[..., None].to(out.dtype), out)
         lse = torch.where(spoiled, lse.detach() + unknown, lse)
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    return out, lse.transpose(1, 2)
 
 
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
@@ -174,7 +180,6 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
     """Attend in samples that end at positions `lengths`: later keys are hidden, and later queries see nothing."""
-    check_placed(pattern, options["mesh"], options["cu_seqlens"])
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)
@@ -199,7 +204,6 @@ def _layout_at_positions(
 
     q, k and v are filled up to the sequence so far; the other query blocks list nothing, and the other keys are hidden.
     """
-    check_placed(layout, options["mesh"], options["cu_seqlens"])
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])
     queries, keys = _positions(q, k, options)
