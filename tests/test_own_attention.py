@@ -267,7 +267,7 @@ def test_t5gemma2_is_refused():
 
 def test_the_number_of_families_in_the_documents():
     page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    assert f"{len(FAMILIES) + len(OTHERS)} families that have windows or chunks" in " ".join(page.split())
+    assert f"{len(FAMILIES) + len(OTHERS)} families with windows or chunks" in " ".join(page.split())
 
 
 def test_masks_are_read_back():
