@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "sanitizers"
-FILES = ("tests/test_cpu_kernels.py", "tests/test_layout.py")
+FILES = ("tests/test_cpu_kernels.py", "tests/test_estimates.py", "tests/test_layout.py")
 SANITIZERS = {"address": ("address,undefined", "libasan.so"), "thread": ("thread", "libtsan.so")}
 
 # -O1 keeps accesses that -O3 would fold, and compiles in a third of the time.
