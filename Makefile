@@ -30,7 +30,7 @@ test: $(VENV)/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 quick: ARGS += -m 'not slow'
-quick: test ## run the tests that take seconds, in 2 minutes
+quick: test ## run the tests that take seconds, in 5 minutes on two cores
 
 check: $(VENV)/installed-dev ## format check, lint, types, words, documents, guard and tests: what CI runs
 	$(BIN)/ruff format --check
