@@ -572,6 +572,17 @@ def test_a_batch_of_none() -> None:
         assert found == [((0, 8, 4, 4), (0, 4, 8), (0, 8, 2, 4))] * 9
 
 
+def strides_of_a_padded_batch():
+    packed = torch.randn(2, 4, 3, 8, 16)  # a projection whose heads come before its tokens
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    out = attention(q, k, v, Dilated((8,), (1,)), mesh=dist.group.WORLD, lengths=torch.tensor([16, 5]))
+    return out.is_contiguous()
+
+
+def test_out_of_a_padded_batch_is_contiguous() -> None:
+    assert processes.run(2, strides_of_a_padded_batch) == [True, True]
+
+
 def test_a_mesh_of_one_rank_communicates_nothing() -> None:
     out, lse, moved = processes.run(1, alone)[0]
     assert max(out, lse) < 1e-12

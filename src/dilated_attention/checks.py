@@ -191,6 +191,14 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
         raise ValueError(f"{what} must lie in [{least}, {stop}); got {low if low < least else high}")
 
 
+def samples_to_continue(samples: Any, batch: int) -> Tensor:
+    """Return the numbers of samples of a batch as a tensor; ValueError unless each lies in it."""
+    numbers = integers("samples", samples, "integers, the samples to continue", 0)
+    chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    indices("samples", chosen, 0, batch)
+    return chosen
+
+
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Return the value as an int; raise ValueError unless it is an integer in [least, most].
 

@@ -19,9 +19,9 @@ from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
+from dilated_attention.kernels.cpu.estimates import TYPES
 from dilated_attention.plan import Plan
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ARM64 = build.machine() == "arm64"
 X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
 INSTRUCTION_SETS = ("none", "NEON", "NEON with bfloat16") if ARM64 else X86_SETS

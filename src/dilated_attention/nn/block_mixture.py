@@ -92,7 +92,7 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(out.flatten(-2))
 
     def _over_mesh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The rows of this rank's shard."""
+        """Return the rows of this rank's shard."""
         assert self.mesh is not None
         size = self.query_block, self.block_size
 
@@ -108,7 +108,7 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(out.flatten(-2))
 
     def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean keys of whole blocks of a sequence, and the blocks that its choosing queries see."""
+        """Return the mean keys of whole blocks of a sequence, and the blocks that its choosing queries see."""
         mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
         position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
         return mean, self._choose(q[:, :: self.query_block], position, mean)

@@ -148,7 +148,7 @@ class NativeSparseAttention(SelectingAttention):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refused, since a rank would pool and select its own shard's tokens: see `parallel.set_context_parallel`."""
+        """Refuse a mesh, over which a rank would pool and select its own shard's tokens alone."""
         if mesh is not None:
             raise UnsupportedError(
                 f"{type(self).__name__} runs on one device; over a mesh use nn.BlockAttentionMixture"

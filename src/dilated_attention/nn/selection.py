@@ -77,7 +77,7 @@ class Rows:
         self.held = stop
 
     def of(self, samples: Tensor) -> Rows:
-        """The rows of some samples."""
+        """Return the rows of some samples."""
         found = copy(self)
         if self.buffer is not None:
             found.buffer = self.buffer[samples.to(self.buffer.device)]
@@ -169,9 +169,7 @@ class SelectionCache:
         """
         if self.user is None:
             return
-        wanted = "integers, the samples to continue"
-        indices = torch.tensor(checks.integers("samples", samples, wanted, 0), dtype=torch.int64, device="cpu")
-        checks.indices("samples", indices, 0, self.user[1])
+        indices = checks.samples_to_continue(samples, self.user[1])
         self.user = self.user[0], len(indices)
         self.chosen = None if self.chosen is None else self.chosen[indices.to(self.chosen.device)]
         self.rows = {name: rows.of(indices) for name, rows in self.rows.items()}

@@ -269,14 +269,15 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Compute out and lse, `(batch, shard, heads)`, and what the backward needs.
+    """Compute out, contiguous, and lse, `(batch, shard, heads)`, and what the backward needs.
 
     For each sample of a padded batch, or once, this is two flat tensors of other ranks' rows, and the number of the
     forward, int64 on the CPU.
     """
     if call.lengths is None or not len(q):
         return _forward(call, q, k, v)
-    out, lse, saved = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=parts.statistic(q.dtype)), []
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=parts.statistic(q.dtype))
+    saved: list[Tensor] = []
     for i, (own, sample) in enumerate(samples(call, q.shape[1])):
         at = slice(i, i + 1), slice(0, own)
         out[at], lse[at], *rest = _forward(sample, q[at], k[at], v[at])
@@ -354,7 +355,7 @@ def backward(
     if call.lengths is None or not len(q):
         return _backward(call, dout, dlse, q, k, v, results)
     out, lse, *saved = results
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     for i, (own, sample) in enumerate(samples(call, q.shape[1])):
         at = slice(i, i + 1), slice(0, own)
         some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]

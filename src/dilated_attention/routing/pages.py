@@ -125,9 +125,7 @@ class PageBounds:
         """Continue these samples of the batch, such as the beams that survive; one may be continued several times."""
         if self.bounds is None or self.recent is None:
             return
-        wanted = "integers, the samples to continue"
-        indices = torch.tensor(checks.integers("samples", samples, wanted, 0), dtype=torch.int64, device="cpu")
-        checks.indices("samples", indices, 0, len(self.bounds))
+        indices = checks.samples_to_continue(samples, len(self.bounds))
         self.bounds, self.recent = (x[indices.to(x.device)] for x in (self.bounds, self.recent))
 
     @torch.no_grad()

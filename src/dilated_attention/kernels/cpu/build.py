@@ -8,6 +8,7 @@ machine's is chosen at run time. Neither PyTorch nor its headers are needed. A c
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -105,6 +107,15 @@ def digest() -> str:
 def outdated() -> bool:
     """Whether the library is missing or of other sources."""
     return not LIBRARY.exists() or digest().encode() not in LIBRARY.read_bytes()
+
+
+@cache
+def loaded() -> ctypes.CDLL | None:
+    """Return the library; None if it is missing, of other sources (`info` says so) or of another system."""
+    try:
+        return None if outdated() else ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
 
 
 def build() -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dilated_attention.kernels.cpu import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers of the dtypes in vectors.h."""
 _POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed")
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
@@ -30,12 +31,9 @@ class _Estimate(ctypes.Structure):
 
 @cache
 def _compiled() -> tuple[Callable[..., int], int] | None:
-    """The library's function and the machine's instruction set."""
-    if build.outdated():  # `info` says so
-        return None
-    try:
-        library = ctypes.CDLL(str(build.LIBRARY))
-    except OSError:  # of another system
+    """Return the library's function and the machine's instruction set; None without either."""
+    library = build.loaded()
+    if library is None:
         return None
     run, instruction_set = library.dilated_attention_estimate, library.dilated_attention_instruction_set
     run.restype = instruction_set.restype = ctypes.c_int64
@@ -45,7 +43,7 @@ def _compiled() -> tuple[Callable[..., int], int] | None:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the library estimates from these tensors: on the CPU, of one type that it knows, in dense rows."""
+    """Return whether the library reads these tensors: on the CPU, of one type that it knows, in dense rows."""
     return (
         all(x.device.type == "cpu" and x.dtype == tensors[0].dtype and x.stride(-1) == 1 for x in tensors)
         and tensors[0].dtype in TYPES
@@ -62,15 +60,17 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
     Returns:
         float32 `(batch, intervals, heads, head_dim)`.
     """
-    out = x.new_empty(x.shape[0], len(starts), *x.shape[2:], dtype=torch.float32)
-    _run(0, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
-    return out
+    return _of_intervals(0, x, starts, stops, x.shape[3])
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
     """Return the greatest and the least components over each interval, `(batch, intervals, heads, 2 * head_dim)`."""
-    out = x.new_empty(x.shape[0], len(starts), x.shape[2], 2 * x.shape[3], dtype=torch.float32)
-    _run(1, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
+    return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
+
+
+def _of_intervals(estimator: int, x: Tensor, starts: Tensor, stops: Tensor, width: int) -> Tensor:
+    out = x.new_empty(x.shape[0], len(starts), x.shape[2], width, dtype=torch.float32)
+    _run(estimator, None, x, out=out, starts=starts.contiguous(), stops=stops.contiguous(), rows=len(starts))
     return out
 
 

@@ -14,12 +14,10 @@ from dilated_attention.kernels.cpu import build
 
 @cache
 def _compiled() -> Callable[..., int] | None:
-    if build.outdated():  # `info` says so
+    library = build.loaded()
+    if library is None:
         return None
-    try:
-        run = ctypes.CDLL(str(build.LIBRARY)).dilated_attention_transpose
-    except OSError:  # of another system
-        return None
+    run = library.dilated_attention_transpose
     run.argtypes, run.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, ctypes.c_int64
     return run
 
