@@ -7,7 +7,7 @@ computes the model's own attention (its windows, chunks, sinks and caps) at the 
     dilate(model, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
 
 replaces it by a dilated pattern, as `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}` does
-for a model that is yet to be made.
+for a model before it is made.
 
 A saved configuration holds its pattern and `attn_implementation="dilated_attention"`. Importing this module makes both
 known to transformers, so that the model loads dilated; where it is not imported, transformers raises a `ValueError`
@@ -128,7 +128,7 @@ _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_imple
 
 
 def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-    """As transformers' own, which takes any implementation for any model: one that would not call ours is refused."""
+    """Do what transformers' own method does, and refuse a model that would never call our implementation."""
     found = _their_implementation(self, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
@@ -136,7 +136,7 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 
 def _post_init(self: PreTrainedModel) -> None:
-    """As transformers' own, at the end of a model's making."""
+    """Do what transformers' own method does when a model has been made, and refuse one that would never call ours."""
     _their_post_init(self)
     if self.config._attn_implementation == NAME:
         _require_own_layers(self)
@@ -430,7 +430,7 @@ def _without_windows(config: Any) -> str:
 
 
 def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
-    """Where the configuration says how many key-value heads there are, the pattern must fit them."""
+    """Refuse a pattern that does not fit the number of key-value heads in the configuration, if it has one."""
     heads = getattr(part.config, "num_key_value_heads", None) or getattr(part.config, "num_attention_heads", None)
     if isinstance(heads, int):
         try:
@@ -576,7 +576,7 @@ def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_star
 
 
 _REPORTED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""What each attention layer computed in its last forward."""
+"""For each attention layer, a line that says what its last forward computed."""
 
 
 def report(model: nn.Module) -> str:
@@ -685,7 +685,7 @@ def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: D
 
 
 Mask = Visibility | Shown | Refused | Tensor | None
-"""What a layer is given in a mask's place."""
+"""The values that a layer can receive as its mask."""
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:

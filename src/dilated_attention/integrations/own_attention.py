@@ -23,7 +23,7 @@ _REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
 class _NoTensorError(UnsupportedError, AttributeError):
-    """Raised by what stands in a mask's place; an AttributeError too, so that `hasattr` answers no."""
+    """Raised when a model uses our mask as a tensor; an AttributeError too, so that `hasattr` answers no."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class Refused(NotATensor):
 
 @dataclass(frozen=True)
 class Shown(NotATensor):
-    """Which keys the queries of one forward see.
+    """The keys that the queries of one forward see.
 
     A query at position p sees the key at position j iff j <= p where `is_causal`, unless both lie in one block, and
     j > p - window (without causality: |p - j| <= window), both lie in one chunk, both belong to one sample, and the key
@@ -98,7 +98,7 @@ class Shown(NotATensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """What transformers asks of a mask that one model makes for another, which it holds."""
+        """The shape of the mask tensor that this replaces; transformers reads it before it reuses a mask."""
         return (1, 1, self.queries, self.keys)
 
     def contiguous(self) -> Shown:

@@ -13,7 +13,7 @@ struct Amx {
   static void zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
   }
-  // Rows so many words apart.
+  // Load 16 rows that lie `row_words` words apart.
   template <int TILE>
   static void load(const Word *from, int64_t row_words) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(row_words * sizeof(Word)) : "memory");

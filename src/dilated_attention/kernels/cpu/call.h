@@ -9,7 +9,7 @@
 // Row i of a tile of queries sees key j of a span iff i + far <= j <= i + near; row i of a tile of keys is seen by query j
 // iff i + near <= j <= i + far. 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span.
 //
-// Legend, that of kernels/online.py and kernels/strided.py.
+// Legend, as in kernels/online.py and kernels/strided.py.
 //   q, k, v, dout    queries, keys, values, gradient of out
 //   s, p, ds         scores, probabilities, gradient of the scores
 //   m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z

@@ -10,8 +10,8 @@
 
 namespace {
 
-// work(d, vectors, lanes) for the pieces of a row: so many vectors from d on, and lanes of each, the numbers known to the
-// compiler but for the last piece.
+// Calls work(d, vectors, lanes) for each piece of a row: a piece begins at column d and has `vectors` vectors, each with
+// `lanes` numbers in use. Both are constants to the compiler, except in the last piece.
 template <class Work>
 inline void for_pieces(int64_t D, Work work) {
   const std::integral_constant<int, 1> one;

@@ -4,7 +4,7 @@
 
 enum class Kernel : int64_t { forward, stats, dq, dkdv };
 
-// 0, 1 for want of memory, 2 for an element type that the set does not serve.
+// Return 0, or 1 if memory ran out, or 2 if the set does not serve this element type.
 int run_avx2(Kernel kernel, int64_t type, const Call &call);
 int run_avx512(Kernel kernel, int64_t type, const Call &call);
 int run_avx512_bf16(Kernel kernel, int64_t type, const Call &call);

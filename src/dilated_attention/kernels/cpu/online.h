@@ -13,7 +13,7 @@ namespace {
 
 constexpr float SLACK =
     8;  // m moves only when a score exceeds it by 2^SLACK: sums lose nothing, acc is seldom rescaled
-constexpr float LARGE = 1 << 16;  // from here on scores times the scale are rounded, as m is; below, p loses nothing
+constexpr float LARGE = 1 << 16;  // above it, scores times the scale are rounded, as m is; below it, p loses nothing
 
 enum class Side { queries, keys };  // which rows the tiles hold
 
@@ -107,7 +107,7 @@ struct Scaling {
 // The derivative of a capped score, whose hyperbolic tangent is s.
 inline Lanes slope(Lanes s) { return all(1.f) - s * s; }
 
-// Words of dropout (backends/dropout.py): two a query, one a key.
+// Words of dropout (backends/dropout.py): two per query, one per key.
 struct Words {
   bool any;                  // whether there is dropout
   const int32_t *a, *b, *k;  // of the lanes or of the chunk's rows, whichever are queries and keys
@@ -247,13 +247,13 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
   multiply_transposed(Arithmetic(), k_values, dp, w.from, w.to - w.from, dq, shape.columns, lanes);
 }
 
-// What attend_dkdv knows of the queries of a chunk: operands of scores and of values, and two numbers of each.
+// What attend_dkdv reads of the queries of a chunk: operands of scores and of values, and two numbers per query.
 struct Queries {
   const Word *q, *dout, *q_values, *dout_values;
   const float *lse, *delta;
 };
 
-// What it knows of the keys of a group; dk[columns][LANES] and dv are its sums.
+// What it reads of the keys of a group; dk[columns][LANES] and dv are its sums.
 struct Keys {
   const Word *k, *v;
   float *dk, *dv;

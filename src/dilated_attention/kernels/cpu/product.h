@@ -61,8 +61,8 @@ template <int COUNT, int I = 0, class Body>
   }
 }
 
-// c[ROWS][N vectors] (+)= a . b. Rows of scores are `a_row` words apart; values are steps, so many words apart. NEON reads
-// a in whole vectors: then steps of scores are rounded up to a multiple of WIDTH.
+// c[ROWS][N vectors] (+)= a . b. For scores, `a_row` is the distance between rows of a, in words; for values, between its
+// steps. NEON reads a in whole vectors: then steps of scores are rounded up to a multiple of WIDTH.
 template <class Arithmetic, int N, bool ADD, Role ROLE>
 inline void product(const Word *a, int64_t a_row, const Word *b, int64_t b_step, int steps, float *c, int64_t c_row) {
   constexpr int ROWS = Arithmetic::ROWS;
@@ -141,8 +141,8 @@ void multiply_transposed(Arithmetic, const Word *values, const Word *weights, in
   });
 }
 
-// Sums c[rows][columns] += weights . values, where weights is [rows][steps], rows so many words apart, and values
-// [steps][columns]: columns in lanes, a multiple of WIDTH.
+// Sums c[rows][columns] += weights . values, where weights is [rows][steps], its rows `weight_words` words apart, and
+// values [steps][columns]: columns in lanes, a multiple of WIDTH.
 template <class Arithmetic>
 void multiply_rows(Arithmetic, const Word *weights, int64_t weight_words, const Word *values, int steps, float *c,
                    int count, int columns) {

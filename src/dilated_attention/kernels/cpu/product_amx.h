@@ -10,7 +10,7 @@
 
 namespace {
 
-// What the processor is told of its tiles before they are used: here all eight are whole.
+// The shape of each tile register, loaded before they are used: here all eight are whole.
 struct alignas(64) Configuration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -19,8 +19,8 @@ struct alignas(64) Configuration {
 static_assert(sizeof(Configuration) == 64);
 
 // N is 2 for float32 as the sum of two bfloat16: x = high + low within 2^-17 of itself, a . b = a_high . b_high +
-// a_high . b_low + a_low . b_high, and what that leaves out is, with the roundings, some 1e-5 of |a| . |b|. Each row of
-// words of an operand has that of its low halves behind it. Numbers from 3.39e38 on overflow.
+// a_high . b_low + a_low . b_high, and what that leaves out is, with the roundings, some 1e-5 of |a| . |b|. In an operand,
+// each row of high halves is followed by the row of its low halves. Numbers of 3.39e38 and above overflow.
 template <class Tiles, int N = 1>
 struct InTiles : InBFloat16 {
   static constexpr int HALVES = N, ROWS = 2 * WIDTH, JOINED = 8;
@@ -95,14 +95,14 @@ inline void for_each(Body body) {
   if constexpr (M > 1 && N > 1) body(one, one);
 }
 
-// Rows of words so many apart, and their low halves so many behind them.
+// An operand's rows lie `row` words apart; the low halves of a row lie `low` words behind it.
 struct Operand {
   const Word *at;
   int64_t row, low;
   Operand operator+(int64_t words) const { return {at + words, row, low}; }
 };
 
-// c[16 M][16 N] (+)= a . b over so many words. Tiles 0 to 3 are c, 4 and 5 are a, 6 and 7 are b.
+// c[16 M][16 N] (+)= a . b over `words` words. Tiles 0 to 3 are c, 4 and 5 are a, 6 and 7 are b.
 template <class Tiles, int M, int N, bool ADD, int HALVES>
 inline void tile_product(Operand a, Operand b, int words, float *c, int64_t c_row) {
   const auto load_a = [](Operand a) {

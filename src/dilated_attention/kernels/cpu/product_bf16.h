@@ -20,7 +20,7 @@ struct InBFloat16 {
     _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
   }
 
-  // The words of so many bfloat16; says whether all of them were finite.
+  // Return `left` bfloat16, at most two per word; clear `finite` if one of them is not.
   template <Role ROLE>
   static __m512i words_of(const BFloat16 *x, int64_t left, bool &finite) {
     const __mmask32 inside = left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;

@@ -17,7 +17,7 @@ struct InBFloat16 {
   }
   static Lanes exp2(Lanes x) { return power_of_2(x); }
 
-  // The words of so many bfloat16; says whether all of them were finite.
+  // Return `left` bfloat16, at most two per word; clear `finite` if one of them is not.
   template <Role ROLE>
   static Integers words_of(const BFloat16 *x, int64_t left, bool &finite) {
     const uint16x8_t row = left >= 2 * WIDTH ? vld1q_u16(&x->bits)

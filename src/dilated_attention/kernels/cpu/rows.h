@@ -21,8 +21,8 @@ struct Rows {
   Element *operator[](int64_t token) const { return base + token * step; }
 };
 
-// WIDTH words of a row of which so many elements are left, `words`, and their low halves behind them where the
-// arithmetic has them; says whether all of them were finite.
+// Load WIDTH words of a row that has `left` more elements, followed by their low halves if the arithmetic has them; clear
+// `finite` if an element is not.
 template <class Arithmetic, Role ROLE, class Element>
 inline void load_words(const Element *x, int64_t left, bool &finite, Integers (&words)[Arithmetic::HALVES]) {
   if constexpr (std::is_same_v<Element, BFloat16> && Arithmetic::PER_WORD == 2) {
@@ -174,7 +174,7 @@ struct Operands {
       }
   }
 
-  // x[tokens] = sums * factor, or += ; sums is [groups][columns][LANES], factor one a row.
+  // x[tokens] = sums * factor, or += ; sums is [groups][columns][LANES], factor one per row.
   template <class Element>
   void write_sums(const float *sums, const float *factor, Rows<Element> x, const int64_t *tokens, int count,
                   bool add) const {

@@ -78,7 +78,7 @@ void run_in_threads(int64_t threads, void (*body)(void *), void *data) {
   try {
     for (int64_t i = 1; i < threads; i++) others.emplace_back(body, data);
   } catch (const std::exception &) {
-    // Of the system or for want of memory: fewer threads do the same work.
+    // A limit of the system, or no memory: the threads that were started do all the work.
   }
   body(data);
   for (std::thread &other : others) other.join();

@@ -7,17 +7,17 @@
 // Whether there is a pool of OpenMP; else threads are made for every call.
 bool has_pool();
 
-// body(data), at once in so many threads at most, this one among them.
+// Run body(data) at once in at most `threads` threads, this one among them.
 void run_in_threads(int64_t threads, void (*body)(void *), void *data);
 
-// Memory of the calling thread for so many floats, aligned to 64 bytes, its content undefined; null where there is
+// Return the calling thread's memory for `floats` floats, aligned to 64 bytes, its content undefined; null if there is
 // none.
 float *thread_memory(int64_t floats);
 
 namespace {
 
 // work(i, memory) for all 0 <= i < work.count(), in any order, which begins with the first, after work.begin(memory) in
-// every thread. False for want of memory.
+// every thread. Returns false if memory ran out.
 template <class Work>
 bool compute(const Work &work, int64_t threads) {
   struct Shared {

@@ -175,7 +175,7 @@ class Kept {
     float *rows;
   };
 
-  // Room for so many chunks of so many floats; for fewer where that is more than a core's second cache.
+  // Make room for `chunks` chunks of `floats` floats; for fewer if they exceed a core's second cache.
   Kept(const Call &call, int64_t chunks, int64_t floats)
       : goes_round(call.indptr || is_window(call)), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
 
@@ -231,7 +231,7 @@ void for_each_tile(const Call &call, int64_t work, int64_t query_heads, Body bod
                                                                            : Task{});
 }
 
-// Rows that a thread will read or write soon, asked of memory while it computes: else it waits for most of them.
+// Rows that a thread will read or write soon, prefetched while it computes: else it waits for most of them.
 class Ahead {
  public:
   template <class Element>
@@ -250,7 +250,7 @@ class Ahead {
     sets[size - 1].start = tile.start, sets[size - 1].stride = tile.stride;
   }
 
-  // Asks for one of so many parts of them. Inlined: GCC leaves out calls of a function that does nothing but this.
+  // Prefetch one of `parts` parts of them. Inlined: GCC leaves out calls of a function that does nothing but this.
   [[gnu::always_inline]] void ask(int part, int parts) const {
     for (int s = 0; s < size; s++) {
       const Set &set = sets[s];
@@ -333,7 +333,7 @@ inline void read_key_words(const Call &call, int64_t h, const int64_t *token, in
   for (int i = 0; i < count; i++) word[i] = call.key_words[token[i] * call.kwn + h * call.kwh];
 }
 
-// lse and delta of so many tokens; zeros behind them, `padded` of both together.
+// Read lse and delta of `count` tokens, and fill both with zeros up to `padded`.
 inline void read_stats(Rows<const float> stats, const int64_t *token, int count, int64_t padded, float *lse,
                        float *delta) {
   for (int i = count; i < padded; i++) lse[i] = delta[i] = 0;

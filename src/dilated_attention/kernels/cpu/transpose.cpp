@@ -39,7 +39,7 @@ struct Transposition {
 
 }  // namespace
 
-// 0, or 1 for want of memory.
+// Return 0, or 1 if memory ran out.
 extern "C" int64_t dilated_attention_transpose(const int64_t *indptr, const int64_t *indices, const int64_t *starts,
                                                int64_t *to, int64_t lists, int64_t rows, int64_t columns,
                                                int64_t threads) {
