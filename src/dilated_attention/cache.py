@@ -63,6 +63,12 @@ class PlanCache:
     Values state their own size through an `nbytes` attribute. A value larger than the whole cache is returned but not
     kept. A value used while a CUDA graph is captured is kept permanently and does not count towards the limit, because
     the graph reads its memory.
+
+    Examples:
+        >>> from dilated_attention import plan_cache  # the process-wide cache, a PlanCache
+        >>> info = plan_cache.info()
+        >>> info.bytes <= info.max_bytes
+        True
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -34,6 +34,14 @@ def cached_attention(
 
     Returns:
         out, shaped like q but with the head_dim of v; 0 where a query sees no key.
+
+    Examples:
+        >>> from dilated_attention import Window, attention
+        >>> from dilated_attention.decoding import cached_attention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> newest = cached_attention(q[:, -1:], k, v, Window(3))  # one token's query over all keys
+        >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
+        True
     """
     _check(q, k, v, scale, sinks)
     with torch.autocast(q.device.type, enabled=False):
@@ -66,6 +74,15 @@ def first_token_attention(
 
     Returns:
         out, shaped like q but with the head_dim of v; 0 for heads in which token 0 sees no key.
+
+    Examples:
+        >>> from dilated_attention import Dilated, attention
+        >>> from dilated_attention.decoding import first_token_attention
+        >>> pattern = Dilated([4, 16], [1, 4])
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> first = first_token_attention(q[:, :1], k, v, pattern)
+        >>> torch.allclose(first, attention(q, k, v, pattern)[:, :1], atol=1e-5)
+        True
     """
     if not isinstance(pattern, Dilated):
         raise UnsupportedError(
@@ -168,6 +185,15 @@ def listed_attention(
     Raises:
         ValueError: an argument does not fit. On the CPU also if a list names a block outside the sequence; other
             devices ignore such a block, because checking would make them wait.
+
+    Examples:
+        >>> from dilated_attention import Window, attention
+        >>> from dilated_attention.decoding import listed_attention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> chosen = torch.tensor([[[12, 13, 14, 15]]])  # one list, which all heads share
+        >>> newest = listed_attention(q[:, -1:], k, v, chosen)
+        >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
+        True
     """
     _check(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)

@@ -37,6 +37,14 @@ class Explanation:
         transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.
         exchange: with a mesh, what this rank sends and receives.
         unserved: one line for each branch in which some tokens take part for no head.
+
+    Examples:
+        >>> from dilated_attention import Dilated, explain
+        >>> q = torch.empty(1, 64, 4, 8)
+        >>> explain(q, q, q, Dilated([64], [2]), backend="reference").backend
+        'reference'
+        >>> explain(q, q, q, Dilated([64], [8])).unserved  # 4 heads cannot serve 8 residues
+        ('residues that no head serves: 4 of 8 in branch (64, 8)',)
     """
 
     backend: str
@@ -100,6 +108,14 @@ def explain(
     Takes the options of `attention`, where `return_lse` changes nothing in the report, and `compat` as in
     `dilated_attention`. With a mesh, the groups describe this rank: its own rows and the rows that it receives. With a
     mesh and lengths, samples are handled one after another, and the traffic is their sum.
+
+    Examples:
+        >>> from dilated_attention import Dilated, explain
+        >>> q = torch.empty(1, 4096, 8, 64, device="meta")
+        >>> report = explain(q, q, q, Dilated([1024, 4096], [1, 4]))  # print(report) shows all of it
+        >>> dense = 4 * 64 * 8 * 4096**2
+        >>> report.flops / dense
+        0.3125
     """
     if compat is not None:
         if not isinstance(pattern, Dilated):

@@ -112,6 +112,15 @@ def attention(
         ValueError: the message names the argument, its value and what would be right; over a mesh, every rank raises
             it.
         ContextParallelError: a rank was lost, or sent something unexpected. The group cannot be used again.
+
+    Examples:
+        >>> from dilated_attention import Window, attention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> out = attention(q, k, v, Window(3), is_causal=True)  # each token sees itself and the 3 tokens before it
+        >>> out.shape
+        torch.Size([1, 16, 2, 8])
+        >>> torch.allclose(out[:, 0], v[:, 0])  # the first token sees only itself
+        True
     """
     options: Options = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "sinks": sinks, "lengths": lengths,
@@ -264,6 +273,16 @@ def dilated_attention(
         segment_lengths, dilation_rates, offsets, head_groups, compat: the pattern, as in `Dilated`.
 
     Everything else is as in `attention`.
+
+    Examples:
+        >>> from dilated_attention import dilated_attention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> dilated_attention(q, k, v, segment_lengths=[4, 16], dilation_rates=[1, 4]).shape
+        torch.Size([1, 16, 2, 8])
+        >>> dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        >>> one_segment = dilated_attention(q, k, v, [16], [1])
+        >>> torch.allclose(one_segment, dense.transpose(1, 2), atol=1e-5)
+        True
     """
     pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)  # type: ignore[arg-type]
     return attention(q, k, v, pattern, **options)
@@ -284,6 +303,14 @@ def block_sparse_attention(
             element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens. Lists
             that were chosen by content for a whole pack are therefore refused: choose and call once per sample.
         is_causal: leave out the blocks above the diagonal, and mask by token the blocks that it cuts.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout, block_sparse_attention, dilated_attention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> layout = BlockLayout.from_mask(torch.eye(4, dtype=torch.bool), block_size=4)  # each block sees itself
+        >>> out = block_sparse_attention(q, k, v, layout)
+        >>> torch.allclose(out, dilated_attention(q, k, v, [4], [1]), atol=1e-5)
+        True
     """
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout; got {type(layout).__name__}{layout_remedy(layout)}")

@@ -58,6 +58,15 @@ def merge(
 
     Raises:
         ValueError: a tensor does not fit; the message names it.
+
+    Examples:
+        >>> from dilated_attention import Dilated, attention, merge
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> everything, late = Dilated([16], [1]), torch.arange(16)[None] >= 8
+        >>> first = attention(q, k, v, everything, key_padding_mask=late, return_lse=True)
+        >>> second = attention(q, k, v, everything, key_padding_mask=~late, return_lse=True)
+        >>> torch.allclose(merge(*first, *second)[0], attention(q, k, v, everything), atol=1e-5)
+        True
     """
     _check_parts(out, lse, part_out, part_lse)
     empty = (lse == -torch.inf) & (part_lse == -torch.inf)

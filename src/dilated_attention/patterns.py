@@ -131,6 +131,13 @@ class Window(_Branched):
         rate: the distance between neighbouring keys of the window.
         leading: how many first tokens are global: all tokens see them, and they see all tokens (in a causal call: all
             before them). A key that is both leading and in the window counts once.
+
+    Examples:
+        >>> from dilated_attention import Window
+        >>> Window(2).coverage(6, num_heads=1)  # the number of keys that each token sees
+        tensor([[3, 4, 5, 5, 4, 3]])
+        >>> Window(2).coverage(6, num_heads=1, is_causal=True)
+        tensor([[1, 2, 3, 3, 3, 3]])
     """
 
     before: int
@@ -184,6 +191,13 @@ class Dilated(_Branched):
 
     Attributes:
         reasons: why `suggest_pattern` chose this pattern; `print` shows them. Not part of the value.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> pattern = Dilated(segment_lengths=[2, 8], dilation_rates=[1, 4])
+        >>> pattern.coverage(8, num_heads=2)  # head 0 takes tokens 0 and 4 of the second branch, head 1 tokens 1 and 5
+        tensor([[4, 2, 2, 2, 4, 2, 2, 2],
+                [2, 4, 2, 2, 2, 4, 2, 2]])
     """
 
     reasons: ClassVar[tuple[str, ...]] = ()
@@ -350,6 +364,12 @@ class Sum(_Branched):
 
     Args:
         terms: at least two patterns: `Dilated`, `Window`, `BlockLayout` or products.
+
+    Examples:
+        >>> from dilated_attention import Dilated, Window
+        >>> pattern = Window(1) + Dilated([8], [4])
+        >>> pattern.coverage(8, num_heads=1)  # tokens 0 and 4 see two more keys than the window shows
+        tensor([[4, 3, 3, 3, 5, 3, 3, 2]])
     """
 
     terms: tuple[Any, ...]
@@ -507,6 +527,13 @@ class Product:
         layout: a `BlockLayout`, if its length is the number of tokens that take part in every segment of every branch;
             or a callable that returns the layout for n tokens, always the same for the same n, since it is cached. It
             may have lists per query head, but not per batch element.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout, Dilated
+        >>> def layout(n):  # for n tokens: each sees itself and its two neighbours
+        ...     return BlockLayout.local(n, window=2, block_size=1)
+        >>> (Dilated([4, 8], [1, 2]) * layout).coverage(8, num_heads=1)
+        tensor([[4, 3, 6, 2, 5, 3, 5, 2]])
     """
 
     dilated: Dilated

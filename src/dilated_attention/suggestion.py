@@ -41,6 +41,14 @@ def suggest_pattern(
 
     Raises:
         ValueError: the budget is too small; the message names the smallest that works.
+
+    Examples:
+        >>> from dilated_attention import suggest_pattern
+        >>> pattern = suggest_pattern(65536, num_heads=16, budget=0.05)
+        >>> pattern.segment_lengths, pattern.dilation_rates
+        ((1280, 3072, 8192, 20480, 65536), (1, 2, 4, 8, 16))
+        >>> pattern.flops(65536, 16, 64) / (4 * 64 * 16 * 65536**2) <= 0.05
+        True
     """
     for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", largest_rate)):
         if value is None and name == "largest_rate":

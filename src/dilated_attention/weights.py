@@ -41,6 +41,15 @@ def attention_weights(
 
     Raises:
         ValueError: in the same cases as `attention`.
+
+    Examples:
+        >>> from dilated_attention import Window, attention_weights
+        >>> q, k = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
+        >>> weights = attention_weights(q, k, Window(1), is_causal=True)
+        >>> weights.shape, weights.values().numel()  # 2 heads with 15 visible pairs each
+        (torch.Size([1, 2, 8, 8]), 30)
+        >>> torch.allclose(weights.to_dense().sum(-1), torch.ones(1, 2, 8))
+        True
     """
     if isinstance(pattern, Dilated) and pattern.compat is not None:
         raise UnsupportedError(

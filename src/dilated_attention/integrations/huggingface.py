@@ -159,7 +159,14 @@ def _require_own_layers(model: PreTrainedModel) -> None:
 
 def register() -> None:
     """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function, let configurations
-    that hold a pattern ask for it, and refuse the models that would stay dense. Importing this module does so."""
+    that hold a pattern ask for it, and refuse the models that would stay dense. Importing this module does so.
+
+    Examples:
+        >>> import transformers
+        >>> from dilated_attention.integrations import huggingface  # importing it registers
+        >>> "dilated_attention" in transformers.AttentionInterface().valid_keys()
+        True
+    """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, visibility)
     setattr(PreTrainedConfig, NAME, _Pattern())
@@ -191,6 +198,15 @@ def dilate(
         ValueError: before anything is changed, for an invalid pattern or backend, for a pattern that does not fit the
             model's key-value heads, and for a model that does not call transformers' attention interface, caps its
             scores, or, with `layers="all"`, has windows.
+
+    Examples:
+        >>> from dilated_attention.integrations.huggingface import dilate
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, **sizes)
+        >>> model = dilate(BertModel(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
+        torch.Size([1, 80, 32])
     """
     if layers not in ("all", "full"):
         raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
@@ -244,6 +260,18 @@ def sparsify(
     Raises:
         ValueError: for a model that is dilated, or does not call transformers' attention interface, and for a layer
             that it does not have.
+
+    Examples:
+        >>> from functools import partial
+        >>> from dilated_attention.integrations.huggingface import sparsify
+        >>> from dilated_attention.routing import topk_blocks
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, attn_implementation="dilated_attention", **sizes)
+        >>> selector = partial(topk_blocks, density=0.5, block_size=16)
+        >>> model = sparsify(BertModel(config), selector, first=64)
+        >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
+        torch.Size([1, 80, 32])
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
@@ -280,6 +308,15 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     Raises ValueError, before anything is changed, for a model that has neither, for one whose positions are sinusoids
     or do not count from 0, for one whose rotation is scaled by the length of a text (`"dynamic"`), and for a length
     that is not larger.
+
+    Examples:
+        >>> from dilated_attention.integrations.huggingface import extend_positions
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, **sizes)
+        >>> model = extend_positions(BertModel(config), 2048)
+        >>> model.config.max_position_embeddings
+        2048
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
@@ -467,7 +504,18 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def pattern_of(config: Any) -> tuple[Dilated, str]:
-    """The pattern and the backend that a model's configuration asks for."""
+    """The pattern and the backend that a model's configuration asks for.
+
+    Examples:
+        >>> from dilated_attention.integrations.huggingface import dilate, pattern_of
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, **sizes)
+        >>> model = dilate(BertModel(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> pattern, backend = pattern_of(model.config)
+        >>> pattern.segment_lengths, backend
+        ((16, 64), 'auto')
+    """
     options = getattr(config, NAME, None)
     where = f"{type(config).__name__}.{NAME}"
     if not isinstance(options, dict):
@@ -583,6 +631,16 @@ def report(model: nn.Module) -> str:
     """Return a line for each attention layer of a transformers model: what its last forward with this library computed.
 
     Raises ValueError if no layer has had such a forward yet.
+
+    Examples:
+        >>> from dilated_attention.integrations.huggingface import report
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, attn_implementation="dilated_attention", **sizes)
+        >>> model = BertModel(config)
+        >>> _ = model(torch.randint(100, (1, 80)))
+        >>> report(model).startswith("encoder.layer.0.attention.self: bidirectional, all keys")
+        True
     """
     lines = [f"{name}: {_REPORTED[module]}" for name, module in model.named_modules() if module in _REPORTED]
     if not lines:

@@ -33,6 +33,14 @@ def replace_attention(model: nn.Module) -> list[str]:
 
     Raises:
         ValueError: for a model without such modules. The forward refuses `output_attentions`.
+
+    Examples:
+        >>> from dilated_attention.integrations.longformer_bigbird import replace_attention
+        >>> from transformers import LongformerConfig, LongformerModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> model = LongformerModel(LongformerConfig(vocab_size=100, attention_window=8, **sizes))
+        >>> replace_attention(model)
+        ['encoder.layer.0.attention.self']
     """
     found = [(name, module) for name, module in model.named_modules() if type(module) in _CLASSES]
     if not found:

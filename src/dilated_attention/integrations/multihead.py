@@ -36,6 +36,14 @@ def convert_attention(
 
     Raises:
         ValueError: before anything is replaced; names the module that cannot be, or says that there is none.
+
+    Examples:
+        >>> from dilated_attention.integrations import convert_attention
+        >>> model = torch.nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True)
+        >>> convert_attention(model, segment_lengths=[16, 64], dilation_rates=[1, 4])
+        ['self_attn']
+        >>> model(torch.randn(1, 100, 32)).shape
+        torch.Size([1, 100, 32])
     """
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError(

@@ -68,6 +68,17 @@ class BlockLayout:
 
     The constructor copies both tables, so writing to the originals later does not change the layout. It checks dtypes
     and shapes, and on the CPU also the lists. `from_indices` checks the lists on every device.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout
+        >>> layout = BlockLayout.local(16, window=2, block_size=4) | BlockLayout.global_(16, tokens=1, block_size=4)
+        >>> layout.dense_blocks()[0, 0].int()  # a row for each query block
+        tensor([[1, 1, 1, 1],
+                [1, 1, 1, 0],
+                [1, 1, 1, 1],
+                [1, 0, 1, 1]], dtype=torch.int32)
+        >>> layout.density
+        0.875
     """
 
     indptr: Tensor

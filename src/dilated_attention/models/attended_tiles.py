@@ -36,6 +36,13 @@ class TileAttention:
         coords: `(batch, tiles, 2)`, as given.
         lengths: the number of tiles of each slide.
         tile_size: the side of a tile, in the unit of `coords`.
+
+    Examples:
+        >>> from dilated_attention.models import TileAttention
+        >>> heads, coords = torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[0, 0], [256, 0]]])
+        >>> found = TileAttention(heads, rolled_up=heads[:, 0, 0], coords=coords, lengths=(2,), tile_size=256)
+        >>> found.coords[0, found.rolled_up[0].argmax()]  # the tile that gets most attention
+        tensor([256,   0])
     """
 
     heads: Float[Tensor, "batch layers heads tiles"]
@@ -91,6 +98,18 @@ def tile_attention(
     Args:
         encoder: the slide encoder, in evaluation mode.
         tiles, coords, lengths, global_pool: the same arguments as for the encoder's forward.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig, tile_attention
+        >>> pattern = Dilated([16, 64], [1, 4])
+        >>> encoder = LongNetConfig(
+        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
+        ... )
+        >>> model = GigaPathSlideEncoder(GigaPathConfig(in_chans=12, slide_ngrids=40, encoder=encoder)).eval()
+        >>> tiles, coords = torch.randn(1, 90, 12), torch.randint(40 * 256, (1, 90, 2))
+        >>> tile_attention(model, tiles, coords).heads.shape  # (slides, layers, heads, tiles)
+        torch.Size([1, 2, 4, 90])
     """
     if not isinstance(encoder, GigaPathSlideEncoder):
         raise ValueError(

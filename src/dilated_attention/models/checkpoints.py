@@ -61,6 +61,12 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     Raises:
         ValueError: the file is missing, damaged or truncated, holds anything other than tensors, or has no name with
             the prefix. A tensor must be stored whole: a few stored values may not be expanded to a larger tensor.
+
+    Examples:
+        >>> from dilated_attention.models import read_checkpoint
+        >>> state = {"encoder.weight": torch.zeros(2), "head.weight": torch.zeros(3)}  # or the path of a file
+        >>> list(read_checkpoint(state, prefix="encoder."))
+        ['weight']
     """
     where, held = "state_dict", source
     if isinstance(source, (str, Path)):
@@ -95,6 +101,11 @@ def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
     Strips what torch.compile and data parallelism add to names, and a prefix that all names share, as in one half of a
     larger model.
+
+    Examples:
+        >>> from dilated_attention.models import read_weights
+        >>> list(read_weights({"module._orig_mod.layers.0.fc1.weight": torch.zeros(2)}))  # DDP and torch.compile
+        ['layers.0.fc1.weight']
     """
     held = read_checkpoint(source, prefix)
     tensors = {_WRAPPED.sub("", name): x for name, x in held.items()}
@@ -239,6 +250,14 @@ def load_torchscale(
     Raises:
         ValueError: the file is damaged or holds anything other than tensors; or weights are missing, surplus or of the
             wrong shape, and the message lists them all.
+
+    Examples:
+        >>> from dilated_attention.models import load_torchscale
+        >>> parts, sizes = ("q_proj", "k_proj", "v_proj", "out_proj"), {"weight": (32, 32), "bias": (32,)}
+        >>> weights = {f"{part}.{name}": torch.randn(*shape) for part in parts for name, shape in sizes.items()}
+        >>> layer = load_torchscale(weights, segment_lengths=[16, 64], dilation_rates=[1, 4], num_heads=4)
+        >>> layer(torch.randn(1, 100, 32)).shape
+        torch.Size([1, 100, 32])
     """
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")

@@ -148,6 +148,15 @@ class LongNetConfig(Configuration):
         attention_dropout: dropout, in training, of the attention probabilities.
         compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import LongNetConfig
+        >>> config = LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, pattern=Dilated([8, 32], [1, 4]))
+        >>> LongNetConfig.from_json(config.to_json()) == config
+        True
+        >>> LongNetConfig.preset("longnet-base").embed_dim
+        768
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"pattern": _pattern}
@@ -276,7 +285,15 @@ class LongNetConfig(Configuration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderDecoderConfig(Configuration):
-    """Describe both halves of a `LongNet`, which have the same width."""
+    """Describe both halves of a `LongNet`, which have the same width.
+
+    Examples:
+        >>> from dilated_attention.models import EncoderDecoderConfig, LongNetConfig
+        >>> half = LongNetConfig(embed_dim=32, num_layers=1)
+        >>> config = EncoderDecoderConfig(encoder=half, decoder=half)
+        >>> EncoderDecoderConfig.from_json(config.to_json()) == config
+        True
+    """
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig, "decoder": LongNetConfig}
 

@@ -239,6 +239,16 @@ class KeyValueCache:
             head_dim x bytes of the dtype, summed over branches and windows. rows: ceil(min(w, max_len) / r) for a
             branch (w, r), min((before + 1) rate, max_len) and `leading` for a window. heads: the KV heads that take
             part in the branch: all of them, except with head groups or an offset of -1.
+
+    Examples:
+        >>> from dilated_attention.models import LongNetConfig, LongNetLM
+        >>> model, tokens = LongNetLM(LongNetConfig(embed_dim=32, num_layers=1)).eval(), torch.randint(256, (1, 10))
+        >>> logits, cache = model.prefill(tokens[:, :9])
+        >>> logits = model.decode(tokens[:, 9], cache)
+        >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
+        True
+        >>> list(cache.positions)
+        [10]
     """
 
     def __init__(
@@ -368,6 +378,14 @@ def sample(
         top_k: draw from the k most likely tokens.
         top_p: draw from the smallest set of most likely tokens whose probabilities sum to at least p (nucleus sampling,
             Holtzman et al. 2020, arXiv:1904.09751), after top_k.
+
+    Examples:
+        >>> from dilated_attention.models import sample
+        >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
+        >>> sample(logits, temperature=0)  # the most likely token of each row
+        tensor([1, 0])
+        >>> bool((sample(logits, top_k=2) != torch.tensor([0, 1])).all())  # never the least likely one
+        True
     """
     check_sampling(temperature, top_k, top_p)
     logits = logits.float()

@@ -59,6 +59,14 @@ class GigaPathConfig(Configuration):
         global_pool: take the slide's embedding from the mean of its tiles; False: from the cls token.
         norm_eps: epsilon of the last LayerNorm.
         encoder: configuration of the LongNet encoder, which takes vectors and has no positions.
+
+    Examples:
+        >>> from dilated_attention.models import GigaPathConfig
+        >>> config = GigaPathConfig()  # the published encoder
+        >>> config.in_chans, config.encoder.embed_dim, config.encoder.num_layers
+        (1536, 768, 12)
+        >>> GigaPathConfig.from_json(config.to_json()) == config
+        True
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
@@ -95,6 +103,18 @@ class GigaPathSlideEncoder(Pretrained):
         place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
 
     `load_gigapath` loads the published weights.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig
+        >>> pattern = Dilated([16, 64], [1, 4])
+        >>> encoder = LongNetConfig(
+        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
+        ... )
+        >>> model = GigaPathSlideEncoder(GigaPathConfig(in_chans=12, slide_ngrids=40, encoder=encoder)).eval()
+        >>> tiles, coords = torch.randn(1, 90, 12), torch.randint(40 * 256, (1, 90, 2))
+        >>> model(tiles, coords).shape  # one embedding per slide
+        torch.Size([1, 32])
     """
 
     configuration = GigaPathConfig

@@ -27,6 +27,13 @@ class LongNetAttention(Pretrained):
 
     Returns W_o LN A(R W_q x, R W_k x, W_v x). forward: `(batch, seq, embed_dim)` -> the same shape. Only the attention
     settings of the configuration are read.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import LongNetAttention, LongNetConfig
+        >>> config = LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, pattern=Dilated([8, 32], [1, 4]))
+        >>> LongNetAttention(config)(torch.randn(1, 40, 32)).shape
+        torch.Size([1, 40, 32])
     """
 
     configuration = LongNetConfig
@@ -71,6 +78,15 @@ class LongNetEncoder(LongNetStack):
 
     forward: tokens `(batch, seq)`, or vectors `(batch, seq, embed_dim)` with `vocab_size=None`, -> states
     `(batch, seq, embed_dim)`.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import LongNetConfig, LongNetEncoder
+        >>> config = LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, pattern=Dilated([8, 32], [1, 4]))
+        >>> model, tokens = LongNetEncoder(config).eval(), torch.randint(256, (2, 40))
+        >>> states = model(tokens, lengths=[40, 25])
+        >>> torch.allclose(states[1:, :25], model(tokens[1:, :25]), atol=1e-5)  # padding changes nothing
+        True
     """
 
     def forward(
@@ -126,6 +142,16 @@ class LongNetLM(LongNetStack):
     Args:
         cross_attention: add cross-attention, which makes it the decoder of a `LongNet`. The `LongNet` gives it a
             source.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import LongNetConfig, LongNetLM
+        >>> config = LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, pattern=Dilated([8, 32], [1, 4]))
+        >>> model, tokens = LongNetLM(config), torch.randint(256, (1, 40))
+        >>> model(tokens).shape
+        torch.Size([1, 40, 256])
+        >>> model.generate(tokens, max_new_tokens=3, temperature=0).shape
+        torch.Size([1, 43])
     """
 
     def __init__(
@@ -376,6 +402,13 @@ class LongNet(Pretrained):
     logits `(batch, seq, vocab_size)` of the decoder; those at t see the whole source and the target up to t.
 
     Only self-attention is dilated: the paper defines no dilated cross-attention, and torchscale has none.
+
+    Examples:
+        >>> from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig
+        >>> half = LongNetConfig(embed_dim=32, num_layers=1)
+        >>> model = LongNet(EncoderDecoderConfig(encoder=half, decoder=half))
+        >>> model(torch.randint(256, (1, 50)), torch.randint(256, (1, 7))).shape  # source and target tokens
+        torch.Size([1, 7, 256])
     """
 
     configuration = EncoderDecoderConfig

@@ -53,6 +53,14 @@ class LongViTConfig(Configuration):
         image_size: pixels per side; at this size there is one learned position per patch.
         num_classes: number of classes; None: no classifier.
         norm_eps: epsilon of the LayerNorm before the classifier.
+
+    Examples:
+        >>> from dilated_attention.models import LongViTConfig
+        >>> config = LongViTConfig(image_size=1024, patch_size=32, num_classes=5)
+        >>> (config.image_size // config.patch_size) ** 2  # patches
+        1024
+        >>> LongViTConfig.from_json(config.to_json()) == config
+        True
     """
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
@@ -84,6 +92,17 @@ class LongViT(Pretrained):
 
     For an image of another size than the configuration's, the positions are interpolated bicubically, as in the
     released code. Sides are multiples of the patch size.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.models import LongNetConfig, LongViT, LongViTConfig
+        >>> pattern = Dilated([16, 64], [1, 4])
+        >>> encoder = LongNetConfig(
+        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
+        ... )
+        >>> model = LongViT(LongViTConfig(image_size=64, patch_size=8, num_classes=5, encoder=encoder))
+        >>> model(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 5])
     """
 
     configuration = LongViTConfig

@@ -22,6 +22,16 @@ class Pretrained(nn.Module):
     """Save and load a module that is made from one configuration.
 
     `type(self)(config, backend=...)` draws its initial weights.
+
+    Examples:
+        >>> import tempfile
+        >>> from dilated_attention.models import LongNetConfig, LongNetLM
+        >>> model, tokens = LongNetLM(LongNetConfig(embed_dim=32, num_layers=1)).eval(), torch.randint(256, (1, 10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     again = LongNetLM.from_pretrained(folder)
+        >>> torch.equal(again(tokens), model(tokens))
+        True
     """
 
     configuration: ClassVar[type[Configuration]]

@@ -38,6 +38,14 @@ class DilatedAttention(nn.Module):
         pattern: replaces segment_lengths, dilation_rates, offsets, head_groups and compat. Give any pattern that
             `attention` takes, or a function that returns the `BlockLayout` for n tokens. The function must always
             return the same layout for the same n, since layouts are cached.
+
+    Examples:
+        >>> from dilated_attention import dilated_attention
+        >>> from dilated_attention.nn import DilatedAttention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> layer = DilatedAttention(segment_lengths=[4, 16], dilation_rates=[1, 4])
+        >>> torch.equal(layer(q, k, v), dilated_attention(q, k, v, [4, 16], [1, 4]))
+        True
     """
 
     def __init__(
@@ -130,7 +138,15 @@ class DilatedAttention(nn.Module):
 
 
 class RingDilatedAttention(DilatedAttention):
-    """Run `DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
+    """Run `DilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
+
+    Examples:
+        >>> from dilated_attention.nn import DilatedAttention, RingDilatedAttention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> layer = RingDilatedAttention([4, 16], [1, 4])  # with mesh=..., q, k and v are this rank's shards
+        >>> torch.equal(layer(q, k, v), DilatedAttention([4, 16], [1, 4])(q, k, v))
+        True
+    """
 
     def __init__(
         self,
@@ -152,6 +168,14 @@ class BlockSparseDilatedAttention(DilatedAttention):
             since it is cached. n is seq; with segment_lengths, the number of tokens of a segment that take part
             (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout
+        >>> from dilated_attention.nn import BlockSparseDilatedAttention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> layer = BlockSparseDilatedAttention(BlockLayout.local(16, window=4, block_size=4))
+        >>> layer(q, k, v).shape
+        torch.Size([1, 16, 2, 8])
     """
 
     def __init__(
@@ -171,7 +195,17 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
-    """Run `BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device."""
+    """Run `BlockSparseDilatedAttention` over a mesh on which seq is sharded; without a mesh, on one device.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout
+        >>> from dilated_attention.nn import BlockSparseRingDilatedAttention
+        >>> q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+        >>> layout = BlockLayout.local(16, window=4, block_size=4)
+        >>> layer = BlockSparseRingDilatedAttention(layout)  # with mesh=..., q, k and v are this rank's shards
+        >>> layer(q, k, v).shape
+        torch.Size([1, 16, 2, 8])
+    """
 
     def __init__(
         self,
@@ -224,6 +258,16 @@ class MultiheadDilatedAttention(nn.Module):
     `DilatedAttention`.
 
     Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
+
+    Examples:
+        >>> from dilated_attention.nn import MultiheadDilatedAttention
+        >>> dense = torch.nn.MultiheadAttention(32, num_heads=4, batch_first=True)
+        >>> layer = MultiheadDilatedAttention(32, num_heads=4, segment_lengths=[16], dilation_rates=[1])
+        >>> layer.load_state_dict(dense.state_dict())
+        <All keys matched successfully>
+        >>> x = torch.randn(1, 16, 32)
+        >>> torch.allclose(layer(x, x, x)[0], dense(x, x, x)[0], atol=1e-5)  # one segment with rate 1 is dense
+        True
     """
 
     # nn.TransformerEncoderLayer in eval mode runs a fused dense layer straight on self_attn's weights, never calling
@@ -395,6 +439,15 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
     layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport are as in
     `BlockSparseRingDilatedAttention`. Everything else is as in `MultiheadDilatedAttention`, including loading weights
     of `nn.MultiheadAttention`.
+
+    Examples:
+        >>> from dilated_attention import BlockLayout
+        >>> from dilated_attention.nn import BlockSparseRingMultiheadDilatedAttention
+        >>> layout = BlockLayout.local(64, window=16, block_size=16)
+        >>> layer = BlockSparseRingMultiheadDilatedAttention(32, num_heads=4, layout=layout)
+        >>> x = torch.randn(1, 64, 32)
+        >>> layer(x, x, x)[0].shape
+        torch.Size([1, 64, 32])
     """
 
     def __init__(

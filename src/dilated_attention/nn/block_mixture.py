@@ -45,6 +45,13 @@ class BlockAttentionMixture(SelectingAttention):
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
     continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
     Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
+
+    Examples:
+        >>> from dilated_attention.nn import BlockAttentionMixture
+        >>> layer = BlockAttentionMixture(32, num_heads=4, block_size=8, top_k=2, query_block=4)
+        >>> x = torch.randn(1, 64, 32)
+        >>> torch.allclose(layer(x)[:, :32], layer(x[:, :32]), atol=1e-5)  # causal: later tokens change nothing
+        True
     """
 
     def __init__(

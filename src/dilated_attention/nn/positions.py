@@ -21,6 +21,14 @@ def rotary_tables(
     """Return cos and signed sin of p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al. 2021).
 
     The angles are computed and reduced in float64: at position 2^30 a float32 angle is off by whole turns.
+
+    Examples:
+        >>> from dilated_attention.nn import rotary_tables
+        >>> cos, sin = rotary_tables(torch.arange(16), head_dim=8)
+        >>> cos.shape
+        torch.Size([16, 1, 8])
+        >>> torch.allclose(cos**2 + sin**2, torch.ones(16, 1, 8))
+        True
     """
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: rotary positions turn pairs of channels, so it must be even")
@@ -36,6 +44,14 @@ def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Floa
     """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`, in at least float32.
 
     <rotate(q, m), rotate(k, n)> depends on m - n only.
+
+    Examples:
+        >>> from dilated_attention.nn import rotary_tables, rotate
+        >>> q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+        >>> at = {p: rotary_tables(torch.tensor([p]), head_dim=8) for p in (0, 3, 100, 103)}
+        >>> near, far = (rotate(q, at[p + 3]) * rotate(k, at[p]) for p in (0, 100))
+        >>> torch.allclose(near.sum(), far.sum(), atol=1e-4)  # both are 3 tokens apart
+        True
     """
     cos, sin = tables
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
@@ -54,6 +70,14 @@ class Rotary:
     Attributes:
         base: wavelengths run from 2 pi to 2 pi base tokens.
         scale_base: tokens over which the fastest channel decays by 1 / 3.5; None: no decay.
+
+    Examples:
+        >>> from dilated_attention.nn import Rotary, rotate
+        >>> tables = Rotary(head_dim=8, scale_base=512.0).tables(torch.arange(16))  # xPos
+        >>> q = rotate(torch.randn(1, 16, 2, 8), tables[:2])
+        >>> k = rotate(torch.randn(1, 16, 2, 8), tables[-2:])
+        >>> q.shape
+        torch.Size([1, 16, 2, 8])
     """
 
     head_dim: int
@@ -113,6 +137,13 @@ def grid_sines(
 
     Raises:
         ValueError: points are not pairs of whole numbers, or on the CPU, one lies outside the grid.
+
+    Examples:
+        >>> from dilated_attention.nn import grid_sines
+        >>> points = torch.tensor([[0, 3], [5, 3]])  # two points of an 8 x 8 grid
+        >>> table = grid_sines(points, size=8, embed_dim=16)
+        >>> torch.equal(table[0, :8], table[1, :8])  # the first half depends on points[..., 1]
+        True
     """
     if points.shape[-1:] != (2,) or points.is_floating_point() or points.dtype == torch.bool:
         raise ValueError(f"points must be integers (..., 2); got {points.dtype} of shape {tuple(points.shape)}")

@@ -110,6 +110,16 @@ class SelectionCache:
         rows: what it keeps of them, by name.
         chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
         nbytes: size of the rows, including room for later ones.
+
+    Examples:
+        >>> from dilated_attention.nn import BlockAttentionMixture, SelectionCache
+        >>> layer = BlockAttentionMixture(32, num_heads=4, block_size=8, top_k=2, query_block=4)
+        >>> x, cache = torch.randn(1, 33, 32), SelectionCache()
+        >>> parts = [layer(x[:, :32], cache=cache), layer(x[:, 32:], cache=cache)]  # a prompt, then a new token
+        >>> torch.allclose(torch.cat(parts, 1), layer(x), atol=1e-5)
+        True
+        >>> cache.length
+        33
     """
 
     def __init__(self, croppable: int = 16) -> None:

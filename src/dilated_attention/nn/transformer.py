@@ -50,6 +50,13 @@ class SelfAttention(nn.Module):
         bias: add a bias to the projections.
         sub_ln: include the inner LayerNorm LN (MAGNETO's sub-LN, Wang et al. 2022, arXiv:2210.06423).
         dropout: dropout, in training, of the attention probabilities.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.nn import SelfAttention
+        >>> layer = SelfAttention(32, num_heads=4, num_kv_heads=2, pattern=Dilated([8, 32], [1, 4]))
+        >>> layer(torch.randn(1, 32, 32), is_causal=True).shape
+        torch.Size([1, 32, 32])
     """
 
     def __init__(
@@ -173,6 +180,13 @@ class Source:
     """Hold what a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
 
     keep: let each layer keep the keys and values that it makes of them, for decoding.
+
+    Examples:
+        >>> from dilated_attention.nn import CrossAttention, Source
+        >>> source = Source(torch.randn(1, 10, 32), keep=True)
+        >>> layer = CrossAttention(32, num_heads=4, num_kv_heads=2)
+        >>> layer(torch.randn(1, 1, 32), source).shape  # later calls read the same keys and values
+        torch.Size([1, 1, 32])
     """
 
     def __init__(self, states: Float[Tensor, "batch keys embed_dim"], *, keep: bool = False) -> None:
@@ -193,6 +207,12 @@ class CrossAttention(nn.Module):
     """Compute W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
 
     It has no positions and no inner norm, as in torchscale's decoder.
+
+    Examples:
+        >>> from dilated_attention.nn import CrossAttention, Source
+        >>> layer = CrossAttention(32, num_heads=4, num_kv_heads=4)
+        >>> layer(torch.randn(1, 6, 32), Source(torch.randn(1, 10, 32))).shape  # 6 tokens read 10 states
+        torch.Size([1, 6, 32])
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
@@ -275,6 +295,13 @@ class TransformerBlock(nn.Module):
         dropout: dropout, in training, of what is added to x.
         attention_dropout: dropout, in training, of the attention probabilities.
         cross_attention: include C.
+
+    Examples:
+        >>> from dilated_attention import Window
+        >>> from dilated_attention.nn import Rotary, TransformerBlock
+        >>> block = TransformerBlock(32, num_heads=4, num_kv_heads=4, mlp_dim=64, pattern=Window(7))
+        >>> block(torch.randn(1, 16, 32), Rotary(head_dim=8).tables(torch.arange(16)), is_causal=True).shape
+        torch.Size([1, 16, 32])
     """
 
     def __init__(

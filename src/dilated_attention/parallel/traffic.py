@@ -39,6 +39,13 @@ class ExchangePlan:
         backward_bytes_sent, backward_bytes_received: bytes of the backward, which returns partial gradients in float32
             at least.
         saved_bytes: bytes kept from forward to backward.
+
+    Examples:
+        >>> from dilated_attention import Dilated
+        >>> from dilated_attention.parallel import exchange_plan
+        >>> plan = exchange_plan(Dilated([1024], [1]), 8192, num_heads=4, world_size=8, rank=0)
+        >>> plan.bytes_sent, plan.bytes_received  # each segment lies in one shard
+        (0, 0)
     """
 
     transport: str
@@ -259,6 +266,15 @@ def exchange_plan(
         num_heads: heads of q.
         num_kv_heads: heads of k and v; default: num_heads.
         bounds: shard edges; default: the balanced ones that `sequence_range` gives.
+
+    Examples:
+        >>> from dilated_attention import Window
+        >>> from dilated_attention.parallel import exchange_plan
+        >>> plan = exchange_plan(Window(1023), 2**20, num_heads=16, world_size=8, rank=3, is_causal=True)
+        >>> plan.shard
+        (393216, 524288)
+        >>> plan.rows_received  # the last 1,023 tokens of the rank before, for each of 16 heads
+        16368
     """
     seq_len, num_heads = checks.integer("seq_len", seq_len, 0), checks.positive("num_heads", num_heads)
     world_size = checks.positive("world_size", world_size)

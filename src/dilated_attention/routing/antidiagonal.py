@@ -43,6 +43,14 @@ def antidiagonal_blocks(
 
     When causal, the pieces x are those of the q_block queries that end at the block's first one, and the shares serve
     as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
+
+    Examples:
+        >>> from dilated_attention.routing import antidiagonal_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = antidiagonal_blocks(q, k, density=0.5, stride=4, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     stride = checks.positive("stride", stride)

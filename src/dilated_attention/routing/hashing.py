@@ -49,6 +49,14 @@ def lsh_blocks(
 
     When causal, the q_block queries that end at block i's first one are hashed in its place, and the centres are means
     so far; pairs that the block's later queries would form are then not looked for.
+
+    Examples:
+        >>> from dilated_attention.routing import lsh_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = lsh_blocks(q, k, density=0.5, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)

@@ -36,6 +36,13 @@ class Indexer(nn.Module):
 
     Args:
         num_heads, head_dim: of the indexer, small.
+
+    Examples:
+        >>> from dilated_attention.routing import Indexer
+        >>> indexer = Indexer(embed_dim=32, num_heads=2, head_dim=8, top_k=4)
+        >>> layout = indexer(torch.randn(1, 6, 32))
+        >>> layout.seen[0, 0]  # the number of keys that each token sees
+        tensor([1, 2, 3, 4, 4, 4])
     """
 
     def __init__(

@@ -27,6 +27,14 @@ class LearnedRouter(nn.Module):
     its scores: as temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in the
     router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss on its output trains
     the router. It forms the whole score matrix, so it is meant for training at moderate lengths.
+
+    Examples:
+        >>> from dilated_attention.routing import LearnedRouter
+        >>> q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+        >>> router = LearnedRouter(num_heads=2, head_dim=8, density=0.5, block_size=16)
+        >>> router.relaxed_attention(q, k, v).square().mean().backward()  # any loss trains the router
+        >>> router(q, k).density
+        0.5
     """
 
     def __init__(

@@ -42,6 +42,14 @@ def vertical_slash(
     When causal, the softmax is over the keys up to the query, and the means for block i are over the blocks up to i,
     each weighing `KEPT` times as much as the next. The paper uses the prompt's last queries for all rows, so that its
     lists look ahead. Everything else is as in `topk_blocks`.
+
+    Examples:
+        >>> from dilated_attention.routing import vertical_slash
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = vertical_slash(q, k, density=0.5, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     budget = grid.budget(density)

@@ -47,6 +47,14 @@ def page_bounds(
         page_size: divides the size of a key block.
 
     All else as in `topk_blocks`.
+
+    Examples:
+        >>> from dilated_attention.routing import page_bounds
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = page_bounds(q, k, density=0.5, page_size=8, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     page_size = checks.positive("page_size", page_size)
@@ -65,6 +73,19 @@ class PageBounds:
 
     Attributes:
         seq_len: tokens so far.
+
+    Examples:
+        >>> from dilated_attention.decoding import listed_attention
+        >>> from dilated_attention.routing import PageBounds
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> pages = PageBounds(page_size=16)
+        >>> pages.append(k)
+        >>> chosen = pages.best(q[:, -1:], number=2)  # page 1, and the newest token's own
+        >>> sorted(chosen.flatten().tolist())
+        [1, 3]
+        >>> listed_attention(q[:, -1:], k, k, chosen[:, :, None], block_size=16).shape
+        torch.Size([1, 1, 1, 8])
     """
 
     def __init__(self, page_size: int = 16) -> None:

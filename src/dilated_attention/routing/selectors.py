@@ -53,6 +53,14 @@ def topk_blocks(
     Every row has max(floor, round(density * n)) blocks, or all that it can see; the diagonal counts among them and
     comes first. When causal, a partial last query block chooses as many blocks before the diagonal as if it were whole.
     `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
+
+    Examples:
+        >>> from dilated_attention.routing import topk_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = topk_blocks(q, k, density=0.5, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     return largest_shares(q, k, density, grid, sample=pooled(q, k, grid), group=per_kv_head)
@@ -88,6 +96,14 @@ def topp_blocks(
     """The fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0, 1].
 
     When causal, the shares are of the softmax over the blocks before the diagonal, and the diagonal comes on top.
+
+    Examples:
+        >>> from dilated_attention.routing import topp_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = topp_blocks(q, k, mass=0.9, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     check_share("mass", mass)
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
@@ -135,6 +151,14 @@ def hierarchical_blocks(
     How many regions a query region looks into follows the length of the whole sequence. So when causal, what is chosen
     for given tokens never depends on the values of later ones, but on how many there are: a prefix alone may get
     another choice.
+
+    Examples:
+        >>> from dilated_attention.routing import hierarchical_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = hierarchical_blocks(q, k, density=0.5, region=2, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
     """
     region = checks.positive("region", region)
     if not breadth >= 1:
@@ -180,6 +204,11 @@ def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float =
     """min(1, (dense_until / seq_len) ** exponent): dense at first, then ∝ seq_len ** (1 - exponent) keys per query.
 
     An exponent of 1 keeps the number of keys per query constant, an exponent of 0 the density.
+
+    Examples:
+        >>> from dilated_attention.routing import density_schedule
+        >>> [density_schedule(n) for n in (1024, 4096, 16384, 65536)]
+        [1.0, 1.0, 0.5, 0.25]
     """
     seq_len, dense_until = checks.positive("seq_len", seq_len), checks.positive("dense_until", dense_until)
     if not 0 <= exponent <= 1:
