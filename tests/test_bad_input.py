@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import BackendError, BlockLayout, Dilated, attention, dilated_attention
+from dilated_attention import BackendError, BlockLayout, Dilated, Window, attention, dilated_attention
 from dilated_attention.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -42,7 +43,7 @@ BAD = {
         {"k": tensor(dtype=torch.float64)},
         ["k", "torch.float64", "q", "torch.float32", "one floating dtype"],
     ),
-    "integer tensors": ({x: tensor(dtype=torch.int64) for x in "qkv"}, ["q", "torch.int64", "floating dtype"]),
+    "integer tensors": ({x: tensor(dtype=torch.int64) for x in "qkv"}, ["q must", "torch.int64", "q.float()"]),
     "complex tensors": ({x: tensor(dtype=torch.complex64) for x in "qkv"}, ["q", "torch.complex64", "floating dtype"]),
     "eight bits": ({x: tensor().to(torch.float8_e5m2) for x in "qkv"}, ["torch.float8_e5m2", "float32"]),
     "a sparse k": ({"k": tensor().to_sparse()}, ["k", "torch.sparse_coo", "dense", "k.to_dense()"]),
@@ -59,6 +60,7 @@ BAD = {
     "segment '4'": ({"segment_lengths": ["4", 8]}, ["segment_lengths", "'4'", "positive integers"]),
     "a string of segments": ({"segment_lengths": "48"}, ["segment_lengths", "positive integers"]),
     "one segment": ({"segment_lengths": 4}, ["segment_lengths", "4", "positive integers"]),
+    "rate 2**31": ({"dilation_rates": [1, 2**31]}, ["dilation_rates", "2**31", str(2**31)]),
     "segment 2**63": ({"segment_lengths": [4, 2**63]}, ["segment_lengths", "2**63", str(2**63)]),
     "no segments": ({"segment_lengths": None}, ["segment_lengths", "None", "positive integers"]),
     "rate 0": ({"dilation_rates": [1, 0]}, ["dilation_rates", "0", "[1, 0]", "positive integers"]),
@@ -177,6 +179,36 @@ def arguments(**changes) -> dict:
 def test_bad_argument(name, backend):
     changes, words = BAD[name]
     refused(arguments(**{"backend": backend} | changes), words)
+
+
+@pytest.mark.parametrize("name", ["before", "after", "rate", "leading"])
+def test_a_window_of_no_sequence(name):
+    for value in (-1, 2**63, 1.5):
+        with pytest.raises(ValueError, match=name):
+            Window(**{"before": 3, name: value})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    q = torch.nested.nested_tensor([tensor(4, 2, 8), tensor(5, 2, 8)], layout=layout)
+    with pytest.raises(ValueError, match=r"q must be a dense tensor.*to_padded_tensor\(q, 0.0\)"):
+        attention(q, q, q, Window(3))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: BlockLayout.hierarchical(100, 3), ["levels", "3", "(stride, window)"]),
+        (lambda: BlockLayout.stack([1]), ["layouts", "[1]", "BlockLayout"]),
+        (lambda: BlockLayout.local(100, 5, 8).select(heads=[3]), ["heads", "[3]", "[0, 1)"]),
+        (lambda: BlockLayout.local(100, 5, 8).select(batch=[-2]), ["batch", "[-2]", "[0, 1)"]),
+        (lambda: BlockLayout.local(100, 5, 8).to(torch.float16), ["device", "torch.float16"]),
+    ],
+)
+def test_bad_layouts(build, words):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        build()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from dilated_attention import Dilated, attention, block_sparse_attention
 from dilated_attention.kernels.cpu import lists as compiled
-from dilated_attention.layout import BlockLayout, builders
+from dilated_attention.layout import BlockLayout, builders, conversions
 from dilated_attention.layout.spans import BlockGrid
 
 matplotlib.use("Agg")
@@ -301,6 +301,19 @@ def test_block_mask_round_trip(drawn, causal):
             assert bool(side[(*lead.T, at)].all())
             side = side.index_put((*lead.T, at), torch.tensor(False))
         assert not bool(side.any())
+
+
+def test_tools_of_block_masks(monkeypatch):
+    """Printing, slicing and `to_dense` read the number of columns off the width of the lists."""
+    layout = BlockLayout.random(40, 0.3, 0, 8)
+    mask = layout.to_block_mask()
+    assert torch.equal(mask.to_dense().bool(), layout.dense_blocks())
+    assert "BlockMask" in str(mask)
+    assert mask[:, :, :1].kv_num_blocks.shape == (1, 1, 1)
+    monkeypatch.setattr(conversions, "WIDE_LISTS", 0)
+    narrow = layout.to_block_mask()
+    assert narrow.kv_indices.shape[-1] < 5
+    assert BlockLayout.from_block_mask(narrow) == layout
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

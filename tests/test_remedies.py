@@ -362,6 +362,28 @@ def _(told):
     same(attention(q, k, v, PATTERN), oracle(q, k, v))
 
 
+@remedy("must have a floating dtype; got {}: give {}.float()")
+def _(told):
+    q, k, v = (x.round().long() for x in tensors())
+    with told():
+        attention(q, k, v, PATTERN)
+    q, k, v = (x.float() for x in (q, k, v))
+    same(attention(q, k, v, PATTERN), oracle(q, k, v))
+
+
+@remedy("got a nested one: give torch.nested.to_padded_tensor({}, 0.0) and lengths=")
+def _(told):
+    parts = [tensors(n) for n in (40, 64)]
+    nested = [
+        torch.nested.nested_tensor([x[0] for x in part], layout=torch.jagged) for part in zip(*parts, strict=True)
+    ]
+    with told():
+        attention(*nested, PATTERN)
+    out = attention(*(torch.nested.to_padded_tensor(x, 0.0) for x in nested), PATTERN, lengths=[40, 64])
+    for i, part in enumerate(parts):
+        same(out[i : i + 1, : part[0].shape[1]], oracle(*part))
+
+
 @remedy("got layout {}: give {}.to_dense()")
 def _(told):
     q, k, v = tensors()
@@ -647,6 +669,14 @@ def _(told):
     q, k, v = tensors()
     layout = BlockLayout.from_mask(mask, block_size=4)
     same(attention(q, k, v, layout.causal()), oracle(q, k, v, layout, is_causal=True))
+
+
+@remedy("give torch.as_tensor(mask)")
+def _(told):
+    mask = np.eye(4, dtype=bool)
+    with told():
+        BlockLayout.from_mask(mask, 64, 16)
+    assert torch.equal(BlockLayout.from_mask(torch.as_tensor(mask), 64, 16).dense_blocks()[0, 0], torch.eye(4).bool())
 
 
 @remedy("use mask > threshold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import warnings
@@ -639,3 +640,23 @@ def test_transports_of_windows():
     first = exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto")
     assert (first.transport, first.rows_received, first.rounds) == ("ring", 3 * 60, 15)
     assert exchange_plan(Window(5, leading=2), 64, 3, 16, 0, transport="auto", is_causal=True).transport == "exchange"
+
+
+@pytest.mark.parametrize(
+    "pattern", [Dilated((16,), (1,)), Window(3), Window(2**62, 2**62), Window(3, rate=2**30)], ids=str
+)
+@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
+def test_no_keys_yet(pattern, backend):
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 0, 2, 8)
+    out, lse = attention(q, k, k, pattern, q_start=0, backend=backend, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, torch.full((1, 2, 5), -math.inf))
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
+def test_numbers_beyond_any_sequence(backend):
+    q, k, v = (torch.randn(1, 40, 2, 8, dtype=torch.float64) for _ in range(3))
+    far = attention(q, k, v, Window(2**62, rate=2**30), backend=backend)
+    assert torch.equal(far, v)
+    whole = attention(q, k, v, Window(2**62), backend=backend)
+    assert torch.allclose(whole, attention(q, k, v, Dilated((40,), (1,)), backend="reference"), atol=1e-12)

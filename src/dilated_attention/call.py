@@ -207,7 +207,8 @@ class Call:
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device, with this many queries and, by default, as many keys."""
         rows, columns = (
-            (start, start + count) for start, count in zip(self.starts, (queries, keys or queries), strict=True)
+            (start, start + count)
+            for start, count in zip(self.starts, (queries, queries if keys is None else keys), strict=True)
         )
         return plan_of(self.branches, rows, columns, self.is_causal)
 

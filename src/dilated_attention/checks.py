@@ -56,6 +56,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.is_nested:
+            raise ValueError(
+                f"{name} must be a dense tensor; got a nested one: give torch.nested.to_padded_tensor({name}, 0.0) "
+                "and lengths="
+            )
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seq, heads, head_dim); got shape {tuple(x.shape)}"
@@ -66,7 +71,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if x.layout is not torch.strided:
             raise ValueError(f"{name} must be a dense tensor; got layout {x.layout}: give {name}.to_dense()")
-        if x.dtype != q.dtype or not x.is_floating_point():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must have a floating dtype; got {x.dtype}: give {name}.float()")
+        if x.dtype != q.dtype:
             raise ValueError(f"q, k and v must share one floating dtype; got {name} {x.dtype} and q {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")

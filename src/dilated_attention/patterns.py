@@ -30,12 +30,15 @@ LayoutOfLength = Callable[[int], BlockLayout]
 Offsets = Literal["head", "head_block"] | Sequence[Sequence[int]]
 
 
-def _of_branches(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    found = checks.integers(name, values, "positive integers, one per branch", 1)
-    for value in found:
-        if value >= 2**63:
-            raise ValueError(f"{name} must be below 2**63, more than any sequence; got {value!r}")
-    return found
+def _below(bits: int, name: str, *values: int) -> tuple[int, ...]:
+    for value in values:
+        if value >= 2**bits:
+            raise ValueError(f"{name} must be below 2**{bits}, more than any sequence needs; got {value!r}")
+    return values
+
+
+def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]:
+    return _below(bits, name, *checks.integers(name, values, "positive integers, one per branch", 1))
 
 
 class _Branched:
@@ -146,11 +149,13 @@ class Window(_Branched):
     leading: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "before", checks.integer("before", self.before, 0))
-        after = self.before if self.after is None else checks.integer("after", self.after, 0)
-        object.__setattr__(self, "after", after)
-        object.__setattr__(self, "rate", checks.positive("rate", self.rate))
-        object.__setattr__(self, "leading", checks.integer("leading", self.leading, 0))
+        after = self.before if self.after is None else self.after
+        for name, value, least, bits in (
+            ("before", self.before, 0, 63), ("after", after, 0, 63), ("rate", self.rate, 1, 31),
+            ("leading", self.leading, 0, 63),
+        ):  # fmt: skip
+            (value,) = _below(bits, name, checks.integer(name, value, least))
+            object.__setattr__(self, name, value)
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         num_heads = checks.positive("num_heads", num_heads)
@@ -209,8 +214,8 @@ class Dilated(_Branched):
     compat: str | None = None
 
     def __post_init__(self) -> None:
-        segments = _of_branches("segment_lengths", self.segment_lengths)
-        rates = _of_branches("dilation_rates", self.dilation_rates)
+        segments = _of_branches(63, "segment_lengths", self.segment_lengths)
+        rates = _of_branches(31, "dilation_rates", self.dilation_rates)
         if not segments:
             raise ValueError("segment_lengths is empty; give at least one branch, such as segment_lengths=[2048]")
         if len(segments) != len(rates):

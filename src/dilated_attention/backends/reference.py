@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dilated_attention.backends.dropout import Dropout, survives
 from dilated_attention.backends.facts import Facts
-from dilated_attention.plan import ALL
+from dilated_attention.plan import ALL, WHOLE
 
 MAX_BYTES = 2 * 1024**3  # of a count matrix
 
@@ -76,9 +76,9 @@ def count_matrix(
         shown = segment[:, None] == key[None, :] // w
         low, high = bands[b] if bands else (None, None)
         if low is not None:
-            shown &= distance >= low * r
+            shown &= distance >= max(low * r, -WHOLE)
         if high is not None:
-            shown &= distance <= high * r
+            shown &= distance <= min(high * r, WHOLE)
         for h, offset in enumerate(offsets):
             if offset == ALL:
                 own = shown & (distance % r == 0)

@@ -229,7 +229,7 @@ def dilate(
         part.config.dilated_attention = {
             "segment_lengths": list(pattern.segment_lengths),
             "dilation_rates": list(pattern.dilation_rates),
-            "offsets": offsets if isinstance(offsets, str) else [list(row) for row in offsets],
+            "offsets": pattern.offsets if isinstance(pattern.offsets, str) else [list(row) for row in pattern.offsets],
             "head_groups": head_groups,
             "backend": backend,
             "layers": layers,
@@ -704,15 +704,14 @@ def _attend_own(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
 ) -> Tensor:
     """Compute a model's own attention, over the blocks that `sparsify` asks for, if it does."""
-    shown, chosen = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None)
-    words = [describe(shown), *([f"softcap {options['softcap']}"] if options["softcap"] else ())]
+    shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
         out = attend(shown, q, k, v, **options)
     else:
         out, held = chosen.attend(shown, q, k, v, **options)
-        words.append(held)
     if not torch.compiler.is_compiling():
-        _REPORTED[module] = ", ".join(words)
+        cap = f"softcap {options['softcap']}" if options["softcap"] else ""
+        _REPORTED[module] = ", ".join(filter(None, (describe(shown), cap, held)))
     return out
 
 

@@ -104,9 +104,9 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
-    if not len(levels):
+    if hasattr(levels, "__len__") and not len(levels):
         raise ValueError("levels must hold at least one (stride, window), got none")
-    if not all(hasattr(level, "__len__") and len(level) == 2 for level in levels):
+    if not (hasattr(levels, "__len__") and all(hasattr(level, "__len__") and len(level) == 2 for level in levels)):
         raise ValueError(f"levels must be pairs (stride, window), got {levels!r}")
     sizes = []
     for stride, window in levels:

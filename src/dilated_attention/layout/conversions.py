@@ -13,6 +13,7 @@ from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pa
 from dilated_attention.torch_internals import mapped_indices
 
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
+WIDE_LISTS = 2**22  # entries of a BlockMask's lists that may be mostly zeros
 
 
 def _few(x: Tensor) -> str:
@@ -44,8 +45,10 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
 
 def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be a boolean tensor (True: the block is active), got {kind}; use mask > threshold")
+        kind, remedy = type(mask).__name__, "give torch.as_tensor(mask)"
+        if isinstance(mask, Tensor):
+            kind, remedy = str(mask.dtype), "use mask > threshold"
+        raise ValueError(f"mask must be a boolean tensor (True: the block is active), got {kind}; {remedy}")
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"mask must be ([batch,] [heads,] query blocks, key blocks), got shape {tuple(mask.shape)}")
     if seq_len is None:
@@ -187,19 +190,24 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
     key_row = row // grid.rows * grid.columns + indices
     lists = []
     for keep in (cut, ~cut):
-        lists.append(_rectangle(row[keep], indices[keep], (*lead, grid.rows)))
+        lists.append(_rectangle(row[keep], indices[keep], (*lead, grid.rows), grid.columns))
         order = key_row[keep].argsort(stable=True)
-        lists.append(_rectangle(key_row[keep][order], query[keep][order], (*lead, grid.columns)))
+        lists.append(_rectangle(key_row[keep][order], query[keep][order], (*lead, grid.columns), grid.rows))
     (kv, q), (full_kv, full_q) = lists[:2], lists[2:]
     sees = _sees(grid, indptr, indices, steps=int(counts.max()).bit_length())
     size = grid.q_block, grid.k_block
     return BlockMask((end, end), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=size, mask_mod=sees)
 
 
-def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return lists sorted by row as int32 (counts, entries), as wide as the longest list and filled up with zeros."""
+def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) -> tuple[Tensor, Tensor]:
+    """Return lists sorted by row as int32 (counts, entries), filled up with zeros.
+
+    Lists are `width` entries long, as BlockMask's own tools need, or as long as the longest where that is too much.
+    """
     counts = torch.bincount(row, minlength=math.prod(shape))
-    entries = torch.zeros(counts.numel(), max(1, int(counts.max())), dtype=torch.int32, device=row.device)
+    if counts.numel() * width > WIDE_LISTS:
+        width = int(counts.max())
+    entries = torch.zeros(counts.numel(), max(1, width), dtype=torch.int32, device=row.device)
     entries[row, torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]] = column.int()
     return counts.int().view(shape), entries.view(*shape, -1)
 

@@ -313,7 +313,9 @@ class BlockLayout:
             over: `"batch"` or `"heads"`.
             seq_len: the length of a padded batch; default: the longest layout's length.
         """
-        layouts = list(layouts)
+        layouts = [layouts] if isinstance(layouts, BlockLayout) else list(layouts)
+        if not all(isinstance(x, BlockLayout) for x in layouts):
+            raise ValueError(f"layouts must hold one BlockLayout per sample or head; got {layouts!r}")
         if not layouts:
             raise ValueError("layouts is empty; give one layout per sample or head")
         if over not in ("batch", "heads"):
@@ -513,6 +515,8 @@ class BlockLayout:
 
     def to(self, device: torch.device | str) -> BlockLayout:
         """Return this layout with its tables on `device`. A call does this itself, and `plan_cache` keeps the copy."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"device must be a device; got {device}: a layout has no dtype")
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
@@ -523,8 +527,8 @@ class BlockLayout:
         self._require_unchanged()
         if batch is heads is None:
             return self
-        indptr = self.indptr[slice(None) if batch is None else list(batch)]
-        indptr = indptr[:, slice(None) if heads is None else list(heads)]
+        indptr = self.indptr[_chosen("batch", batch, self.batch_size)]
+        indptr = indptr[:, _chosen("heads", heads, self.num_heads)]
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
             return self
         counts = indptr.diff(dim=-1).flatten()
@@ -673,6 +677,9 @@ class BlockLayout:
     def to_block_mask(self) -> BlockMask:
         """Return a FlexAttention `BlockMask`. A dense mask is never formed: the memory is O(rows * widest row).
 
+        Up to 4 million pairs of blocks its lists are as wide as PyTorch makes them, which printing, slicing and
+        `to_dense` of a `BlockMask` need.
+
         Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
         """
@@ -736,6 +743,15 @@ class BlockLayout:
             raise ValueError(f"layouts must agree in batch_size and num_heads, or have 1, got {self} and {other}")
         lead = (max(self.batch_size, other.batch_size), max(self.num_heads, other.num_heads))
         return sort_keys(torch.cat([self._keys(lead), other._keys(lead)]), "stable"), lead
+
+
+def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | slice:
+    if wanted is None:
+        return slice(None)
+    chosen = checks.integers(name, wanted)
+    if not all(-count <= i < count for i in chosen):
+        raise ValueError(f"{name} must lie in [0, {count}), the layout's own; got {list(chosen)}")
+    return list(chosen)
 
 
 def _named(table: Tensor) -> Tensor:
