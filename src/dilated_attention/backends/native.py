@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,7 +18,7 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Scores, bias_of
+from dilated_attention.backends.fused import Merged, Scores, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
@@ -312,15 +311,6 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
-class _Merged(NamedTuple):
-    """Hold the inputs of a backward: the merged out and lse, and their gradients."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    out: Tensor
-    lse: Tensor
-
-
 class _Whole:
     """Hold a problem and its tensors; each tile computes a part of it."""
 
@@ -368,11 +358,10 @@ class _Whole:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
 
-    def differentiate(self, merged: _Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+    def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a tile."""
-        dout, q, out, lse = (tile.queries(x, group.queries) for x in (merged.dout, self.q, merged.out, merged.lse))
-        dlse = None if merged.dlse is None else tile.queries(merged.dlse, group.queries)
-        views = dout, dlse, q, tile.keys(self.k, group.keys), tile.keys(self.v, group.keys), out, lse
+        part = merged.views(lambda x: tile.queries(x, group.queries))
+        views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
             return blocks.backward(tile.layout(layouts, group), scores, *views)
@@ -445,7 +434,7 @@ def backward(
         dlse = dlse.masked_fill(empty, 0.0)
 
     whole, plan = _Whole(problem, operators, q, k, v), problem.plan
-    merged = _Merged(_dense_rows(dout), dlse, out, lse)
+    merged = Merged(_dense_rows(dout), dlse, out, lse)
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
