@@ -176,7 +176,7 @@ def test_random_calls(call, dtype, number):
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         patches.enter_context(mock.patch.object(flash, "Facts", on_a_gpu))
         there = replace(
-            BACKENDS["flash"], refusal=lambda facts: flash.refusal(replace(facts, device=torch.device("cuda")))
+            BACKENDS["flash"], refusal=lambda facts: flash.refusal(facts._replace(device=torch.device("cuda")))
         )
         patches.enter_context(mock.patch.dict(BACKENDS, {"flash": there}))
         test_properties.check(call, dtype, "flash")
