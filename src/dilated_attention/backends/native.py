@@ -107,11 +107,15 @@ class _Tile:
 
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
         """Cut into `pieces` tiles or more, each of at most `most` problems times heads."""
+        problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
+        if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
+            yield self
+            return
         # A folded batch and segment can only be cut by batch.
         axes = [self.batch, self.segment, self.residue]
         axis = 0 if len(self.batch) > 1 else 1 if len(self.segment) > 1 else 2
-        length, heads = len(axes[axis]), len(self.q_heads)
-        per_step = len(self.batch) * len(self.segment) * len(self.residue) // length
+        length = len(axes[axis])
+        per_step = problems // length
         fit = max(1, min(_MOST_PROBLEMS, most // heads) // per_step)
         splits = min(max(pieces, -(-length // fit)), length)
         fit = most // (-(-length // splits) * per_step)
