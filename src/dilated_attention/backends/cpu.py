@@ -152,15 +152,9 @@ def has_amx() -> bool:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a problem.
+    """Return out and lse of a problem, float32; arguments and results are those of `native.forward`.
 
-    Args:
-        q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
-
-    Returns:
-        out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
-        that see nothing.
+    `state`: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
     """
     out, lse = state or tiles.outputs(q, problem.plan)
     arguments = _Arguments(problem, q, k, v)
@@ -171,25 +165,14 @@ def forward(
 
 
 def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk, dv of a problem from the merged out and lse; `state`, running sums, is float32.
 
     A launch uses one kernel of five products for all three gradients if there are enough independent jobs for all
     threads: tiles of keys that share queries form one job. Otherwise one kernel of four products computes dk and dv and
     one of three computes dq.
-
-    Args:
-        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
-        state: running (dq, dk, dv), float32, contiguous, added to in place.
     """
     arguments, plan = _Arguments(problem, q, k, v), problem.plan
     together = launches(problem, q, "keys", owned=True)
@@ -329,9 +312,8 @@ class _Arguments:
         self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())
         if (dropout := problem.dropout) is not None:
             self.set(query_words=dropout.queries.contiguous(), key_words=dropout.keys)
-            self.call.kwn = dropout.keys.stride(0)
-            self.call.kwh = dropout.keys.stride(1) if dropout.keys.shape[1] > 1 else 0
-            self.call.threshold, self.call.keep_scale = dropout.threshold, 1 / (1 - dropout.probability)
+            self.call.kwn, self.call.kwh = dropout.key_strides
+            self.call.threshold, self.call.keep_scale = dropout.threshold, dropout.factor
 
     def set(self, **values: Tensor | int | None) -> None:
         """Set arguments by name; for q, k, v and dout also the strides."""

@@ -156,7 +156,7 @@ class _Tile:
         if dropout is None:
             return None
         words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
-        return Pairs(dropout.threshold, 1 / (1 - dropout.probability), *words)
+        return Pairs(dropout.threshold, dropout.factor, *words)
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
