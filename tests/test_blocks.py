@@ -30,7 +30,7 @@ from dilated_attention import (
     explain,
     plan_cache,
 )
-from dilated_attention.backends import blocks
+from dilated_attention.backends import block_groups, blocks
 from test_properties import DROPOUT, FULL_PRECISION, HALF_PRECISION, LAYOUTS, SCALES, arrange
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
@@ -199,7 +199,7 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
         cu_seqlens = (0, *sorted(draw(st.lists(st.sampled_from(range(seq_len + 1)), max_size=4))), seq_len)
     if "mask" in kind:
         padding = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-    constants = {"_LONG_ROWS": [(96, 32), blocks._LONG_ROWS], "_VIEW_BLOCKS": [3, blocks._VIEW_BLOCKS]}
+    constants = {"_LONG_ROWS": [(96, 32), block_groups._LONG_ROWS], "_VIEW_BLOCKS": [3, block_groups._VIEW_BLOCKS]}
     constants |= {"_CHUNK_BYTES": [20_000, blocks._CHUNK_BYTES], "_FOLD_TOKENS": [0, blocks._FOLD_TOKENS]}
     return Call(
         builder=draw(st.sampled_from(BUILDERS)),
@@ -236,7 +236,9 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     pattern, inputs = call.pattern(), call.inputs(dtype)
     with ExitStack() as patches:
         for name, value in call.constants:
-            patches.enter_context(mock.patch.object(blocks, name, value))
+            patches.enter_context(
+                mock.patch.object(block_groups if hasattr(block_groups, name) else blocks, name, value)
+            )
         errors = excesses(
             run,
             inputs,
@@ -268,9 +270,9 @@ def test_layouts_in_float32(call):
 @pytest.mark.parametrize("block_size", [(16, 16), (16, 32)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is_causal, monkeypatch):
-    monkeypatch.setattr(blocks, "_LONG_ROWS", (96, 64))
+    monkeypatch.setattr(block_groups, "_LONG_ROWS", (96, 64))
     layout = BlockLayout.dilated(1600, (4,), 24, block_size, is_causal=is_causal)
-    assert any(x.queries >= 64 and x.keys >= 48 for x in blocks.calls(layout))
+    assert any(x.queries >= 64 and x.keys >= 48 for x in block_groups.calls_of(layout))
     q, k, v = torch.randn(3, 1, 1600, 4, 8, dtype=torch.float64).requires_grad_()
     out = {name: block_sparse_attention(q, k, v, layout, backend=name) for name in ("native", "reference")}
     torch.testing.assert_close(out["native"], out["reference"], rtol=0, atol=1e-12)

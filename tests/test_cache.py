@@ -183,8 +183,7 @@ def test_what_is_kept_is_made_outside_of_a_graph_s_warm_up(monkeypatch):
 
 def one_head(layout):
     (group,) = plan_dilated((16,), (1,), ((0, 0),), 16).groups
-    tile = native._Tile(batch=0, batches=1, segment=0, segments=1, residue=0, residues=1, q_head=1, q_step=1, q_shift=0,
-                        k_head=1, k_step=1, heads=1)  # fmt: skip
+    tile = native._Tile(range(1), range(1), range(1), range(1, 2), range(1, 2), 0)
     return tile.layout({16: layout}, group)
 
 

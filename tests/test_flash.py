@@ -18,7 +18,7 @@ from conformance import excesses, problem, random_calls
 from dilated_attention import BackendError, BlockLayout, block_sparse_attention, dilated_attention, operators
 from dilated_attention.backends import flash, native
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Scores
+from dilated_attention.backends.fused import Merged, Scores
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call
@@ -176,7 +176,7 @@ def test_random_calls(call, dtype, number):
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         patches.enter_context(mock.patch.object(flash, "Facts", on_a_gpu))
         there = replace(
-            BACKENDS["flash"], refusal=lambda facts: flash.refusal(replace(facts, device=torch.device("cuda")))
+            BACKENDS["flash"], refusal=lambda facts: flash.refusal(facts._replace(device=torch.device("cuda")))
         )
         patches.enter_context(mock.patch.dict(BACKENDS, {"flash": there}))
         test_properties.check(call, dtype, "flash")
@@ -195,7 +195,7 @@ def test_backward_is_deterministic_where_pytorch_is_told_so(installed, monkeypat
     q, lse = torch.randn(1, 2, 16, 16).half(), torch.zeros(1, 2, 16)
     for enabled in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
-        flash.backward(Scores(False, 0.25), q, None, q, q, q, q, lse)
+        flash.backward(Scores(False, 0.25), Merged(q, None, q, lse), q, q, q)
     assert asked == [False, True]
 
 

@@ -120,7 +120,7 @@ def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
     scores = fused.Scores(is_causal=False, scale=0.1)
     fused.forward(scores, q, k, v)
     dense = torch.randn(2, 4, 40, 24).to(dtype)
-    fused.backward(scores, dout, None, q, dense, v, dense, torch.zeros(2, 4, 40))
+    fused.backward(scores, fused.Merged(dout, None, dense, torch.zeros(2, 4, 40)), q, dense, v)
     assert [len(tensors) for tensors in handed] == [3, 5]
     for x in (x for tensors in handed for x in tensors):
         assert x.stride(-1) == 1
@@ -221,6 +221,6 @@ def test_chunks_of_plain_products(is_causal, with_pairs, monkeypatch):
         monkeypatch.setattr(fused, "_CHUNK", chunk)
         out, lse = fused.forward(scores, q, k, v)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        found.append((out, lse, *fused.backward(scores, v, finite, q, k, v, out, finite)))
+        found.append((out, lse, *fused.backward(scores, fused.Merged(v, finite, out, finite), q, k, v)))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-13)

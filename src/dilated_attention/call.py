@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.mesh import Mesh, check_transport, context_group
+from dilated_attention.mesh import check_transport, context_group
 from dilated_attention.patterns import (
     Dilated,
     LayoutOfLength,
@@ -34,6 +34,9 @@ from dilated_attention.patterns import (
 )
 from dilated_attention.plan import Branches, Plan, plan_of, row_counts
 from dilated_attention.torch_internals import is_mapped, is_symbol
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Pattern = Dilated | Window | BlockLayout | Product | Sum
 
@@ -57,6 +60,13 @@ class Options(TypedDict, total=False):
     q_start: int | None
     k_start: int | None
     softcap: float | None
+
+
+_DEFAULTS: Options = {
+    "is_causal": False, "scale": None, "dropout_p": 0.0, "sinks": None, "lengths": None, "cu_seqlens": None,
+    "key_padding_mask": None, "backend": "auto", "mesh": None, "seq_len": None, "head_offset": None,
+    "transport": "auto", "layer": "", "q_start": None, "k_start": None, "softcap": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,82 +122,45 @@ class Call:
     layout_function: str = ""
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        sinks: Tensor | None = None,
-        lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        backend: str = "auto",
-        mesh: Mesh | None = None,
-        seq_len: int | None = None,
-        head_offset: int | None = None,
-        transport: str = "auto",
-        layer: str = "",
-        q_start: int | None = None,
-        k_start: int | None = None,
-        softcap: float | None = None,
-    ) -> Call:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
         """Check the arguments of `attention` and return them as a call.
 
         Raises ValueError, naming the argument, its value and what would be right.
         """
-        group = None if mesh is None else context_group(mesh)
+        options: Options = {**_DEFAULTS, **given}
+        if len(options) > len(_DEFAULTS):
+            raise TypeError(f"unknown options: {', '.join(sorted(given.keys() - _DEFAULTS.keys()))}")
+        group = None if options["mesh"] is None else context_group(options["mesh"])
         ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
-        placed = q_start is not None or k_start is not None
-        checks.tensors(q, k, v, placed)
-        seq_len = _sequence_length(q, seq_len, group, transport)
-        lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+        checks.tensors(q, k, v, placed(options))
+        seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
+        lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
+        options["lengths"], options["cu_seqlens"] = lengths, cu_seqlens
         if ranks is not None:
-            _check_over_ranks(pattern, key_padding_mask, dropout_p, lengths)
-        checks.mask(k, key_padding_mask)
-        checks.options(is_causal, scale, dropout_p)
-        checks.sinks(q, sinks)
+            _check_over_ranks(pattern, options)
+        _check_values(q, k, options)
+        head_offset = options["head_offset"]
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
         branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
-        first_query, first_key = (0 if x is None else x for x in (q_start, k_start))
-        starts = checks.integer("q_start", first_query, 0), checks.integer("k_start", first_key, 0)
-        if placed:
-            check_placed(pattern, mesh, cu_seqlens)
+        starts = starts_of(options)
+        if placed(options):
+            check_placed(pattern, options)
             if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has already split these
                 raise UnsupportedError(
                     "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
                 )
-        needs = {
-            "key_padding_mask": key_padding_mask is not None,
-            "dropout_p": dropout_p > 0,
-            "a block layout": isinstance(pattern, (BlockLayout, Product)),
-            "a window": bool(branches.bands),
-            "softcap": softcap is not None,
-        }
-        asked = tuple([name for name, needed in needs.items() if needed])
-        widest, sizes = max(q.shape[3], v.shape[3]), (_work(branches, q), ranks is not None, _keys(branches))
-        facts = Facts(q.device, q.dtype, widest, q.shape[1], asked, *sizes)
+        scale, softcap = options["scale"], options["softcap"]
         call = cls(
-            branches,
-            table.choose(backend, facts),
-            is_causal=is_causal,
-            scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-            lengths=lengths,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            dropout_p=float(dropout_p),
-            first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
-            starts=starts,
-            softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
-        )
+            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, ranks is not None)),
+            is_causal=options["is_causal"], scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+            lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=options["key_padding_mask"],
+            dropout_p=float(options["dropout_p"]), first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
+            starts=starts, softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
+        )  # fmt: skip
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
-            call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer))
+            call = call.over(Shards(ranks.group_name, (seq_len,), None, options["transport"], options["layer"]))
         return call
 
     @property
@@ -270,11 +243,17 @@ class Call:
         self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int, over_ranks: bool
     ) -> Call:
         """Return the same call with the layouts of its pattern, or with the name of the function that gives them."""
-        function = pattern.layout if isinstance(pattern, Product) else pattern
-        by_name = not over_ranks and self.backend.attend is None and is_symbol(seq_len)
-        if by_name and not isinstance(function, BlockLayout):
-            return replace(self, layout_function=function_name(function))
-        layouts = self._layouts(pattern, q, k, seq_len)
+        heads, kv_heads = q.shape[2], k.shape[2]
+        if isinstance(pattern, BlockLayout):
+            # Packed samples use the layout of their first tokens, whatever their common length.
+            length = seq_len if self.cu_seqlens is None else pattern.seq_len
+            pattern.check(self.sample_count(q), length, heads, kv_heads)
+            layouts: tuple[BlockLayout, ...] = (pattern,)
+        else:
+            by_name = not over_ranks and self.backend.attend is None and is_symbol(seq_len)
+            if by_name and not isinstance(pattern.layout, BlockLayout):
+                return replace(self, layout_function=function_name(pattern.layout))
+            layouts = self._inside(pattern.layout, heads, kv_heads, seq_len)
         if over_ranks:
             if self.cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
                 raise UnsupportedError(
@@ -282,17 +261,8 @@ class Call:
                     "support; make one call per sample, each with its layout"
                 )
             lists = torch.device("cpu") if q.device.type == "meta" else q.device
-            layouts = tuple([layout.for_heads(q.shape[2]).to(lists) for layout in layouts])
+            layouts = tuple([layout.for_heads(heads).to(lists) for layout in layouts])
         return replace(self, layouts=layouts)
-
-    def _layouts(self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int) -> tuple[BlockLayout, ...]:
-        heads, kv_heads = q.shape[2], k.shape[2]
-        if isinstance(pattern, BlockLayout):
-            # Packed samples use the layout of their first tokens, whatever their common length.
-            length = seq_len if self.cu_seqlens is None else pattern.seq_len
-            pattern.check(self.sample_count(q), length, heads, kv_heads)
-            return (pattern,)
-        return self._inside(pattern.layout, heads, kv_heads, seq_len)
 
     def _inside(
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
@@ -345,17 +315,19 @@ def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
+_LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
+
+
 def split_scale(scale: float) -> tuple[float, float]:
-    """(factor, rest) with scale = factor * rest: q is multiplied by factor, and backends are given rest.
+    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
 
     Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
     so rest is positive, not so small that it is 0 in single precision, and not so great that log2 e times it is
     infinite there.
     """
-    least, greatest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
-    if abs(scale) < least:
+    if abs(scale) < _LEAST_SCALE:
         return scale, 1.0
-    factor = math.copysign(1.0 if abs(scale) <= greatest else 2.0, scale)
+    factor = math.copysign(1.0 if abs(scale) <= _GREATEST_SCALE else 2.0, scale)
     return factor, scale / factor
 
 
@@ -376,31 +348,56 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     return seq_len
 
 
-def _check_over_ranks(
-    pattern: Pattern, key_padding_mask: Tensor | None, dropout_p: float, lengths: Tensor | None
-) -> None:
+def placed(options: Options) -> bool:
+    """Return whether positions are given, so that q and k may have different lengths."""
+    return options["q_start"] is not None or options["k_start"] is not None
+
+
+def starts_of(options: Options) -> tuple[int, int]:
+    """Return the positions of the first query and of the first key."""
+    q_start, k_start = options["q_start"], options["k_start"]
+    return (
+        0 if q_start is None else checks.integer("q_start", q_start, 0),
+        0 if k_start is None else checks.integer("k_start", k_start, 0),
+    )
+
+
+def _check_values(q: Tensor, k: Tensor, options: Options) -> None:
+    checks.mask(k, options["key_padding_mask"])
+    checks.boolean("is_causal", options["is_causal"])
+    checks.number("scale", options["scale"])
+    checks.probability("dropout_p", options["dropout_p"])
+    checks.sinks(q, options["sinks"])
+
+
+def _check_over_ranks(pattern: Pattern, options: Options) -> None:
     """Refuse what a mesh of several ranks does not support."""
     if isinstance(pattern, (BlockLayout, Product)):
-        for name, given, remedy in (
-            ("key_padding_mask", key_padding_mask is not None, "for padding after the tokens give lengths"),
-            ("dropout_p", dropout_p != 0, "train with dropout_p=0.0"),
-        ):
-            if given:
-                raise UnsupportedError(f"{name} with a mesh and a block layout is not supported; {remedy}")
-    if dropout_p and lengths is not None:
-        raise UnsupportedError("dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens")
+        _refuse(
+            "with a mesh and a block layout",
+            ("key_padding_mask", options["key_padding_mask"] is not None, "for padding after the tokens give lengths"),
+            ("dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"),
+        )
+    padded = options["dropout_p"] and options["lengths"] is not None
+    _refuse("with lengths over a mesh", ("dropout_p", padded, "pack the batch: cu_seqlens"))
 
 
-def check_placed(pattern: Pattern, mesh: Any, cu_seqlens: Any) -> None:
+def check_placed(pattern: Pattern, options: Options) -> None:
     """Raise if an option has no meaning together with q_start or k_start."""
-    for name, given, remedy in (
+    _refuse(
+        "with q_start or k_start",
         ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
-        ("mesh", mesh is not None, "leave q_start and k_start out: the shards say where tokens lie"),
-        ("cu_seqlens", cu_seqlens is not None, "make one call per sample"),
-    ):
+        ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
+        ("cu_seqlens", options["cu_seqlens"] is not None, "make one call per sample"),
+    )
+
+
+def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
+    """Raise for the first (name, whether it is given, remedy) that is given."""
+    for name, given, remedy in cases:
         if given:
-            raise UnsupportedError(f"{name} with q_start or k_start is not supported; {remedy}")
+            raise UnsupportedError(f"{name} {where} is not supported; {remedy}")
 
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
@@ -426,12 +423,25 @@ def layout_remedy(given: Any) -> str:
     return ""
 
 
-def _work(branches: Branches, q: Tensor) -> int:
-    """Estimate score entries times head_dim: 1 / r of a head's tokens take part in a branch, and see w / r keys."""
-    pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
+def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, over_ranks: bool) -> Facts:
+    """Return what the choice of a backend depends on."""
+    needs = []
+    if options["key_padding_mask"] is not None:
+        needs.append("key_padding_mask")
+    if options["dropout_p"] > 0:
+        needs.append("dropout_p")
+    if isinstance(pattern, (BlockLayout, Product)):
+        needs.append("a block layout")
     if branches.bands:
-        return q.numel() * min(_keys(branches), q.shape[1])
-    return q.numel() * sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+        needs.append("a window")
+    if options["softcap"] is not None:
+        needs.append("softcap")
+    keys = _keys(branches)
+    # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
+    pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
+    shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+    widest = max(q.shape[3], v.shape[3])
+    return Facts(q.device, q.dtype, widest, q.shape[1], tuple(needs), q.numel() * shown, over_ranks, keys)
 
 
 def _keys(branches: Branches) -> int:

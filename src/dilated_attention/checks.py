@@ -159,12 +159,6 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
         raise ValueError(f"sinks must be on q's device, {q.device}; got {sinks.device}")
 
 
-def options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
-    boolean("is_causal", is_causal)
-    number("scale", scale)
-    probability("dropout_p", dropout_p)
-
-
 def boolean(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be a bool; got {value!r}")

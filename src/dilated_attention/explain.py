@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dilated_attention.backends import blocks
+from dilated_attention.backends.block_groups import Calls, calls_of
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
 from dilated_attention.execution import layouts_of
 from dilated_attention.layout import BlockLayout
@@ -53,7 +53,7 @@ class Explanation:
     groups: tuple[StridedGroup, ...]
     flops: int
     bytes: int
-    calls: dict[int, tuple[blocks.Calls, ...]]
+    calls: dict[int, tuple[Calls, ...]]
     transport: TransportChoice | None = None
     exchange: ExchangePlan | None = None
     unserved: tuple[str, ...] = ()
@@ -132,29 +132,29 @@ def explain(
         batch = q.shape[0] if call.lengths is None else 1
         work = [(group, batch, None) for group in shared]  # as if no layout thinned the groups out
         layouts = [x.causal() if call.is_causal else x for x in call.layouts]
-    calls: dict[int, tuple[blocks.Calls, ...]] = {}
+    inside: dict[int, tuple[Calls, ...]] = {}
     for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
-        calls[layout.seq_len] = (*calls.get(layout.seq_len, ()), *blocks.calls(layout))
+        inside[layout.seq_len] = (*inside.get(layout.seq_len, ()), *calls_of(layout))
     ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
     pairs, moved = 0, 0
-    for group, batch, inside in work:
+    for group, batch, own in work:
         problems, queries, keys = group.queries.segments * batch, group.queries.count, group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
-        if inside is None:
+        if own is None:
             pairs += batch * ratio * group.entries()
             moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
             continue
         heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
-        layout = inside.for_heads(q.shape[2])
+        layout = own.for_heads(q.shape[2])
         layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
         each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be of none
         pairs += each * int(layout.seen.sum())
-        for run in blocks.calls(layout):
+        for run in calls_of(layout):
             read = run.queries * row + run.keys * 2 * row
             moved += each * run.rows * (read + (1 if run.first else 2) * written * run.queries * (row + 4))
     choice, flops, groups = call.choice, 4 * q.shape[3] * pairs, tuple(group for group, _, _ in work)
     return Explanation(
-        choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, calls, chosen, exchange,
+        choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, inside, chosen, exchange,
         describe_unserved(call.branches),
     )  # fmt: skip
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dilated_attention import checks, operators
-from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, check_placed, layout_remedy
+from dilated_attention.call import (
+    Call,
+    Options,
+    Pattern,
+    as_autocast,
+    as_one_width,
+    check_placed,
+    layout_remedy,
+    placed,
+    starts_of,
+)
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
@@ -128,30 +138,32 @@ def attention(
         "seq_len": seq_len, "head_offset": head_offset, "transport": transport, "layer": layer, "q_start": q_start,
         "k_start": k_start, "softcap": softcap,
     }  # fmt: skip
-    placed = q_start is not None or k_start is not None
-    other: Callable[..., tuple[Tensor, Tensor]] | None = None
+    in_parts: Callable[..., tuple[Tensor, Tensor]] | None = None
     if isinstance(pattern, Sum) and len(pattern.parts) > 1:
-        other = _sum_of_parts
-    elif placed and lengths is not None:
-        other = _samples_at_positions
-    elif placed and isinstance(pattern, BlockLayout):
-        other = _layout_at_positions
+        in_parts = _sum_of_parts
+    elif placed(options) and lengths is not None:
+        in_parts = _samples_at_positions
+    elif placed(options) and isinstance(pattern, BlockLayout):
+        in_parts = _layout_at_positions
     q, k, v = as_autocast(q, k, v)
     try:
         checks.boolean("return_lse", return_lse)
-        if other is None:
+        if in_parts is None:
             call = Call.of(q, k, v, pattern, **options)
-        elif placed:
-            check_placed(pattern, mesh, cu_seqlens)
+        elif placed(options):
+            check_placed(pattern, options)
     except ValueError as error:
         refuse(mesh, error, q)
         raise
-    out, lse = _attend(call, q, k, v, options) if other is None else other(q, k, v, pattern, options)
-    return (out, lse) if return_lse else out
+    if in_parts is not None:
+        out, lse = in_parts(q, k, v, pattern, options)
+        return (out, lse) if return_lse else out
+    out, lse = _attend(call, q, k, v, options)
+    return (out, lse.transpose(1, 2)) if return_lse else out
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return out and lse, `(batch, heads, seq)`, of a checked call."""
+    """Return out and lse, `(batch, seq, heads)`, of a checked call."""
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
     if call.dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
@@ -170,7 +182,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
         unknown = torch.full_like(lse, torch.nan).masked_fill(lse == -torch.inf, 0.0)
         out = torch.where(spoiled[..., None], unknown[..., None].to(out.dtype), out)
         lse = torch.where(spoiled, lse.detach() + unknown, lse)
-    return out, lse.transpose(1, 2)
+    return out, lse
 
 
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
@@ -232,8 +244,8 @@ def _layout_at_positions(
 
 def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[range, range]:
     """Return the positions of the rows of q and of k."""
-    starts = [checks.integer(name, 0 if options[name] is None else options[name], 0) for name in ("q_start", "k_start")]
-    return range(starts[0], starts[0] + q.shape[1]), range(starts[1], starts[1] + k.shape[1])
+    first_query, first_key = starts_of(options)
+    return range(first_query, first_query + q.shape[1]), range(first_key, first_key + k.shape[1])
 
 
 class CallOptions(Options, total=False):

@@ -1,24 +1,21 @@
-"""Compute block-sparse attention with PyTorch's fused operators: a layout's rows in few batched calls.
+"""Compute block-sparse attention with PyTorch's fused operators: the groups of `block_groups`, one batched call each.
 
-The query blocks of a layout are sorted into groups, each one batched call. A run of key blocks that moves along with
-its query block (a window), or stays (global keys), is an overlapping strided view of k and v. What is left of each row
-is gathered, rows with equally many blocks together. The blocks that the diagonal cuts, and the partial last block, are
-groups of their own. The groups' results merge, so the softmax runs over whole rows. No loop is over blocks or heads.
+The groups' results merge, so the softmax runs over whole rows. Groups are cut so that temporaries stay bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.backends.dropout import Pairs
-from dilated_attention.backends.fused import Scores
-from dilated_attention.cache import lasting, plan_cache
+from dilated_attention.backends.block_groups import Group, block_plan
+from dilated_attention.backends.fused import Merged, Scores
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 
@@ -28,303 +25,8 @@ _GATHER_BYTES = 2 << 20
 """The same bound per thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is
 copied, and the head's keys. It takes 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to
 the keys of all heads, would be 3 to 6 % slower with it."""
-_VIEW_BLOCKS = 8
-"""Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
-_LONG_ROWS = (768, 256)
-"""Tokens of merged query blocks: the CPU operator cuts 768 queries and more into pieces of 256, 192 and more into 64,
-fewer into 32; a score entry costs 0.98, 1.15 and 1.3 to 1.4 of one of long dense attention (docs/notebook.md)."""
 _FOLD_TOKENS = 1 << 20
 """Elements of a problem below which a batch of problems is folded into heads by a copy, rather than looped over."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Hold query blocks that see equally many key blocks, all of one size, in one batched call.
-
-    Attributes:
-        rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
-        keys: (R, m) key blocks.
-        q_tokens, k_tokens: tokens per query block and per key block; the block size, or what the last block holds.
-        first: no earlier group holds any of the rows.
-        masked: the diagonal cuts the key blocks.
-        row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
-            it sees the m key blocks starting at first + t * step.
-    """
-
-    rows: Tensor
-    heads: Tensor | None
-    keys: Tensor
-    q_tokens: int
-    k_tokens: int
-    first: bool
-    masked: bool
-    row_view: tuple[int, int] | None
-    key_view: tuple[int, int] | None
-
-    @property
-    def row_tokens(self) -> int:
-        return self.rows.shape[1] * self.q_tokens
-
-    def part(self, start: int, stop: int) -> _Group:
-        """Return the rows start to stop."""
-        if stop - start == len(self.rows):
-            return self
-        return replace(
-            self,
-            rows=self.rows[start:stop],
-            heads=None if self.heads is None else self.heads[start:stop],
-            keys=self.keys[start:stop],
-            row_view=_moved(self.row_view, start),
-            key_view=_moved(self.key_view, start),
-        )
-
-
-def _moved(view: tuple[int, int] | None, by: int) -> tuple[int, int] | None:
-    return None if view is None else (view[0] + by * view[1], view[1])
-
-
-@dataclass(frozen=True, eq=False)
-class _BlockPlan:
-    """Hold the groups of a layout.
-
-    covered: the groups marked `first` hold every row, so that nothing needs to be initialised.
-    """
-
-    groups: tuple[_Group, ...]
-    covered: bool
-
-    @property
-    def nbytes(self) -> int:
-        return 256 + sum(
-            512 + 8 * (g.rows.numel() + g.keys.numel() + (0 if g.heads is None else g.heads.numel()))
-            for g in self.groups
-        )
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Describe rows of one head that a fused call takes together, as many of them as memory allows.
-
-    Attributes:
-        rows: how many, over all lists of the layout; queries, keys: tokens of each.
-        copied: the keys are gathered; else they are a view.
-        masked: the diagonal cuts them. first: they are written; else merged into what earlier calls wrote.
-    """
-
-    rows: int
-    queries: int
-    keys: int
-    copied: bool
-    masked: bool
-    first: bool
-
-
-def calls(layout: BlockLayout) -> tuple[Calls, ...]:
-    """Return what runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
-    return tuple(
-        Calls(len(g.rows), g.row_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
-        for batch in range(layout.batch_size)
-        for g in block_plan(layout, batch).groups
-    )
-
-
-def block_plan(layout: BlockLayout, batch: int) -> _BlockPlan:
-    batch = batch if layout.batch_size > 1 else 0
-    key = ("blocks", layout.key, batch)
-    return plan_cache.get(key, lambda: lasting(lambda: _compile(layout, batch), layout.device))
-
-
-def _covered(layout: BlockLayout) -> bool:
-    return all(block_plan(layout, batch).covered for batch in range(layout.batch_size))
-
-
-def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
-    rows, heads = layout.query_blocks, layout.num_heads
-    lanes = layout.row - batch * rows * heads  # head * rows + query block
-    here = (lanes >= 0) & (lanes < rows * heads)
-    lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
-    shapes = _row_shapes(layout, lanes, keys)
-    q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
-    last_row = (lanes % rows == rows - 1) & (q_tail > 0)
-    last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
-    made = _Groups(layout)
-    for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
-        for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
-            for cut in (True, False):  # in causal layouts every row has a diagonal, and nearly all have more
-                chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
-                lane, key = lanes[chosen], keys[chosen]
-                if is_last_key and len(lane):  # one key block, the same for every row
-                    view = (int(key[0]), 0) if heads == 1 else None
-                    made.add(lane, key[:, None], _Shape(1, 1), q_tokens, k_tokens, cut, view)
-                elif cut:
-                    for count, members, first in _by_count(lane):
-                        at = first[:, None] + torch.arange(count, device=lane.device)
-                        made.add(members, key[at], _Shape(1, 1), q_tokens, k_tokens, cut, None)
-                elif is_last_row:
-                    made.add_lists(lane, key, _Shape(1, 1), q_tokens)
-                else:
-                    for shape in (*shapes, _Shape(1, 1)):
-                        common, lane_, key_ = _common(lane, key, shape, layout)
-                        made.add_lists(lane_, key_, shape, q_tokens)
-                        lane, key = lane[~common], key[~common]
-    return _BlockPlan(tuple(made.groups), covered=bool(made.written.all()))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Describe rows of `merged` query blocks, `stride` blocks apart.
-
-    A head's rows are numbered by residue, then by place.
-    """
-
-    merged: int
-    stride: int
-
-    def per_residue(self, query_blocks: int) -> int:
-        return -(-query_blocks // (self.merged * self.stride))
-
-    def row(self, block: Tensor, query_blocks: int) -> Tensor:
-        """Return the row of each query block."""
-        place = block // self.stride // self.merged
-        return block % self.stride * self.per_residue(query_blocks) + place
-
-    def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
-        """Return (R, merged): the query blocks of each row."""
-        number = self.per_residue(query_blocks)
-        member = torch.arange(self.merged, device=row.device)
-        return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
-
-
-def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return rows to try, long ones first: query blocks as far apart as many key blocks are, then neighbours."""
-    gaps = key.diff()[lane.diff() == 0]
-    usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
-    strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
-    lengths = [-(-tokens // layout.q_block) for tokens in _LONG_ROWS]
-    return [_Shape(n, stride) for n in lengths for stride in sorted({1, *strides}, reverse=True) if n > 1]
-
-
-class _Groups:
-    """Collect the groups of a layout's lists."""
-
-    def __init__(self, layout: BlockLayout) -> None:
-        self.layout = layout
-        self.groups: list[_Group] = []
-        self.begun = torch.zeros(layout.num_heads, layout.query_blocks, dtype=torch.bool, device=layout.device)
-        self.written = self.begun.clone()  # by a group marked `first`
-
-    def add(
-        self,
-        lane: Tensor,
-        key: Tensor,
-        shape: _Shape,
-        q_tokens: int,
-        k_tokens: int,
-        cut: bool,
-        view: tuple[int, int] | None,
-    ) -> None:
-        """Add a group of lanes (head * rows + row, of rows of that shape), which see the key blocks `key`."""
-        shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
-        rows = shape.stride * shape.per_residue(query_blocks)
-        head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
-        start = blocks[:, 0]
-        step = 1 if len(start) < 2 else int(start[1] - start[0])
-        regular = shared and (shape.merged == 1 or shape.stride == 1) and step > 0
-        regular = regular and bool((start.diff() == step).all())
-        row_view = (int(start[0]), step) if regular else None
-        first = not bool(self.begun[head[:, None], blocks].any())
-        self.begun[head[:, None], blocks] = True
-        if first:
-            self.written[head[:, None], blocks] = True
-        heads = None if shared else head
-        view = _progression(key) if shared and view is None else view
-        self.groups.append(_Group(blocks, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
-
-    def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Add groups of sorted lists of whole, unmasked key blocks, for rows of that shape."""
-        k_tokens = self.layout.k_block
-        if self.layout.num_heads == 1:
-            viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
-            pace = shape.merged * shape.stride * self.layout.q_block / k_tokens
-            for entry, length, step in _views(lane, key, pace):
-                at = entry[:, None] + torch.arange(length, device=lane.device)
-                viewed[at.flatten()] = True
-                view = (int(key[entry[0]]), step)
-                self.add(lane[entry], key[at], shape, q_tokens, k_tokens, False, view)
-            lane, key = lane[~viewed], key[~viewed]
-        for count, members, first in _by_count(lane):
-            at = first[:, None] + torch.arange(count, device=lane.device)
-            self.add(members, key[at], shape, q_tokens, k_tokens, False, None)
-
-
-def _progression(key: Tensor) -> tuple[int, int] | None:
-    """Return (first, step) if row t of `key` (R, m) is the m blocks starting at first + t * step."""
-    start = key[:, 0]
-    step = 0 if len(start) < 2 else int(start[1] - start[0])
-    if step < 0 or bool((start.diff() != step).any()) or bool((key.diff(dim=1) != 1).any()):
-        return None
-    return int(start[0]), step
-
-
-def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
-    if shape.merged == 1:
-        return torch.ones_like(lane, dtype=torch.bool), lane, key
-    blocks, columns = layout.query_blocks, layout.key_blocks
-    rows = shape.stride * shape.per_residue(blocks)
-    code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key
-    unique, inverse, counts = code.unique(return_inverse=True, return_counts=True)
-    full = counts == shape.merged
-    # One or two common blocks do not pay for the merge of their result.
-    row = unique // columns
-    worth = torch.bincount(row[full], minlength=int(row.max()) + 1 if len(row) else 0) >= 3
-    full &= worth[row]
-    return full[inverse], row[full], unique[full] % columns
-
-
-def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (count, lanes, index of each lane's first entry) for the lanes that have equally many entries."""
-    if not len(lane):
-        return
-    lanes, counts = torch.unique_consecutive(lane, return_counts=True)
-    first = counts.cumsum(0) - counts
-    for count in counts.unique().tolist():
-        chosen = counts == count
-        yield count, lanes[chosen], first[chosen]
-
-
-def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
-
-    The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
-    viewed where that saves a gather of at least two blocks, or if its row has nothing else: otherwise the merge costs
-    what the gather would.
-    """
-    opens = torch.ones_like(key, dtype=torch.bool)
-    opens[1:] = (key.diff() != 1) | (row.diff() != 0)
-    entry = opens.nonzero().flatten()
-    length = torch.cat([entry, entry.new_tensor([len(key)])]).diff()
-    runs_of_row = torch.bincount(row[entry])
-    worth = (length >= 2) | (runs_of_row[row[entry]] == 1)
-    entry, length = entry[worth], length[worth]
-    for step in (int(pace), 0) if pace == int(pace) else (0,):
-        if not len(entry):
-            return
-        anchor = key[entry] - step * row[entry]
-        # Runs of one length and anchor, in order of rows; a family ends where a row is missing.
-        order = torch.argsort(row[entry], stable=True)
-        order = order[torch.argsort(anchor[order], stable=True)]
-        order = order[torch.argsort(length[order], stable=True)]
-        sorted_entry = entry[order]
-        breaks = (length[order].diff() != 0) | (anchor[order].diff() != 0) | (row[sorted_entry].diff() != 1)
-        bounds = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(order)]
-        taken = torch.zeros_like(order, dtype=torch.bool)
-        for start, stop in pairwise(bounds):
-            blocks = int(length[order[start]])
-            if (stop - start) * blocks >= _VIEW_BLOCKS:
-                taken[start:stop] = True
-                yield sorted_entry[start:stop], blocks, step
-        entry, length = sorted_entry[~taken], length[order][~taken]
 
 
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -373,13 +75,13 @@ def _cut(queries: int) -> int:
 
 
 class Sequence:
-    """Hold one sequence: q, k, v `(seq, heads, head_dim)`, with lists that all heads share, or lists per head."""
+    """Hold the lists of one sequence, whose q, k, v are `(seq, heads, head_dim)`: shared by all heads, or per head."""
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
         self.groups = block_plan(layout, batch).groups
 
-    def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
+    def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
         """Yield the groups, cut into calls whose temporaries stay bounded, and the heads of each.
 
         Cut by rows of all heads, and where one such row is too large, by heads too. `by_head`: where keys are gathered,
@@ -388,7 +90,7 @@ class Sequence:
         """
         threads = torch.get_num_threads()
         for group in self.groups:
-            gathered = 0 if group.key_view else 2 * group.keys.shape[1] * group.k_tokens
+            gathered = 0 if group.key_view else 2 * group.key_tokens
             row_bytes = token_bytes * (gathered + 2 * group.row_tokens)  # of a row of one head
             rows, heads = len(group.rows), 1 if group.heads is not None else num_heads
             few = max(1, _GATHER_BYTES * threads // row_bytes)
@@ -402,18 +104,17 @@ class Sequence:
                     part = group.part(i * rows // row_pieces, (i + 1) * rows // row_pieces)
                     yield part, slice(j * num_heads // head_pieces, (j + 1) * num_heads // head_pieces)
 
-    def queries(self, x: Tensor, group: _Group) -> Tensor:
+    def queries(self, x: Tensor, group: Group) -> Tensor:
         if group.row_view:
             return _window(x, self.layout.q_block, *group.row_view, len(group.rows), group.row_tokens)
         return _take(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
 
-    def keys(self, x: Tensor, group: _Group) -> Tensor:
+    def keys(self, x: Tensor, group: Group) -> Tensor:
         if group.key_view:
-            tokens = group.keys.shape[1] * group.k_tokens
-            return _window(x, self.layout.k_block, *group.key_view, len(group.rows), tokens)
+            return _window(x, self.layout.k_block, *group.key_view, len(group.rows), group.key_tokens)
         return _take(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
 
-    def store(self, x: Tensor, group: _Group, values: Tensor) -> None:
+    def store(self, x: Tensor, group: Group, values: Tensor) -> None:
         """Write values (R, heads or 1, tokens, ...) to the rows of a group of x (seq, heads, ...)."""
         if group.row_view:
             self.queries(x, group).copy_(values)
@@ -421,16 +122,16 @@ class Sequence:
         view, start = _blocks(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
         view.transpose(0, 1).index_copy_(1, start, _slices(values, group.q_tokens, group.heads is not None))
 
-    def add_to_keys(self, x: Tensor, group: _Group, values: Tensor) -> None:
+    def add_to_keys(self, x: Tensor, group: Group, values: Tensor) -> None:
         """Add values (R, heads or 1, m * tokens, head_dim) to the key blocks of a group of x (seq, heads, head_dim)."""
         view, start = _blocks(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
-    def causal(self, group: _Group) -> bool:
+    def causal(self, group: Group) -> bool:
         """Return whether the operator's own causal mask applies: the key block is the query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
-    def bias(self, group: _Group, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
         """Return 0 or -inf per score, from the key bias and the diagonal.
 
         The diagonal is included where it does not run through the corners of the blocks.
@@ -448,25 +149,47 @@ class Sequence:
         return bias
 
 
-def _sequences(
-    layout: BlockLayout, scores: Scores, tensors: tuple[Tensor, ...]
-) -> Iterator[tuple[Sequence, tuple[Tensor, ...]]]:
-    """Yield the sequences of (batch, heads, seq, ...) tensors, as views (seq, heads, ...)."""
-    for i in range(tensors[0].shape[0]):
-        bias = None if scores.bias is None else scores.bias[i, 0, 0]
-        yield Sequence(layout, i, bias), tuple(x[i].transpose(0, 1) for x in tensors)
+def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
+    """Return many small problems that share everything as one with more heads; other problems as they are.
 
-
-def _words(pairs: Pairs | None, k: Tensor) -> tuple[Tensor, ...]:
-    return () if pairs is None else (pairs.queries, pairs.keys.expand(k.shape[:3]))
-
-
-def _scores(scores: Scores, sequence: Sequence, group: _Group, dtype: torch.dtype, words: tuple[Tensor, ...]) -> Scores:
-    """Return the scores of a group. `words`: the sequence's words of dropout, (seq, heads, ...)."""
-    pairs = scores.pairs
+    (batch, heads, ...) becomes (1, batch * heads, ...). `tensors`: q first; None stays None.
+    """
+    q, pairs = tensors[0], scores.pairs
+    small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
+    if not (q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and scores.bias is None):
+        return scores, list(tensors)
     if pairs is not None:
-        pairs = replace(pairs, queries=sequence.queries(words[0], group), keys=sequence.keys(words[1], group))
-    return Scores(sequence.causal(group), scores.scale, sequence.bias(group, dtype), pairs, scores.softcap)
+        keys = pairs.keys.expand(-1, q.shape[1], -1)
+        scores = scores._replace(pairs=replace(pairs, queries=_fold(pairs.queries), keys=_fold(keys)))
+    return scores, [_fold(x) for x in tensors]
+
+
+def _fold(x: Any) -> Any:
+    return None if x is None else x.reshape(1, -1, *x.shape[2:])
+
+
+def _calls(
+    layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int, *, by_head: bool = False
+) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
+    """Yield what one call of a fused operator computes: a group, its scores, and views (seq, heads, ...) of tensors.
+
+    Args:
+        tensors: (batch, heads, seq, ...), q first; None stays None.
+        copies: how many numbers of temporaries a component of a token takes.
+        by_head: as in `Sequence.parts`.
+    """
+    q, pairs = tensors[0], scores.pairs
+    words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
+    for i in range(len(q)):
+        sequence = Sequence(layout, i, None if scores.bias is None else scores.bias[i, 0, 0])
+        whole = [None if x is None else x[i].transpose(0, 1) for x in (*tensors, *words)]
+        for group, heads in sequence.parts(q.shape[1], copies * q.shape[3] * q.element_size(), by_head=by_head):
+            views: list[Any] = [None if x is None else x[:, heads] for x in whole]
+            part = scores._replace(is_causal=sequence.causal(group), bias=sequence.bias(group, q.dtype))
+            if pairs is not None:
+                key_words, query_words = sequence.keys(views.pop(), group), sequence.queries(views.pop(), group)
+                part = part._replace(pairs=replace(pairs, queries=query_words, keys=key_words))
+            yield sequence, group, part, views
 
 
 def forward(
@@ -478,84 +201,54 @@ def forward(
         scores: causality is the layout's; a bias has one row for all heads and queries.
     """
     shape = q.shape
-    words = _words(scores.pairs, k)
-    if _foldable(layout, scores.bias, q):
-        q, k, v, *words_ = (_fold(x) for x in (q, k, v, *words))
-        words = tuple(words_)
+    scores, (q, k, v) = _folded(layout, scores, q, k, v)
     statistic = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic).transpose(1, 2)
     if not _covered(layout):
         out.zero_()
         lse.fill_(-torch.inf)
-    for sequence, whole in _sequences(layout, scores, (q, k, v, out, lse, *words)):
-        for group, heads in sequence.parts(q.shape[1], q.shape[3] * q.element_size(), by_head=q.device.type == "cpu"):
-            q_, k_, v_, out_, lse_, *words_ = (x[:, heads] for x in whole)
-            views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
-            part, part_lse = fused.forward(_scores(scores, sequence, group, q.dtype, tuple(words_)), *views)
-            if not group.first:
-                rows, rows_lse = sequence.queries(out_, group), sequence.queries(lse_, group)
-                merge_into(rows, rows_lse, part, part_lse)
-                if group.row_view:
-                    continue
-                part, part_lse = rows, rows_lse
-            sequence.store(out_, group, part)
-            sequence.store(lse_, group, part_lse)
+    for sequence, group, part_scores, (q_, k_, v_, out_, lse_) in _calls(
+        layout, scores, [q, k, v, out, lse], 1, by_head=q.device.type == "cpu"
+    ):
+        views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
+        part, part_lse = fused.forward(part_scores, *views)
+        if not group.first:
+            rows, rows_lse = sequence.queries(out_, group), sequence.queries(lse_, group)
+            merge_into(rows, rows_lse, part, part_lse)
+            if group.row_view:
+                continue
+            part, part_lse = rows, rows_lse
+        sequence.store(out_, group, part)
+        sequence.store(lse_, group, part_lse)
     return out.reshape(shape), lse.reshape(shape[:3])
 
 
-def _foldable(layout: BlockLayout, bias: Tensor | None, q: Tensor) -> bool:
-    """Return whether many small problems that share everything are better one problem with more heads."""
-    small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
-    return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and bias is None
-
-
-def _fold(x: Tensor) -> Tensor:
-    """Reshape (batch, heads, ...) to (1, batch * heads, ...)."""
-    return x.reshape(1, -1, *x.shape[2:])
-
-
 def backward(
-    layout: BlockLayout,
-    scores: Scores,
-    dout: fused.Queries,
-    dlse: fused.Statistic | None,
-    q: fused.Queries,
-    k: fused.Keys,
-    v: fused.Keys,
-    out: fused.Queries,
-    lse: fused.Statistic,
+    layout: BlockLayout, scores: Scores, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
-    """Return (dq, dk, dv) of a layout from merged out and lse, as `fused.backward`."""
+    """Return (dq, dk, dv) of a layout, as `fused.backward`."""
     shape = q.shape
-    words = _words(scores.pairs, k)
-    if _foldable(layout, scores.bias, q):
-        dout, q, k, v, out, lse, *words_ = (_fold(x) for x in (dout, q, k, v, out, lse, *words))
-        words, dlse = tuple(words_), None if dlse is None else _fold(dlse)
+    scores, (q, k, v, *of_queries) = _folded(layout, scores, q, k, v, *merged)
     sums = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (k, v))
     dq = (q.new_empty if _covered(layout) else q.new_zeros)(q.transpose(1, 2).shape, dtype=sums).transpose(1, 2)
-    tensors = dout, q, k, v, out, lse, dq, dk, dv, *words, *(() if dlse is None else (dlse,))
-    for sequence, whole in _sequences(layout, scores, tensors):
-        for group, heads in sequence.parts(q.shape[1], 2 * q.shape[3] * q.element_size(), by_head=False):
-            dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *rest = (x[:, heads] for x in whole)
-            group_words, dlse_ = tuple(rest[: len(words)]), rest[len(words) :]
-            part_q, part_k, part_v = fused.backward(
-                _scores(scores, sequence, group, q.dtype, group_words),
-                sequence.queries(dout_, group),
-                sequence.queries(dlse_[0], group) if dlse_ else None,
-                sequence.queries(q_, group),
-                sequence.keys(k_, group),
-                sequence.keys(v_, group),
-                sequence.queries(out_, group),
-                sequence.queries(lse_, group),
-            )
-            if group.first:
-                sequence.store(dq_, group, part_q.to(sums))
-            elif group.row_view:
-                sequence.queries(dq_, group).add_(part_q)
-            else:
-                sequence.store(dq_, group, sequence.queries(dq_, group) + part_q)
-            sequence.add_to_keys(dk_, group, part_k)
-            sequence.add_to_keys(dv_, group, part_v)
+    for sequence, group, part_scores, (q_, k_, v_, dq_, dk_, dv_, *merged_) in _calls(
+        layout, scores, [q, k, v, dq, dk, dv, *of_queries], 2
+    ):
+        part = Merged(*merged_).views(partial(sequence.queries, group=group))
+        views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
+        part_q, part_k, part_v = fused.backward(part_scores, part, *views)
+        if group.first:
+            sequence.store(dq_, group, part_q.to(sums))
+        elif group.row_view:
+            sequence.queries(dq_, group).add_(part_q)
+        else:
+            sequence.store(dq_, group, sequence.queries(dq_, group) + part_q)
+        sequence.add_to_keys(dk_, group, part_k)
+        sequence.add_to_keys(dv_, group, part_v)
     return dq.reshape(shape), dk.reshape(shape), dv.reshape(shape)
+
+
+def _covered(layout: BlockLayout) -> bool:
+    return all(block_plan(layout, batch).covered for batch in range(layout.batch_size))

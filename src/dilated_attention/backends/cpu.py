@@ -7,14 +7,14 @@ softmax. Tables are made once per plan and kernel.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.jobs import Launch, Launches, launch_of
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
@@ -32,15 +32,6 @@ HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-MAX_OWN, LOOP = 256, 64
-"""The most rows per tile, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
-would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
-as many rows save a tenth."""
-
-FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
-"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
-a guess), and the bytes that a job holds there."""
-
 ONE_THREAD = 2**22
 """Score entries times head_dim that one core finishes before others have joined it."""
 
@@ -96,19 +87,10 @@ def least_keys(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
-    """Load the library, and return what the machine supports.
-
-    Returns the library, the machine's highest instruction set of INSTRUCTION_SETS, whether it has AMX for bfloat16, and
-    why there are no kernels.
-    """
-    if not build.LIBRARY.exists():
-        return None, 0, False, f"the kernels are not compiled: {build.refusal() or f'run {build.COMMAND}'}"
-    try:
-        library = ctypes.CDLL(str(build.LIBRARY))
-    except OSError as error:  # of another system
-        return None, 0, False, f"the compiled kernels cannot be loaded ({error}); run {build.COMMAND}"
-    if build.outdated():
-        return None, 0, False, f"the compiled kernels are of another version; run {build.COMMAND}"
+    """Return the library, the machine's highest set of INSTRUCTION_SETS, whether it has AMX, and why no kernel runs."""
+    library = build.load()
+    if isinstance(library, str):
+        return None, 0, False, library
     assert_same_fields(library)
     for name in ("instruction_set", "has_amx", "run"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
@@ -148,16 +130,15 @@ def in_halves(dtype: torch.dtype) -> bool:
     """
     if dtype == torch.bfloat16 or instruction_set() != AMX:
         return False
+    if dtype == torch.float16:
+        return True
     # Traced code cannot read the switch; the operator in the graph does.
-    return dtype == torch.float16 or (
-        not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
-    )
+    return not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
 
 
 def _set_of(dtype: torch.dtype) -> int:
-    return (
-        instruction_set() if dtype == torch.bfloat16 or in_halves(dtype) else min(instruction_set(), HIGHEST_IN_FLOAT32)
-    )
+    highest = instruction_set()
+    return highest if dtype == torch.bfloat16 or in_halves(dtype) else min(highest, HIGHEST_IN_FLOAT32)
 
 
 def has_amx() -> bool:
@@ -171,15 +152,9 @@ def has_amx() -> bool:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a problem.
+    """Return out and lse of a problem, float32; arguments and results are those of `native.forward`.
 
-    Args:
-        q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
-
-    Returns:
-        out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
-        that see nothing.
+    `state`: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
     """
     out, lse = state or tiles.outputs(q, problem.plan)
     arguments = _Arguments(problem, q, k, v)
@@ -190,25 +165,14 @@ def forward(
 
 
 def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk, dv of a problem from the merged out and lse; `state`, running sums, is float32.
 
     A launch uses one kernel of five products for all three gradients if there are enough independent jobs for all
     threads: tiles of keys that share queries form one job. Otherwise one kernel of four products computes dk and dv and
     one of three computes dq.
-
-    Args:
-        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
-        state: running (dq, dk, dv), float32, contiguous, added to in place.
     """
     arguments, plan = _Arguments(problem, q, k, v), problem.plan
     together = launches(problem, q, "keys", owned=True)
@@ -248,46 +212,14 @@ def backward(
 
 # ---- launches
 
+MAX_OWN, LOOP = 256, 64
+"""The most rows per tile, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
+would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
+as many rows save a tenth."""
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Hold one call of the library: its tiles, and how threads share them.
-
-    Attributes:
-        jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
-        weights: the score entries of each job, roughly.
-        few: whether tiles are for kernels/cpu/few.h, which has no owned jobs.
-        rows: the most rows that are held at once: of a tile, or of a job if `few`.
-    """
-
-    side: Side
-    table: tiles.Table
-    jobs: Tensor
-    weights: np.ndarray
-    few: bool
-    rows: int
-
-    def idle(self, threads: int, batch: int) -> float:
-        """Return the time of threads that each take the next job when one is done, relative to even shares."""
-        jobs = np.repeat(self.weights, batch)
-        if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
-            return 1.0
-        loads = np.zeros(threads)
-        for weight in jobs:
-            loads[loads.argmin()] += weight
-        return float(loads.max() / loads.mean()) if loads.any() else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Launches:
-    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key."""
-
-    plan: Plan
-    launches: tuple[Launch, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
+FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
+"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
+a guess), and the bytes that a job holds there."""
 
 
 def launches(
@@ -307,12 +239,12 @@ def launches(
     row = 4 * q.shape[-1] * (4 if side == "keys" else 3 * q.shape[2] // max(1, plan.num_heads))
     together = max(1, ROOM // row)
 
-    def make() -> _Launches:
+    def make() -> Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         of_keys = () if which is None else tiles.launched(plan, "keys", layouts)
         some = plan if which is None else replace(plan, groups=tuple([x for i in which for x in of_keys[i]]))
         tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
-        return _Launches(plan, tuple(_launch(side, owned, few, together, table) for table in tables))
+        return Launches(plan, tuple(launch_of(side, owned, few, together, table) for table in tables))
 
     key = "cpu", id(plan), blocks, side, owned, own, few, together, which
     return plan_cache.get(key, make).launches
@@ -323,57 +255,6 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
-
-
-def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.Table) -> Launch:
-    lines = table.lines.numpy()
-    weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
-    rows = int(lines[:, tiles.ROWS].max(initial=0))
-    few = rows <= most_few
-    if not owned:
-        order = _neighbours(lines)
-        ordered = replace(table, lines=torch.from_numpy(lines[order]))
-        size = max(1, min(together, len(lines) // 64)) if few else 1
-        jobs = np.append(np.arange(0, len(lines), size), len(lines))
-        weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
-        return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
-    order, jobs = _owners(lines)
-    sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
-    heaviest = np.argsort(-sums, kind="stable")
-    sizes = np.diff(jobs)[heaviest]
-    moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
-    ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
-    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
-    return Launch(side, ordered, starts, sums[heaviest], few, rows)
-
-
-def _neighbours(lines: np.ndarray) -> np.ndarray:
-    """Return an order in which tiles that stream the same rows are neighbours, and so are the heads of a segment.
-
-    A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
-    pages of memory.
-    """
-    *shorter, longest = lines[:, tiles.STARTS].T
-    return np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
-
-
-def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return an order of lines and the edges of its runs, such that no row is seen by the lines of two runs.
-
-    A line is taken to see everything from its first token to its last. This may give too few runs, which only costs
-    time.
-    """
-    spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
-    start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
-    low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)
-    high = np.where(count > 0, start + (count - 1) * stride + 1, 0).max(1)
-    order = np.lexsort((lines[:, tiles.START], low, lines[:, tiles.HEAD]))
-    low, high, head = low[order], high[order], lines[order, tiles.HEAD].astype(np.int64)
-    far = 2**32  # more than any token
-    reach = np.maximum.accumulate(head * far + high)
-    begins = np.ones(len(order), bool)
-    begins[1:] = head[1:] * far + np.minimum(low[1:], far - 1) >= reach[:-1]
-    return order, np.append(np.flatnonzero(begins), len(order))
 
 
 # ---- arguments
@@ -431,9 +312,8 @@ class _Arguments:
         self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())
         if (dropout := problem.dropout) is not None:
             self.set(query_words=dropout.queries.contiguous(), key_words=dropout.keys)
-            self.call.kwn = dropout.keys.stride(0)
-            self.call.kwh = dropout.keys.stride(1) if dropout.keys.shape[1] > 1 else 0
-            self.call.threshold, self.call.keep_scale = dropout.threshold, 1 / (1 - dropout.probability)
+            self.call.kwn, self.call.kwh = dropout.key_strides
+            self.call.threshold, self.call.keep_scale = dropout.threshold, dropout.factor
 
     def set(self, **values: Tensor | int | None) -> None:
         """Set arguments by name; for q, k, v and dout also the strides."""

@@ -49,6 +49,16 @@ class Dropout:
         """Return the least signed 32-bit number that survives."""
         return min(round(self.probability * 2**32), 2**32 - 1) - 2**31
 
+    @property
+    def factor(self) -> float:
+        """Return what surviving weights are multiplied by."""
+        return 1 / (1 - self.probability)
+
+    @property
+    def key_strides(self) -> tuple[int, int]:
+        """Return the strides of a key and of a head in `keys`."""
+        return self.keys.stride(0), self.keys.stride(1) if self.keys.shape[1] > 1 else 0
+
     def sample(self, batch: slice, seq: slice) -> Dropout:
         """Return the dropout of some samples and tokens."""
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])

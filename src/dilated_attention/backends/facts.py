@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Hold the facts of a call that decide which backends can serve it.
 
     Attributes:

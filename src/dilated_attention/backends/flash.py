@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Keys, Queries, Scores, Statistic, aligned, append_column
+from dilated_attention.backends.fused import Keys, Merged, Queries, Scores, Statistic, aligned, append_column
 from dilated_attention.errors import BackendError
 
 MODULES = {
@@ -92,35 +92,18 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
     return out.transpose(1, 2), lse
 
 
-def backward(
-    scores: Scores,
-    dout: Queries,
-    dlse: Statistic | None,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    out: Queries,
-    lse: Statistic,
-) -> tuple[Queries, Keys, Keys]:
+def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Compute the same as `fused.backward`, without bias and dropout."""
     is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None
-    if dlse is None:
-        return _backward(dout, q, k, v, out, lse, is_causal, scale)
-    if q.shape[-1] + 8 > MAX_HEAD_DIM:
-        return fused.backward(scores, dout, dlse, q, k, v, out, lse)
-    gradients = _backward(*append_column(dout, dlse, q, k, v, out, 8), lse, is_causal, scale)
-    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, dk, dv
-
-
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim = q.shape[-1]
+    if merged.dlse is not None and head_dim + 8 > MAX_HEAD_DIM:
+        return fused.backward(scores, merged, q, k, v)
     number, module = _library(q)
-    dout, q, k, v, out = (aligned(x).transpose(1, 2) for x in (dout, q, k, v, out))
-    lse, deterministic = lse.contiguous(), torch.are_deterministic_algorithms_enabled()
+    merged, q, k, v = append_column(merged, q, k, v, 8)
+    dout, q, k, v, out = (aligned(x).transpose(1, 2) for x in (merged.dout, q, k, v, merged.out))
+    lse, deterministic = merged.lse.contiguous(), torch.are_deterministic_algorithms_enabled()
     if number == 4:
         gradients = module._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=scale, causal=is_causal, deterministic=deterministic
@@ -136,7 +119,7 @@ def _backward(
             module._flash_attn_backward(
                 dout, q, k, v, out, lse, *(None,) * 6, *gradients, scale, is_causal, deterministic=deterministic
             )
-    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    dq, dk, dv = (x.transpose(1, 2)[..., :head_dim] for x in gradients)
     return dq, dk, dv
 
 

@@ -15,7 +15,7 @@ Measured on CPU. The CUDA branch follows the operators' signatures and has not r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -73,6 +73,19 @@ class Scores(NamedTuple):
         return p if self.pairs is None else self.pairs.drop(p)
 
 
+class Merged(NamedTuple):
+    """Hold what a backward starts from: the merged out and lse, and their gradients; dlse may be None."""
+
+    dout: Queries
+    dlse: Statistic | None
+    out: Queries
+    lse: Statistic
+
+    def views(self, view: Callable[[Tensor], Tensor]) -> Merged:
+        dout, dlse, out, lse = self
+        return Merged(view(dout), None if dlse is None else view(dlse), view(out), view(lse))
+
+
 def bias_of(hidden: Bool[Tensor, "*shape"] | None, dtype: torch.dtype) -> Float[Tensor, "*shape"] | None:
     """Return -inf for hidden keys and 0 for the others; None if no mask is given."""
     if hidden is None:
@@ -123,44 +136,32 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
     return out, lse
 
 
-def backward(
-    scores: Scores,
-    dout: Queries,
-    dlse: Statistic | None,
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    out: Queries,
-    lse: Statistic,
-) -> tuple[Queries, Keys, Keys]:
+def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse).
 
     lse is finite. A gradient on lse enters as one more column, see `append_column`.
     """
-    kind = _kind(q, k, scores.bias)
-    if kind == "plain" or scores.plain:
-        return _plain_backward(scores, dout, dlse, q, k, v, out, lse)
-    if dlse is None:
-        return _fused_backward(kind, scores, dout, q, k, v, out, lse)
+    if scores.plain or _kind(q, k, scores.bias) == "plain":
+        return _plain_backward(scores, merged, q, k, v)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
-    wider = append_column(dout, dlse, q, k, v, out, width)
-    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider, lse)
+    wider = append_column(merged, q, k, v, width)
+    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
 
 
-def append_column(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Append `width` columns to dout, q, k, v and out, through which a gradient on lse enters a backward without one.
+def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
+    """Return the inputs of a backward that takes no gradient on lse: unchanged if there is none, else wider.
 
-    With q, k, v = 0, out = 1 and dout = -dlse in the first of them, sum(dout out) becomes sum(dout out) - dlse, and no
-    product changes.
+    dout, q, k, v and out get `width` columns more. With q, k, v = 0, out = 1 and dout = -dlse in the first of them,
+    sum(dout out) becomes sum(dout out) - dlse, and no product changes.
     """
-    dout, q, k, v, out = (torch.nn.functional.pad(x, (0, width)) for x in (dout, q, k, v, out))
+    if merged.dlse is None:
+        return merged, q, k, v
+    dout, q, k, v, out = (torch.nn.functional.pad(x, (0, width)) for x in (merged.dout, q, k, v, merged.out))
     out[..., -width] = 1
-    dout[..., -width] = -dlse
-    return dout, q, k, v, out
+    dout[..., -width] = -merged.dlse
+    return Merged(dout, None, out, merged.lse), q, k, v
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -179,8 +180,7 @@ def aligned(x: Tensor) -> Tensor:
 def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     is_causal, scale, bias, *_ = scores
     if kind == "cpu":
-        if bias is not None:
-            bias = bias.expand(*q.shape[:3], k.shape[2])
+        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
     q, k, v = aligned(q), aligned(k), aligned(v)
     if kind == "cuda_flash":
@@ -191,12 +191,12 @@ def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _fused_backward(
-    kind: str, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    kind: str, scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     is_causal, scale, bias, *_ = scores
+    dout, _, out, lse = merged
     if kind == "cpu":
-        if bias is not None:
-            bias = bias.expand(*q.shape[:3], k.shape[2])
+        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
@@ -235,9 +235,8 @@ def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0)
     return scores.drop(p) @ v.to(p.dtype), lse
 
 
-def _plain_backward(
-    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dout, dlse, out, lse = merged
     delta = (dout.to(lse.dtype) * out).sum(-1)
     if dlse is not None:
         delta -= dlse

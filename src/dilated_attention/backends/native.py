@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Scores, bias_of
+from dilated_attention.backends.fused import Merged, Scores, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
@@ -85,37 +85,60 @@ def _shifted(group: StridedGroup, step: int) -> StridedGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Describe the part of a family that one fused call computes: a block of (batch, segment, residue, head) indices.
+    """Describe the part of a family that one fused call computes: every combination of its indices.
 
-    At most one of the batch, segment and residue counts exceeds 1, unless batch and segment are one stride. Query heads
-    are q_head + i * q_step, KV heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one shared head. A residue
-    shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
+    At most one of batch, segment and residue has several, unless batch and segment are one stride. A residue shifts the
+    tokens by 1, the query heads by q_shift and the KV heads by 1.
+
+    Attributes:
+        q_heads, k_heads: heads for residue 0, equally many; or one KV head that all query heads share.
     """
 
-    batch: int
-    batches: int
-    segment: int
-    segments: int
-    residue: int
-    residues: int
-    q_head: int
-    q_step: int
+    batch: range
+    segment: range
+    residue: range
+    q_heads: range
+    k_heads: range
     q_shift: int
-    k_head: int
-    k_step: int
-    heads: int
+
+    @property
+    def shares_keys(self) -> bool:
+        return len(self.k_heads) < len(self.q_heads)
+
+    def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
+        """Cut into `pieces` tiles or more, each of at most `most` problems times heads."""
+        problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
+        if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
+            yield self
+            return
+        # A folded batch and segment can only be cut by batch.
+        axes = [self.batch, self.segment, self.residue]
+        axis = 0 if len(self.batch) > 1 else 1 if len(self.segment) > 1 else 2
+        length = len(axes[axis])
+        per_step = problems // length
+        fit = max(1, min(_MOST_PROBLEMS, most // heads) // per_step)
+        splits = min(max(pieces, -(-length // fit)), length)
+        fit = most // (-(-length // splits) * per_step)
+        head_splits = max(-(-pieces // splits), -(-heads // fit))
+        for part in _pieces(axes[axis], splits):
+            axes[axis] = part
+            for q_heads in _pieces(self.q_heads, head_splits):
+                first = self.q_heads.index(q_heads[0])
+                k_heads = self.k_heads if self.shares_keys else self.k_heads[first : first + len(q_heads)]
+                batch, segment, residue = axes
+                yield _Tile(batch, segment, residue, q_heads, k_heads, self.q_shift)
 
     def queries(self, x: Tensor, rows: Rows) -> Tensor:
         """View a tensor with query heads, (batch, seq, heads, ...), as (problems, heads, rows, ...)."""
-        return self._view(x, rows, self.q_head, self.q_step, self.heads, self.q_shift)
+        return self._view(x, rows, self.q_heads, len(self.q_heads), self.q_shift)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
         """View a tensor with KV heads in the same way; a shared head is repeated by a stride of 0."""
-        return self._view(x, rows, self.k_head, self.k_step, self.heads, 1)
+        return self._view(x, rows, self.k_heads, len(self.q_heads), 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
         """View a tensor with KV heads with a shared head only once, for sums over its query heads."""
-        return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1, 1)
+        return self._view(x, rows, self.k_heads, len(self.k_heads), 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
         """View a bias as (problems, 1, 1, keys).
@@ -124,25 +147,22 @@ class _Tile:
         """
         if x is None:
             return None
-        view = (
-            self._view(x.unsqueeze(-1), rows, 0, 0, 1, 0) if x.dim() == 2 else self._view(x, rows, self.k_head, 0, 1, 1)
-        )
-        return view.unsqueeze(-2)
+        if x.dim() == 2:
+            return self._view(x.unsqueeze(-1), rows, range(1), 1, 0).unsqueeze(-2)
+        return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
         """Return the dropout of the group's queries and keys; k has the keys' batch and heads."""
         if dropout is None:
             return None
         words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
-        return Pairs(dropout.threshold, 1 / (1 - dropout.probability), *words)
+        return Pairs(dropout.threshold, dropout.factor, *words)
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
         layout = layouts[group.queries.count]
-        batch = range(self.batch, self.batch + self.batches) if layout.batch_size > 1 else None
-        heads = (
-            range(self.q_head, self.q_head + self.heads * self.q_step, self.q_step) if layout.num_heads > 1 else None
-        )
+        batch = self.batch if layout.batch_size > 1 else None
+        heads = self.q_heads if layout.num_heads > 1 else None
         if batch is heads is None:
             return layout
 
@@ -151,19 +171,23 @@ class _Tile:
 
         return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
 
-    def _view(self, x: Tensor, rows: Rows, head: int, head_step: int, heads: int, shift: int) -> Tensor:
-        every_head = heads == x.shape[2] and head_step == 1 and self.residues == 1
-        if every_head and rows.count == x.shape[1] and self.batches == x.shape[0]:  # a quicker way to the same view
+    def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
+        """View x at `number` heads: `heads`, or a single one repeated."""
+        head_step = heads.step if len(heads) == number else 0
+        every_head = number == x.shape[2] and head_step == 1 and len(self.residue) == 1
+        if every_head and rows.count == x.shape[1] and len(self.batch) == x.shape[0]:  # a quicker way to the same view
             return x.transpose(1, 2)
         batch, token, per_head, *rest = x.stride()
-        start = rows.start + self.segment * rows.segment + self.residue
-        offset = self.batch * batch + start * token + (head + self.residue * shift) * per_head
-        if self.residues > 1:
+        residue = self.residue.start
+        start = rows.start + self.segment.start * rows.segment + residue
+        offset = self.batch.start * batch + start * token + (heads.start + residue * shift) * per_head
+        if len(self.residue) > 1:
             fold = token + shift * per_head
         else:
-            fold = rows.segment * token if self.segments > 1 else batch
-        size = (self.batches * self.segments * self.residues, heads, rows.count, *x.shape[3:])
-        return x.as_strided(size, (fold, head_step * per_head, rows.stride * token, *rest), x.storage_offset() + offset)
+            fold = rows.segment * token if len(self.segment) > 1 else batch
+        problems = len(self.batch) * len(self.segment) * len(self.residue)
+        strides = (fold, head_step * per_head, rows.stride * token, *rest)
+        return x.as_strided((problems, number, rows.count, *x.shape[3:]), strides, x.storage_offset() + offset)
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
@@ -186,7 +210,8 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
     problems = q.shape[0] * rows.segments
     if problems > _MOST_PROBLEMS or problems * group.heads > _most_heads(rows, head_dim):
         return None
-    return _Tile(0, q.shape[0], 0, rows.segments, 0, 1, 0, 1, 1, 0, 1, group.heads)
+    heads = range(group.heads)
+    return _Tile(range(q.shape[0]), range(rows.segments), range(1), heads, heads, 1)
 
 
 def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
@@ -197,75 +222,38 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
     return step == group.keys.segment * group.keys.segments and all(x.stride(0) == step * x.stride(1) for x in tensors)
 
 
-def _tiles(
-    groups: tuple[StridedGroup, ...],
-    tensors: tuple[Tensor, ...],
-    ratio: int,
-    head_dim: int,
-    row_bytes: int,
-    limit: int,
-    layouts: Layouts | None,
-) -> Iterator[tuple[StridedGroup, _Tile]]:
-    """Cut groups into few tiles with `row_bytes` bytes per row that stay under `limit` bytes if possible.
-
-    Args:
-        tensors: all (batch, seq, ...) tensors that the tiles will view.
-        ratio: query heads per KV head.
-        head_dim: head_dim of the calls.
-    """
-    batches = tensors[0].shape[0]
-    per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
-    for family in (_Family(group, 1) for group in groups) if per_head else _families(groups):
-        group, residues = family.group, family.residues
-        segments, most = group.queries.segments, _most_heads(group.queries, head_dim)
-        folds = _folds(group, tensors) and segments <= min(_MOST_PROBLEMS, most)
-        # One call spans either all residues of one segment, or all segments of one residue.
-        if batches * segments < residues * (1 if folds else batches):
-            outer = [(batch, 1, segment, 1, 0, residues) for batch in range(batches) for segment in range(segments)]
-        elif folds:
-            outer = [(0, batches, 0, segments, residue, 1) for residue in range(residues)]
-        else:
-            outer = [(b, 1, 0, segments, residue, 1) for b in range(batches) for residue in range(residues)]
-        for q_head, q_step, k_head, k_step, heads in _head_runs(group, ratio):
-            for batch, nb, segment, ns, residue, nr in outer:
-                pieces = -(-nb * ns * nr * heads * group.queries.count * row_bytes // limit)
-                splits = [1, 1, 1]
-                axis = 0 if nb > 1 else 1 if ns > 1 else 2  # a folded batch and segment can only be cut by batch
-                length = (nb, ns, nr)[axis]
-                problems = nb * ns * nr // length  # of one step along the axis
-                fit = max(1, min(_MOST_PROBLEMS, most // heads) // problems)
-                splits[axis] = min(max(pieces, -(-length // fit)), length)
-                fit = most // (-(-length // splits[axis]) * problems)
-                head_pieces = max(-(-pieces // splits[axis]), -(-heads // fit))
-                for b, nb_ in _pieces(nb, splits[0]):
-                    for s, ns_ in _pieces(ns, splits[1]):
-                        for r, nr_ in _pieces(nr, splits[2]):
-                            for h, nh in _pieces(heads, head_pieces):
-                                q_first, k_first = q_head + h * q_step, k_head + h * k_step
-                                block = batch + b, nb_, segment + s, ns_, residue + r, nr_
-                                yield group, _Tile(*block, q_first, q_step, ratio, k_first, k_step, nh)
-
-
-def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int, int]]:
-    """Return (q_head, q_step, k_head, k_step, heads) of the progressions of query heads in a group.
+def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
+    """Return a group's query heads in progressions, each with its KV heads or with the one that it shares.
 
     The query heads of one KV head are neighbours; taking one query head of each KV head also gives a progression.
     """
-    if ratio == 1:
-        return [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
-    if group.heads <= ratio:
-        heads = [group.head + i * group.head_stride for i in range(group.heads)]
-        return [(head * ratio, 1, head, 0, ratio) for head in heads]
     step = group.head_stride
-    return [(group.head * ratio + j, step * ratio, group.head, step, group.heads) for j in range(ratio)]
+    k_heads = range(group.head, group.head + group.heads * step, step)
+    if group.heads <= ratio:
+        return [(range(head * ratio, (head + 1) * ratio), range(head, head + 1)) for head in k_heads]
+    first, stop = group.head * ratio, k_heads.stop * ratio
+    return [(range(first + j, stop + j, step * ratio), k_heads) for j in range(ratio)]
 
 
-def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of min(number, length) nearly equal pieces of range(length)."""
-    number = min(number, length)
-    for i in range(number):
-        start = i * length // number
-        yield start, (i + 1) * length // number - start
+def _blocks(family: _Family, batches: int, folds: bool) -> Iterator[tuple[range, range, range]]:
+    """Yield the (batch, segment, residue) indices of a family in as few blocks as calls can view.
+
+    One call spans either all residues of one segment, or all segments of one residue.
+    """
+    batch, segment, residue = range(batches), range(family.group.queries.segments), range(family.residues)
+    if len(batch) * len(segment) < len(residue) * (1 if folds else len(batch)):
+        return product(_each(batch), _each(segment), [residue])
+    return product([batch] if folds else _each(batch), [segment], _each(residue))
+
+
+def _each(indices: range) -> list[range]:
+    return [indices[i : i + 1] for i in range(len(indices))]
+
+
+def _pieces(indices: range, number: int) -> list[range]:
+    """Return at most `number` nearly equal pieces."""
+    length, number = len(indices), min(number, len(indices))
+    return [indices[i * length // number : (i + 1) * length // number] for i in range(number)]
 
 
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
@@ -312,15 +300,6 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
-class _Merged(NamedTuple):
-    """Hold the inputs of a backward: the merged out and lse, and their gradients."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    out: Tensor
-    lse: Tensor
-
-
 class _Whole:
     """Hold a problem and its tensors; each tile computes a part of it."""
 
@@ -341,11 +320,24 @@ class _Whole:
     def tiles(
         self, groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], head_dim: int
     ) -> Iterator[tuple[StridedGroup, _Tile]]:
-        """Cut groups into tiles for calls of this head_dim; `tensors`: what tiles view."""
-        q = self.q
+        """Cut groups into few tiles, whose outputs stay within a limit of bytes if possible.
+
+        Args:
+            tensors: all (batch, seq, ...) tensors that the tiles will view.
+            head_dim: head_dim of the calls.
+        """
+        q, layouts = self.q, self.problem.layouts
         limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
         ratio, row_bytes = q.shape[2] // self.k.shape[2], q.shape[-1] * q.element_size()
-        return _tiles(groups, tensors, ratio, head_dim, row_bytes, limit, self.problem.layouts)
+        per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
+        for family in (_Family(group, 1) for group in groups) if per_head else _families(groups):
+            group, most = family.group, _most_heads(family.group.queries, head_dim)
+            folds = _folds(group, tensors) and group.queries.segments <= min(_MOST_PROBLEMS, most)
+            for q_heads, k_heads in _head_runs(group, ratio):
+                for batch, segment, residue in _blocks(family, len(q), folds):
+                    rows = len(batch) * len(segment) * len(residue) * len(q_heads) * group.queries.count
+                    whole = _Tile(batch, segment, residue, q_heads, k_heads, ratio)
+                    yield from ((group, tile) for tile in whole.cut(-(-rows * row_bytes // limit), most))
 
     def _scores(self, group: StridedGroup, tile: _Tile) -> Scores:
         problem, bias = self.problem, tile.bias(self.bias, group.keys)
@@ -368,11 +360,10 @@ class _Whole:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
 
-    def differentiate(self, merged: _Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+    def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a tile."""
-        dout, q, out, lse = (tile.queries(x, group.queries) for x in (merged.dout, self.q, merged.out, merged.lse))
-        dlse = None if merged.dlse is None else tile.queries(merged.dlse, group.queries)
-        views = dout, dlse, q, tile.keys(self.k, group.keys), tile.keys(self.v, group.keys), out, lse
+        part = merged.views(lambda x: tile.queries(x, group.queries))
+        views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
             return blocks.backward(tile.layout(layouts, group), scores, *views)
@@ -445,7 +436,7 @@ def backward(
         dlse = dlse.masked_fill(empty, 0.0)
 
     whole, plan = _Whole(problem, operators, q, k, v), problem.plan
-    merged = _Merged(_dense_rows(dout), dlse, out, lse)
+    merged = Merged(_dense_rows(dout), dlse, out, lse)
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
@@ -464,7 +455,7 @@ def backward(
 
     for group, tile in whole.tiles(groups, (*inputs, dq, dk), head_dim):
         part_q, part_k, part_v = whole.differentiate(merged, group, tile)
-        if tile.k_step == 0:  # heads share one key-value head
+        if tile.shares_keys:
             part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
         targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)
         for target, part in zip(targets, (part_q, part_k, part_v), strict=True):

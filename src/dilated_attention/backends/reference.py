@@ -289,29 +289,17 @@ def reference_attention(
         ValueError: the count matrix would exceed 2 GiB.
     """
     counts, phantoms = batch_counts(
-        q.shape[0],
-        q.shape[1],
-        segment_lengths,
-        dilation_rates,
-        table,
-        is_causal=is_causal,
-        compat=compat,
-        lengths=lengths,
-        cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask,
-        visible=visible,
-        starts=starts,
-        num_keys=k.shape[1],
-        **of_branches,
-    )
+        q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, is_causal=is_causal, compat=compat,
+        lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible, starts=starts,
+        num_keys=k.shape[1], **of_branches,
+    )  # fmt: skip
     keep = None
     if dropout is not None:
         keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
         keep = survives(dropout.queries.transpose(1, 2), keys.T[None], dropout.threshold)
     return attend(
         q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, phantoms=phantoms,
-        keep=keep,
-        dropout_p=dropout.probability if dropout is not None else 0.0,
+        keep=keep, dropout_p=0.0 if dropout is None else dropout.probability,
     )  # fmt: skip
 
 

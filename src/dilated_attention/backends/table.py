@@ -59,10 +59,6 @@ class Backend:
             return f"over a mesh it takes no {' and no '.join(given)}; native does"
         return self.refusal(facts)
 
-    def chosen(self, why: str, facts: Facts) -> Choice:
-        """Return the choice of this backend, and why."""
-        return Choice(self, why if self.details is None else f"{why}; {self.details(facts)}", facts)
-
 
 _REGISTERED = (
     Backend(
@@ -96,8 +92,14 @@ class Choice:
     """Hold the backend that serves a call, and why."""
 
     backend: Backend
-    reason: str = "chosen before"
+    by_name: bool = True
     facts: Facts | None = None
+
+    @property
+    def reason(self) -> str:
+        why = "asked for by name" if self.by_name else self.backend.merits
+        details = self.backend.details
+        return why if details is None or self.facts is None else f"{why}; {details(self.facts)}"
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -118,7 +120,7 @@ def choose(name: str, facts: Facts) -> Choice:
     if name == "auto":
         for backend in BACKENDS.values():
             if backend.on_request(facts) is None and backend.why_not(facts) is None:
-                return backend.chosen(backend.merits, facts)
+                return Choice(backend, False, facts)
         refusals = "; ".join(f"{name}: {why}" for name, why in _refusals(facts).items())
         raise BackendError(f"no backend can serve this call: {refusals}")
     check_name(name)
@@ -126,7 +128,7 @@ def choose(name: str, facts: Facts) -> Choice:
         raise UnsupportedError(f"backend={name!r} sees one device; with a mesh use backend='auto'")
     if why := BACKENDS[name].why_not(facts):
         raise BackendError(f"backend={name!r} cannot serve this call: {why}")
-    return BACKENDS[name].chosen("asked for by name", facts)
+    return Choice(BACKENDS[name], True, facts)
 
 
 def _refusals(facts: Facts, chosen: Backend | None = None) -> dict[str, str]:

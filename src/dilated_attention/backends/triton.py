@@ -144,15 +144,9 @@ def _architecture(device: torch.device) -> str:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a problem.
+    """Return out and lse of a problem, float32; arguments and results are those of `native.forward`.
 
-    Args:
-        q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
-
-    Returns:
-        out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
-        that see nothing.
+    `state`: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
     """
     out, lse = state or tiles.outputs(q, problem.plan)
     tensors = {
@@ -165,22 +159,10 @@ def forward(
 
 
 def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of a problem from the merged out and lse. Other arguments as for `forward`.
-
-    Args:
-        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H), the latter float32 or None.
-        state: running (dq, dk, dv), float32, contiguous, added to in place.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk, dv of a problem from the merged out and lse; `state`, running sums, is float32."""
     plan = problem.plan
     held = _launches("dkdv", problem, q)
     keys, queries = held.launches, _launches("dq", problem, q).launches
@@ -439,11 +421,8 @@ def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> 
 def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
     if dropout is None:
         return {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
-    keys = dropout.keys
-    return {
-        "threshold": dropout.threshold, "keep_scale": 1 / (1 - dropout.probability),
-        "wsn": keys.stride(0), "wsh": keys.stride(1) if keys.shape[1] > 1 else 0,
-    }  # fmt: skip
+    key, head = dropout.key_strides
+    return {"threshold": dropout.threshold, "keep_scale": dropout.factor, "wsn": key, "wsh": head}
 
 
 def _row(numbers: dict[str, Any]) -> int:

@@ -109,13 +109,22 @@ def outdated() -> bool:
     return not LIBRARY.exists() or digest().encode() not in LIBRARY.read_bytes()
 
 
+def load() -> ctypes.CDLL | str:
+    """Return the library, or why there is none and what would help."""
+    if not LIBRARY.exists():
+        return f"the kernels are not compiled: {refusal() or f'run {COMMAND}'}"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:  # of another system
+        return f"the compiled kernels cannot be loaded ({error}); run {COMMAND}"
+    return f"the compiled kernels are of another version; run {COMMAND}" if outdated() else library
+
+
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """Return the library; None if it is missing, of other sources (`info` says so) or of another system."""
-    try:
-        return None if outdated() else ctypes.CDLL(str(LIBRARY))
-    except OSError:
-        return None
+    """Return the library; None without one."""
+    found = load()
+    return None if isinstance(found, str) else found
 
 
 def build() -> Path:

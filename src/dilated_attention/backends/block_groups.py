@@ -1,0 +1,290 @@
+"""Sort the blocks of a layout into groups, each one batched call of `blocks`.
+
+A run of key blocks that moves along with its query block (a window), or stays (global keys), is an overlapping strided
+view of k and v. What is left of each row is gathered, rows with equally many blocks together. The blocks that the
+diagonal cuts, and the partial last block, are groups of their own. No loop is over blocks or heads.
+
+Glossary:
+    entry: a place in the layout's flat arrays; one pair of a query block and a key block of a head.
+    shape: how many query blocks, and how far apart, are computed together as one row.
+    row: the query blocks of a shape that one problem of a call holds; rows of a head are numbered from 0.
+    lane: head * rows per head + row: what has one list of key blocks.
+    run: consecutive key blocks in one lane. family: runs of equal length in consecutive rows, at one pace.
+    group: lanes with equally many key blocks, all of one size: one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention.cache import lasting, plan_cache
+from dilated_attention.layout import BlockLayout
+
+_VIEW_BLOCKS = 8
+"""Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
+_LONG_ROWS = (768, 256)
+"""Tokens of merged query blocks: the CPU operator cuts 768 queries and more into pieces of 256, 192 and more into 64,
+fewer into 32; a score entry costs 0.98, 1.15 and 1.3 to 1.4 of one of long dense attention (docs/notebook.md)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Hold query blocks that see equally many key blocks, all of one size, in one batched call.
+
+    Attributes:
+        rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
+        keys: (R, m) key blocks.
+        q_tokens, k_tokens: tokens per query block and per key block; the block size, or what the last block holds.
+        masked: the diagonal cuts the key blocks.
+        first: no earlier group holds any of the rows.
+        row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
+            it sees the m key blocks starting at first + t * step.
+    """
+
+    rows: Tensor
+    heads: Tensor | None
+    keys: Tensor
+    q_tokens: int
+    k_tokens: int
+    masked: bool
+    first: bool
+    row_view: tuple[int, int] | None
+    key_view: tuple[int, int] | None
+
+    @property
+    def row_tokens(self) -> int:
+        return self.rows.shape[1] * self.q_tokens
+
+    @property
+    def key_tokens(self) -> int:
+        return self.keys.shape[1] * self.k_tokens
+
+    def part(self, start: int, stop: int) -> Group:
+        """Return the rows start to stop."""
+        if stop - start == len(self.rows):
+            return self
+        row_view, key_view = (
+            None if view is None else (view[0] + start * view[1], view[1]) for view in (self.row_view, self.key_view)
+        )
+        heads = None if self.heads is None else self.heads[start:stop]
+        rows, keys = self.rows[start:stop], self.keys[start:stop]
+        return replace(self, rows=rows, heads=heads, keys=keys, row_view=row_view, key_view=key_view)
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockPlan:
+    """Hold the groups of a layout.
+
+    covered: the groups marked `first` hold every row, so that nothing needs to be initialised.
+    """
+
+    groups: tuple[Group, ...]
+    covered: bool
+
+    @property
+    def nbytes(self) -> int:
+        tables = [x for g in self.groups for x in (g.rows, g.keys, g.heads) if x is not None]
+        return 256 + 512 * len(self.groups) + sum(8 * x.numel() for x in tables)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Describe rows of one head that a fused call takes together, as many of them as memory allows.
+
+    Attributes:
+        rows: how many, over all lists of the layout; queries, keys: tokens of each.
+        copied: the keys are gathered; else they are a view.
+        masked: the diagonal cuts them. first: they are written; else merged into what earlier calls wrote.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    copied: bool
+    masked: bool
+    first: bool
+
+
+def calls_of(layout: BlockLayout) -> tuple[Calls, ...]:
+    """Return what runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
+    return tuple(
+        Calls(len(g.rows), g.row_tokens, g.key_tokens, g.key_view is None, g.masked, g.first)
+        for batch in range(layout.batch_size)
+        for g in block_plan(layout, batch).groups
+    )
+
+
+def block_plan(layout: BlockLayout, batch: int) -> _BlockPlan:
+    batch = batch if layout.batch_size > 1 else 0
+    key = ("blocks", layout.key, batch)
+    return plan_cache.get(key, lambda: lasting(lambda: _compile(layout, batch), layout.device))
+
+
+def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
+    rows, heads = layout.query_blocks, layout.num_heads
+    lanes = layout.row - batch * rows * heads
+    here = (lanes >= 0) & (lanes < rows * heads)
+    lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
+    shapes = _row_shapes(layout, lanes, keys)
+    q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
+    last_row = (lanes % rows == rows - 1) & (q_tail > 0)
+    last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
+    made = _Groups(layout)
+    for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
+        for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
+            for cut in (True, False):  # in causal layouts every row has a diagonal, and nearly all have more
+                chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
+                lane, key = lanes[chosen], keys[chosen]
+                if cut or is_last_key:
+                    made.add_lists(lane, key, _SINGLE, q_tokens, k_tokens, cut)
+                    continue
+                for shape in () if is_last_row else shapes:
+                    common, lane_, key_ = _common(lane, key, shape, layout)
+                    made.add_views_and_lists(lane_, key_, shape, q_tokens)
+                    lane, key = lane[~common], key[~common]
+                made.add_views_and_lists(lane, key, _SINGLE, q_tokens)
+    return _BlockPlan(tuple(made.groups), covered=bool(made.written.all()))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Describe rows of `merged` query blocks, `stride` blocks apart.
+
+    A head's rows are numbered by residue, then by place.
+    """
+
+    merged: int
+    stride: int
+
+    def per_residue(self, query_blocks: int) -> int:
+        return -(-query_blocks // (self.merged * self.stride))
+
+    def row(self, block: Tensor, query_blocks: int) -> Tensor:
+        """Return the row of each query block."""
+        place = block // self.stride // self.merged
+        return block % self.stride * self.per_residue(query_blocks) + place
+
+    def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
+        """Return (R, merged): the query blocks of each row."""
+        number = self.per_residue(query_blocks)
+        member = torch.arange(self.merged, device=row.device)
+        return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
+
+
+_SINGLE = _Shape(1, 1)
+
+
+def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
+    """Return rows to try, long ones first: query blocks as far apart as many key blocks are, then neighbours."""
+    gaps = key.diff()[lane.diff() == 0]
+    usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
+    strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
+    lengths = [-(-tokens // layout.q_block) for tokens in _LONG_ROWS]
+    return [_Shape(n, stride) for n in lengths for stride in sorted({1, *strides}, reverse=True) if n > 1]
+
+
+class _Groups:
+    """Collect the groups of a layout's lists."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self.groups: list[Group] = []
+        self.begun = torch.zeros(layout.num_heads, layout.query_blocks, dtype=torch.bool, device=layout.device)
+        self.written = self.begun.clone()  # by a group marked `first`
+
+    def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
+        """Add a group of lanes, of rows of that shape, each of which sees a row of the key blocks `key` (R, m)."""
+        shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
+        rows = shape.stride * shape.per_residue(query_blocks)
+        head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
+        row_view = _progression(blocks[:, 0]) if shared and (shape.merged == 1 or shape.stride == 1) else None
+        key_view = _progression(key[:, 0]) if shared and not bool((key.diff(dim=1) != 1).any()) else None
+        at = head[:, None], blocks
+        first = not bool(self.begun[at].any())
+        self.begun[at] = True
+        if first:
+            self.written[at] = True
+        heads = None if shared else head
+        self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
+
+    def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
+        """Add groups of sorted lists, one for each number of key blocks."""
+        if not len(lane):
+            return
+        lanes, counts = torch.unique_consecutive(lane, return_counts=True)
+        begin = counts.cumsum(0) - counts
+        for count in counts.unique().tolist():
+            entries = begin[counts == count][:, None] + torch.arange(count, device=lane.device)
+            self.add(lanes[counts == count], key[entries], shape, q_tokens, k_tokens, cut)
+
+    def add_views_and_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
+        """Add groups of sorted lists of whole, unmasked key blocks: families of runs first, then what is left."""
+        k_tokens = self.layout.k_block
+        if self.layout.num_heads == 1:
+            viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
+            pace = shape.merged * shape.stride * self.layout.q_block / k_tokens
+            for entry, length in _families(lane, key, pace):
+                at = entry[:, None] + torch.arange(length, device=lane.device)
+                viewed[at.flatten()] = True
+                self.add(lane[entry], key[at], shape, q_tokens, k_tokens, False)
+            lane, key = lane[~viewed], key[~viewed]
+        self.add_lists(lane, key, shape, q_tokens, k_tokens, False)
+
+
+def _progression(x: Tensor) -> tuple[int, int] | None:
+    """Return (first, step) if x[t] = first + t * step, with step >= 0."""
+    step = 0 if len(x) < 2 else int(x[1] - x[0])
+    return None if step < 0 or bool((x.diff() != step).any()) else (int(x[0]), step)
+
+
+def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
+    blocks, columns = layout.query_blocks, layout.key_blocks
+    rows = shape.stride * shape.per_residue(blocks)
+    code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key
+    unique, inverse, counts = code.unique(return_inverse=True, return_counts=True)
+    full = counts == shape.merged
+    # One or two common blocks do not pay for the merge of their result.
+    row = unique // columns
+    worth = torch.bincount(row[full], minlength=int(row.max()) + 1 if len(row) else 0) >= 3
+    full &= worth[row]
+    return full[inverse], row[full], unique[full] % columns
+
+
+def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int]]:
+    """Yield families of equal runs of key blocks in consecutive rows: (entry that starts each run, length).
+
+    The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
+    viewed where that saves a gather of at least two blocks, or if its row has nothing else: otherwise the merge costs
+    what the gather would.
+    """
+    opens = torch.ones_like(key, dtype=torch.bool)
+    opens[1:] = (key.diff() != 1) | (row.diff() != 0)
+    entry = opens.nonzero().flatten()
+    length = torch.cat([entry, entry.new_tensor([len(key)])]).diff()
+    runs_of_row = torch.bincount(row[entry])
+    worth = (length >= 2) | (runs_of_row[row[entry]] == 1)
+    entry, length = entry[worth], length[worth]
+    for step in (int(pace), 0) if pace == int(pace) else (0,):
+        if not len(entry):
+            return
+        anchor = key[entry] - step * row[entry]
+        # Runs of one length and anchor, in order of rows; a family ends where a row is missing.
+        order = torch.argsort(row[entry], stable=True)
+        order = order[torch.argsort(anchor[order], stable=True)]
+        order = order[torch.argsort(length[order], stable=True)]
+        sorted_entry = entry[order]
+        breaks = (length[order].diff() != 0) | (anchor[order].diff() != 0) | (row[sorted_entry].diff() != 1)
+        bounds = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(order)]
+        taken = torch.zeros_like(order, dtype=torch.bool)
+        for start, stop in pairwise(bounds):
+            blocks = int(length[order[start]])
+            if (stop - start) * blocks >= _VIEW_BLOCKS:
+                taken[start:stop] = True
+                yield sorted_entry[start:stop], blocks
+        entry, length = sorted_entry[~taken], length[order][~taken]

@@ -1,0 +1,111 @@
+"""Share the tiles of a launch among threads: order them and group them into jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import tiles
+from dilated_attention.kernels.configurations import Side
+from dilated_attention.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Hold one call of the library: its tiles, and how threads share them.
+
+    Attributes:
+        jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
+        weights: the score entries of each job, roughly.
+        few: whether tiles are for kernels/cpu/few.h, which has no owned jobs.
+        rows: the most rows that are held at once: of a tile, or of a job if `few`.
+    """
+
+    side: Side
+    table: tiles.Table
+    jobs: Tensor
+    weights: np.ndarray
+    few: bool
+    rows: int
+
+    def idle(self, threads: int, batch: int) -> float:
+        """Return the time of threads that each take the next job when one is done, relative to even shares."""
+        jobs = np.repeat(self.weights, batch)
+        if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
+            return 1.0
+        loads = np.zeros(threads)
+        for weight in jobs:
+            loads[loads.argmin()] += weight
+        return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key."""
+
+    plan: Plan
+    launches: tuple[Launch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
+
+
+def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tiles.Table) -> Launch:
+    """Return the launch of a table.
+
+    Args:
+        owned: no row is seen by tiles of two jobs.
+        most_few: the most rows per tile for kernels/cpu/few.h, which takes up to `together` tiles as one job.
+    """
+    lines = table.lines.numpy()
+    weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
+    rows = int(lines[:, tiles.ROWS].max(initial=0))
+    few = rows <= most_few
+    if not owned:
+        order = _neighbours(lines)
+        ordered = replace(table, lines=torch.from_numpy(lines[order]))
+        size = max(1, min(together, len(lines) // 64)) if few else 1
+        jobs = np.append(np.arange(0, len(lines), size), len(lines))
+        weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
+        return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
+    order, jobs = _owners(lines)
+    sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
+    heaviest = np.argsort(-sums, kind="stable")
+    sizes = np.diff(jobs)[heaviest]
+    moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
+    ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
+    return Launch(side, ordered, starts, sums[heaviest], few, rows)
+
+
+def _neighbours(lines: np.ndarray) -> np.ndarray:
+    """Return an order in which tiles that stream the same rows are neighbours, and so are the heads of a segment.
+
+    A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
+    pages of memory.
+    """
+    *shorter, longest = lines[:, tiles.STARTS].T
+    return np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
+
+
+def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return an order of lines and the edges of its runs, such that no row is seen by the lines of two runs.
+
+    A line is taken to see everything from its first token to its last. This may give too few runs, which only costs
+    time.
+    """
+    spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
+    start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
+    low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)
+    high = np.where(count > 0, start + (count - 1) * stride + 1, 0).max(1)
+    order = np.lexsort((lines[:, tiles.START], low, lines[:, tiles.HEAD]))
+    low, high, head = low[order], high[order], lines[order, tiles.HEAD].astype(np.int64)
+    far = 2**32  # more than any token
+    reach = np.maximum.accumulate(head * far + high)
+    begins = np.ones(len(order), bool)
+    begins[1:] = head[1:] * far + np.minimum(low[1:], far - 1) >= reach[:-1]
+    return order, np.append(np.flatnonzero(begins), len(order))
