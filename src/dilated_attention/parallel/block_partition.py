@@ -133,7 +133,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class BlockQueries:
-    """Hold the queries of a block-sparse problem: a sequence of `layout.seq_len` rows, some of them the shard's.
+    """Hold the queries of a block-sparse problem, a sequence of its own of which some rows are the shard's.
 
     Attributes:
         layout: the lists of the rank's own query blocks; the other query blocks have none.
@@ -149,6 +149,11 @@ class BlockQueries:
     hidden: Tensor | None
 
     @property
+    def slots(self) -> int:
+        """Return the number of slots of the problem's keys: rows times heads."""
+        return self.layout.seq_len * len(self.heads)
+
+    @property
     def plan(self) -> Plan:
         """Return a plan of one segment with all rows and all heads."""
         return plan_dilated((self.layout.seq_len,), (1,), ((0,) * len(self.heads),), self.layout.seq_len)
@@ -156,19 +161,6 @@ class BlockQueries:
     @property
     def nbytes(self) -> int:
         return 16 * len(self.tokens) + self.layout.nbytes  # the plan lies in the cache by itself
-
-
-@dataclass(frozen=True, eq=False)
-class BlockProblem:
-    """Describe a rank's attention of its own rows of a crossing segment to some of the keys that they list.
-
-    Attributes:
-        keys, slots: the keys attended, and where they lie: row * number of heads + index of the head.
-    """
-
-    queries: BlockQueries
-    keys: Integers
-    slots: Integers
 
 
 class _Shrunk:
@@ -196,8 +188,16 @@ class _Shrunk:
 
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
-) -> BlockProblem | None:
-    """Return the problem over the keys among `tokens`, intervals of the global sequence; None if no list has any."""
+) -> tuple[BlockQueries, Integers, Integers] | None:
+    """Return a rank's attention of its own rows of a crossing segment to the keys that they list among some tokens.
+
+    Args:
+        tokens: intervals of the global sequence.
+
+    Returns:
+        The queries, the keys attended, and the slot of each key: row * number of heads + index of the head. None if no
+        list has a key among the tokens.
+    """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
     listing = [head for _, heads in _heads(sharding, layout, crossing) for head in heads]
@@ -226,4 +226,4 @@ def problem(
         torch.from_numpy(shrunk.place(np.arange(*own))).to(device),
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
-    return BlockProblem(queries, np.concatenate(keys), np.concatenate(slots))
+    return queries, np.concatenate(keys), np.concatenate(slots)

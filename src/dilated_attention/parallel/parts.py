@@ -163,8 +163,8 @@ class Local:
         problems = []
         for crossing in partition.crossings(sharding, rank) if sharding.layouts else ():
             if found := block_partition.problem(sharding, rank, crossing, [sharding.shard(rank)], device):
-                size = found.queries.layout.seq_len * len(found.queries.heads)
-                problems.append((found.queries, Own.of(sharding, rank, found.keys, found.slots, size, device)))
+                queries, keys, slots = found
+                problems.append((queries, Own.of(sharding, rank, keys, slots, queries.slots, device)))
         return cls(partition.local_plan(sharding, rank), tuple(problems))
 
     @property
@@ -226,9 +226,8 @@ def gathers_of(
     gathers = []
     for crossing in found:
         if problem := block_partition.problem(sharding, rank, crossing, sides, device):
-            queries = problem.queries
-            size = queries.layout.seq_len * len(queries.heads)
+            queries, keys, slots = problem
             gathers.append(
-                Gather(queries.plan, len(queries.heads), *tables(problem.keys, problem.slots, size), queries=queries)
+                Gather(queries.plan, len(queries.heads), *tables(keys, slots, queries.slots), queries=queries)
             )
     return tuple(gathers)

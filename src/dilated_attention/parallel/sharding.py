@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -65,8 +66,12 @@ class _Unshard(torch.autograd.Function):
         link = link_of(ctx.group)
         link.enter("unshard_sequence", ctx.number)
         rows = gradient.movedim(ctx.dim, 0)
-        shards = link.transposed(rows.flatten(1) if gradient.dim() > 1 else rows[:, None], ctx.bounds, "in backward")
-        return shards.sum(0).view(shards.shape[1], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
+        counts = [stop - start for start, stop in pairwise(ctx.bounds)]
+        own, shape = counts[link.rank], rows.shape[1:]
+        if not shape.numel():
+            return gradient.new_empty(own, *shape).movedim(0, ctx.dim), None, None, None
+        shards = link.moved(rows.flatten(1) if shape else rows[:, None], counts, [own] * link.size, "in backward")
+        return shards.view(link.size, own, *shape).sum(0).movedim(0, ctx.dim), None, None, None
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
