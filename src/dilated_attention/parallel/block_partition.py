@@ -20,8 +20,17 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
-from dilated_attention.parallel.partition import Crossing, Integers, Sharding, clip, crossings, owner_splits
-from dilated_attention.plan import Plan, plan_dilated
+from dilated_attention.parallel.partition import (
+    Crossing,
+    Integers,
+    Remote,
+    Sharding,
+    cells,
+    clip,
+    crossings,
+    owner_splits,
+)
+from dilated_attention.plan import plan_dilated
 
 Interval = tuple[int, int]
 
@@ -81,10 +90,10 @@ def _needed(
 
 def _keys(sharding: Sharding, crossing: Crossing, heads: tuple[int, ...], rows: Integers) -> Integers:
     tokens = crossing.keys.start + rows * crossing.own.step
-    return (tokens[:, None] * sharding.num_heads + np.array(heads)).ravel()
+    return cells(tokens, heads, sharding.num_heads)
 
 
-def _distinct(keys: list[Integers]) -> Integers:
+def distinct(keys: list[Integers]) -> Integers:
     return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *keys]))
 
 
@@ -95,7 +104,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
         start, stop = own = _rows_of(crossing, crossing.own)
         others = [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
         found += [_keys(sharding, crossing, *needed) for needed in _needed(sharding, crossing, own, others)]
-    return _distinct(found)
+    return distinct(found)
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
@@ -108,8 +117,8 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
             if peer != rank and theirs:
                 needed = _needed(sharding, crossing, _rows_of(crossing, theirs), mine)
                 messages[peer] += [_keys(sharding, crossing, heads, rows) for heads, rows in needed]
-    distinct = [_distinct(message) for message in messages]
-    return np.concatenate(distinct), [len(message) for message in distinct]
+    sorted_ = [distinct(message) for message in messages]
+    return np.concatenate(sorted_), [len(keys) for keys in sorted_]
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
@@ -149,18 +158,15 @@ class BlockQueries:
     hidden: Tensor | None
 
     @property
-    def slots(self) -> int:
-        """Return the number of slots of the problem's keys: rows times heads."""
-        return self.layout.seq_len * len(self.heads)
-
-    @property
-    def plan(self) -> Plan:
-        """Return a plan of one segment with all rows and all heads."""
-        return plan_dilated((self.layout.seq_len,), (1,), ((0,) * len(self.heads),), self.layout.seq_len)
-
-    @property
     def nbytes(self) -> int:
-        return 16 * len(self.tokens) + self.layout.nbytes  # the plan lies in the cache by itself
+        return 16 * len(self.tokens) + self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class BlockProblem(Remote):
+    """Hold a rank's attention of its own rows of a crossing segment to some of the keys that they list."""
+
+    queries: BlockQueries
 
 
 class _Shrunk:
@@ -188,16 +194,8 @@ class _Shrunk:
 
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
-) -> tuple[BlockQueries, Integers, Integers] | None:
-    """Return a rank's attention of its own rows of a crossing segment to the keys that they list among some tokens.
-
-    Args:
-        tokens: intervals of the global sequence.
-
-    Returns:
-        The queries, the keys attended, and the slot of each key: row * number of heads + index of the head. None if no
-        list has a key among the tokens.
-    """
+) -> BlockProblem | None:
+    """Return the problem over the keys among `tokens`, intervals of the global sequence; None if no list has any."""
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
     listing = [head for _, heads in _heads(sharding, layout, crossing) for head in heads]
@@ -216,7 +214,7 @@ def problem(
     keys, slots, count = [], [], len(crossing.heads)
     for heads, rows in _needed(sharding, crossing, own, wanted):
         keys.append(_keys(sharding, crossing, heads, rows))
-        slots.append((shrunk.place(rows)[:, None] * count + np.searchsorted(crossing.heads, heads)).ravel())
+        slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
     queries = BlockQueries(
         shrunk.layout(len(listing), lists[kept], blocks[kept]).to(device),
         crossing.heads,
@@ -226,4 +224,5 @@ def problem(
         torch.from_numpy(shrunk.place(np.arange(*own))).to(device),
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
-    return queries, np.concatenate(keys), np.concatenate(slots)
+    plan = plan_dilated((shrunk.size,), (1,), ((0,) * count,), shrunk.size)  # one segment with all rows
+    return BlockProblem(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

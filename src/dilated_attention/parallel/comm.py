@@ -57,15 +57,11 @@ class Framing:
     seal: int
 
     @classmethod
-    def of(cls, counts: Sequence[int], seal: int) -> Framing:
-        """Make a framing from the number of rows of every rank's message; a rank without rows gets no message."""
-        peers = tuple([peer for peer, count in enumerate(counts) if count])
-        return cls(peers, tuple([counts[peer] for peer in peers]), seal)
-
-    @classmethod
-    def single(cls, peer: int, count: int, seal: int) -> Framing:
-        """Make a framing of one message, or of no message if it has no rows."""
-        return cls((peer,) * (count > 0), (count,) * (count > 0), seal)
+    def of(cls, counts: Sequence[int] | dict[int, int], seal: int) -> Framing:
+        """Make a framing from the rows of each rank's message; a message without rows is not sent."""
+        rows = counts if isinstance(counts, dict) else dict(enumerate(counts))
+        peers = tuple([peer for peer in sorted(rows) if rows[peer]])
+        return cls(peers, tuple([rows[peer] for peer in peers]), seal)
 
     @cached_property
     def rows(self) -> int:
@@ -91,8 +87,7 @@ class Framing:
 
     def without(self, rank: int) -> Framing:
         """Return the framing of the messages to or from other ranks."""
-        counts = [count for peer, count in zip(self.peers, self.counts, strict=True) if peer != rank]
-        return Framing(tuple([peer for peer in self.peers if peer != rank]), tuple(counts), self.seal)
+        return Framing.of(dict(zip(self.peers, self.counts, strict=True)) | {rank: 0}, self.seal)
 
 
 @dataclass
@@ -116,8 +111,6 @@ class Traffic:
 
 @dataclass
 class Transfer:
-    """Hold a transfer in flight."""
-
     link: Link
     works: list[dist.Work]
     buffer: Tensor
@@ -150,10 +143,9 @@ class Forwards:
     again: tuple[int, int] = (-1, 0)
 
     def next(self) -> int:
-        """Return the number of the forward that starts.
+        """Return the number of the forward that starts or, inside a backward, of the one that it recomputes.
 
-        Inside a backward this is the number of the forward that it recomputes: the last one before the node that runs,
-        adjusted by how many forwards that node has recomputed so far.
+        That is the last one before the node that runs, adjusted by how many forwards that node has recomputed so far.
         """
         here, node = autograd_position()
         if node is None:
@@ -167,14 +159,9 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for a description.
+    """Hold what the ranks have agreed on for a description, and the forwards of each layer under it."""
 
-    Attributes:
-        wanted: whether some rank wants gradients, in calls that can have them; None: not compared yet.
-        layers: the forwards of each layer.
-    """
-
-    wanted: bool | None = None
+    wanted: bool | None = None  # whether some rank wants gradients, in calls that can have them; None: not compared yet
     layers: dict[str, Forwards] = field(default_factory=dict)
 
 
@@ -214,7 +201,7 @@ class Link:
         return group
 
     def require_alive(self) -> None:
-        """Raise if the group has failed before: its connections may hold rows of an older call."""
+        """Raise if the group has failed: its connections may hold rows of an older call."""
         if self._death is not None:
             raise ContextParallelError(
                 f"this process group has failed and is not used again: {self._death}\n"
@@ -259,9 +246,7 @@ class Link:
     def enter(self, name: str, number: int | None = None) -> int:
         """Begin a call of a function that is not attention; `number` as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
-        number = self._functions.setdefault(name, Forwards()).next() if number is None else number
-        self._call = fingerprint(f"{number} {name}")
-        return number
+        return self._begin(name, self._functions, number)
 
     def begin(self, layer: str, number: int | None = None) -> int:
         """Put the layer and the number of the call into the seals that follow, and return the number.
@@ -269,9 +254,11 @@ class Link:
         Args:
             number: in a backward, the number of its forward.
         """
-        if number is None:
-            number = self._agreed[self.fingerprint].layers.setdefault(layer, Forwards()).next()
-        self._call = fingerprint(f"{number} {layer}")
+        return self._begin(layer, self._agreed[self.fingerprint].layers, number)
+
+    def _begin(self, name: str, forwards: dict[str, Forwards], number: int | None) -> int:
+        number = forwards.setdefault(name, Forwards()).next() if number is None else number
+        self._call = fingerprint(f"{number} {name}")
         return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
@@ -287,20 +274,18 @@ class Link:
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
-        seal = self._next_collective(send, sent, what)
-        buffer = self._blank(received, send)
+        seal, buffer = self._next_collective(send, sent, what), self._blank(received, send)
         with self.guard(what):
             works = self.exchange(buffer, send, received, sent)
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
         """Start handing one message of rows, of the same size on every rank, to every rank."""
-        seal = self._next_collective(send, sent, what)
-        received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
-        buffer = self._blank(received, send)
+        everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
+        seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
         with self.guard(what):
             works = self.gather(buffer, send, sent)
-        return self.started(works, buffer, received, received, seal, what)
+        return self.started(works, buffer, everyone, everyone, seal, what)
 
     def moved(self, rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], what: str) -> Tensor:
         """Send `leaving[j]` of the rows, `(rows, ...)` in the order of the ranks j, and return those that arrive."""
@@ -387,10 +372,7 @@ class Link:
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
     def _store(self) -> dist.Store:
-        """Return this group's part of the rendezvous store.
-
-        A group of the same name before a restart used the same store but has another part.
-        """
+        """Return this group's part of the rendezvous store; a group of this name before a restart has another."""
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _refusal(self, problem: str) -> ValueError:
@@ -407,9 +389,9 @@ class Link:
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Return which ranks have not reported this failure within a second, or why they refused this call.
+        """Return which ranks, the likely culprits, do not report this failure, or why they refused this call.
 
-        Those ranks are the likely culprits. If all ranks have reported, return how their calls differ.
+        If all ranks have reported, return how their calls differ.
         """
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
@@ -459,14 +441,9 @@ class Link:
         return buffer
 
     def started(
-        self,
-        works: list[dist.Work],
-        buffer: Tensor,
-        sent: Framing,
-        received: Framing,
-        seal: tuple[int, int],
-        what: str,
+        self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
+        """Count a transfer that has started."""
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows
@@ -485,10 +462,7 @@ def fingerprint(text: str) -> int:
 def compare_texts(
     text: str, group: ProcessGroup, device: torch.device, number: int = 0, flag: bool = False
 ) -> tuple[list[str], int, bool]:
-    """Return every rank's text, the largest of their numbers, and whether any flag is set.
-
-    This takes one small reduction; texts are gathered only if they differ.
-    """
+    """Return every rank's text, gathered only if they differ, the largest number, and whether any flag is set."""
     size, mine = dist.get_world_size(group), fingerprint(text)
     words = torch.tensor([mine, -mine, number, int(flag)], device=device)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)

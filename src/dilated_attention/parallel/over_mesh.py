@@ -31,10 +31,11 @@ from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import EVERY, Plan, StridedGroup
 from dilated_attention.torch_internals import group_named
 
+Transport = transports.Exchange | transports.Doubling | transports.Ring
 State = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
 
-_TRANSPORTS: dict[str, Callable[[Link, Sharding, int, torch.device], transports.Transport]] = {
+_TRANSPORTS: dict[str, type[Transport]] = {
     "exchange": transports.Exchange,
     "doubling": transports.Doubling,
     "ring": transports.Ring,
@@ -116,7 +117,7 @@ class _Plan:
         words = f"{transport} of {sharding.seq_len} tokens, branches {branches}"
         return cls(sharding, shape, transport, text, words)
 
-    def schedule(self, link: Link, device: torch.device) -> transports.Transport:
+    def schedule(self, link: Link, device: torch.device) -> Transport:
         return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
 
 

@@ -221,9 +221,9 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Remote:
-    """Hold the groups over received rows, and the layout of the key tensor that they read.
+    """Hold the groups over rows in a buffer, and the layout of the key tensor that they read.
 
     The key tensor is `(batch, rows, num_heads, head_dim)`.
 
@@ -257,12 +257,11 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
             if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
                 queries, seen, band = found
                 runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
-        heads = np.array(crossing.heads)
         for (queries, (low, high)), found_tokens in runs.items():
             tokens = np.concatenate(found_tokens)
             base, count = max(level[head] for head in crossing.heads), len(tokens)
-            keys.append((tokens[:, None] * heads_total + heads).ravel())
-            slots.append((np.arange(base, base + count)[:, None] * heads_total + heads).ravel())
+            keys.append(cells(tokens, crossing.heads, heads_total))
+            slots.append(cells(np.arange(base, base + count), crossing.heads, heads_total))
             for head, number, step in progressions(list(crossing.heads)):
                 groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step, low, high))
             for head in crossing.heads:
@@ -270,6 +269,11 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
+
+
+def cells(rows: Integers, heads: Sequence[int] | Integers, num_heads: int) -> Integers:
+    """Return row * num_heads + head for each of some rows and each of some heads."""
+    return (rows[:, None] * num_heads + np.array(heads)).ravel()
 
 
 def _tokens(rows: Rows, origin: int) -> range:
@@ -298,7 +302,7 @@ Share = tuple[range, tuple[int, ...]]
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
     """List the keys of a union of shares: int64, sorted, without repeats, hence grouped by owner."""
-    keys = [(_numbers(rows)[:, None] * sharding.num_heads + np.array(heads)).ravel() for rows, heads in shares if rows]
+    keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
 

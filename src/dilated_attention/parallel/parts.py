@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.parallel import block_partition, partition
-from dilated_attention.parallel.block_partition import BlockQueries, Interval
-from dilated_attention.parallel.partition import Crossing, Integers, Sharding
+from dilated_attention.parallel.block_partition import BlockProblem, BlockQueries, Interval
+from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
 from dilated_attention.plan import Plan
 
 
@@ -80,16 +80,32 @@ class Gather:
     """
 
     plan: Plan
-    heads: int
     index: Tensor
     filled: Tensor | None
     holes: Tensor | None
-    tokens: Tensor | None = None
-    queries: BlockQueries | None = None
+    tokens: Tensor
+    queries: BlockQueries | None
+
+    @classmethod
+    def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather:
+        """Make it from the keys that a buffer holds and the buffer row of each."""
+        heads = remote.plan.num_heads
+        index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
+        index[remote.slots], tokens[remote.slots] = positions[locate(held, remote.keys)], remote.keys // heads
+        queries = remote.queries if isinstance(remote, BlockProblem) else None
+        filled, empty = remote.slots, np.delete(np.arange(len(index)), remote.slots)
+        return cls(
+            remote.plan,
+            on_device(index, device),
+            on_device(filled, device) if len(empty) else None,
+            on_device(empty, device) if len(empty) else None,
+            on_device(tokens, device).view(-1, heads),
+            queries,
+        )
 
     @property
     def nbytes(self) -> int:
-        tables = [x for x in (self.index, self.filled, self.holes, self.tokens) if x is not None]
+        tables = [x for x in (self.index, self.tokens, self.filled, self.holes) if x is not None]
         return self.plan.nbytes + sum([x.nbytes for x in tables]) + (self.queries.nbytes if self.queries else 0)
 
     def part(self, buffer: Tensor) -> Part:
@@ -97,7 +113,7 @@ class Gather:
         slots = buffer.index_select(0, self.index)
         if self.holes is not None:
             slots.index_fill_(0, self.holes, 0)
-        return Part(*_keys_and_values(slots, self.heads), self.plan, self.queries, self.tokens)
+        return Part(*_keys_and_values(slots, self.plan.num_heads), self.plan, self.queries, self.tokens)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
         """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
@@ -152,41 +168,62 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Local:
-    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's rows."""
+class Feed:
+    """Hold a buffer of rows in tables: which of the shard's rows a rank puts in, and the parts that read a buffer.
 
-    plan: Plan
-    problems: tuple[tuple[BlockQueries, Own], ...]
+    Rows that travel are put into one rank's buffer and read from another's.
+    """
 
-    @classmethod
-    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
-        problems = []
-        for crossing in partition.crossings(sharding, rank) if sharding.layouts else ():
-            if found := block_partition.problem(sharding, rank, crossing, [sharding.shard(rank)], device):
-                queries, keys, slots = found
-                problems.append((queries, Own.of(sharding, rank, keys, slots, queries.slots, device)))
-        return cls(partition.local_plan(sharding, rank), tuple(problems))
+    own: Own
+    gathers: tuple[Gather, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.plan.nbytes + sum([own.nbytes + queries.nbytes for queries, own in self.problems])
+        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
 
-    def _part(self, queries: BlockQueries, own: Own, k: Tensor, v: Tensor) -> Part:
-        slots = own.pack(k, v, k.new_zeros(own.size, 2, k.shape[0], k.shape[3]))
-        return Part(*_keys_and_values(slots, len(queries.heads)), queries.plan, queries)
+    def forward(self, rows: Tensor) -> Generator[Part, None, None]:
+        for gather in self.gathers:
+            yield gather.part(rows)
+
+    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
+        """Return the gradients of the buffer's rows, in the dtype in which gradients are summed."""
+        sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
+        for gather in self.gathers:
+            gather.scatter((yield gather.part(rows)), sums)
+        return sums
+
+
+@dataclass(frozen=True)
+class Local:
+    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's own rows."""
+
+    plan: Plan
+    crossing: Feed
+
+    @classmethod
+    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        found = partition.crossings(sharding, rank) if sharding.layouts else ()
+        problems = [block_partition.problem(sharding, rank, c, [sharding.shard(rank)], device) for c in found]
+        held = block_partition.distinct([x.keys for x in problems if x])
+        own = Own.of(sharding, rank, held, np.arange(len(held)), len(held), device)
+        gathers = tuple([Gather.of(x, held, np.arange(len(held)), device) for x in problems if x])
+        return cls(partition.local_plan(sharding, rank), Feed(own, gathers))
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes + self.crossing.nbytes
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)
-        for queries, own in self.problems:
-            yield self._part(queries, own, k, v)
+        if self.crossing.gathers:
+            yield from self.crossing.forward(self.crossing.own.pack(k, v))
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
         """Compute the shard's part of (dk, dv), in the dtype in which gradients are summed, contiguous."""
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
-        for queries, own in self.problems:
-            rows = _slot_rows((yield self._part(queries, own, k, v)))
-            own.add(torch.stack(rows, 1).to(dtype), dk, dv)
+        if self.crossing.gathers:
+            self.crossing.own.add((yield from self.crossing.backward(self.crossing.own.pack(k, v))), dk, dv)
         return dk, dv
 
 
@@ -205,29 +242,12 @@ def gathers_of(
         among: the tokens [start, stop) whose rows are attended.
         held, positions: the keys that the buffer holds, and the buffer row of each.
     """
-
-    def tables(keys: Integers, slots: Integers, size: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        index, empty = np.zeros(size, dtype=np.int64), np.ones(size, dtype=bool)
-        index[slots], empty[slots] = positions[locate(held, keys)], False
-        holes = (on_device(slots, device), on_device(np.flatnonzero(empty), device)) if empty.any() else (None, None)
-        return on_device(index, device), *holes
-
-    if not sharding.layouts:
-        wanted = [(c, [partition.clip(part, *among) for part in (c.before, c.after)]) for c in found]
-        remote, heads = partition.remote(sharding, rank, wanted), sharding.num_heads
-        if not remote.plan.groups:
-            return ()
-        tokens = np.zeros(remote.rows * heads, dtype=np.int64)
-        tokens[remote.slots] = remote.keys // heads
-        all_tokens = on_device(tokens, device).view(-1, heads)
-        return (Gather(remote.plan, heads, *tables(remote.keys, remote.slots, len(tokens)), all_tokens),)
     lower, upper = sharding.shard(rank)
-    sides = [(among[0], min(among[1], lower)), (max(among[0], upper), among[1])][: 1 if sharding.is_causal else 2]
-    gathers = []
-    for crossing in found:
-        if problem := block_partition.problem(sharding, rank, crossing, sides, device):
-            queries, keys, slots = problem
-            gathers.append(
-                Gather(queries.plan, len(queries.heads), *tables(keys, slots, queries.slots), queries=queries)
-            )
-    return tuple(gathers)
+    parts: list[Remote | None]
+    if sharding.layouts:
+        sides = [(among[0], min(among[1], lower)), (max(among[0], upper), among[1])][: 1 if sharding.is_causal else 2]
+        parts = [block_partition.problem(sharding, rank, crossing, sides, device) for crossing in found]
+    else:
+        wanted = [(c, [partition.clip(part, *among) for part in (c.before, c.after)]) for c in found]
+        parts = [partition.remote(sharding, rank, wanted)]
+    return tuple([Gather.of(part, held, positions, device) for part in parts if part and part.plan.groups])

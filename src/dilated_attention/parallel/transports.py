@@ -10,9 +10,9 @@ A message's row is the key and the value of one token of one KV head: `(2, batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +24,11 @@ from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Integers, Sharding
 from dilated_attention.parallel.parts import (
     BackwardParts,
+    Feed,
     ForwardParts,
     Gather,
-    Gradients,
     Local,
     Own,
-    Part,
     gathers_of,
     locate,
     on_device,
@@ -37,38 +36,16 @@ from dilated_attention.parallel.parts import (
 )
 
 
-@runtime_checkable
-class Transport(Protocol):
-    """Base class of schedules, for one sharding on one rank."""
-
-    def forward(self, k: Tensor, v: Tensor) -> ForwardParts: ...
-
-    def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts: ...
-
-
 @dataclass(frozen=True)
-class _Round:
+class _Round(Feed):
     """Describe one transfer: the rows of the shard that it sends, and the parts that read what it receives.
 
     Gradients go back in messages framed as `received`, and arrive framed as `returned`.
     """
 
-    own: Own
     sent: Framing
     received: Framing
     returned: Framing
-    gathers: tuple[Gather, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
-
-    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Return the gradients of the received rows, in the dtype in which gradients are summed."""
-        sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
-        for gather in self.gathers:
-            gather.scatter((yield gather.part(rows)), sums)
-        return sums
 
 
 @dataclass(frozen=True)
@@ -83,39 +60,38 @@ class _Tables:
         return self.local.nbytes + sum([step.nbytes for step in self.rounds.values()])
 
 
-Made = TypeVar("Made")
+Made = TypeVar("Made", bound="_Tables | _DoublingTables")
 
 
-def _cached(
-    make: Callable[[Sharding, int, int, torch.device], Made],
-    link: Link,
-    sharding: Sharding,
-    row_bytes: int,
-    device: torch.device,
-) -> Made:
-    """Return the tables that `make` gives for this rank and the number of rows of a seal, from the cache."""
-    key = (make.__name__, sharding, link.rank, seal_rows(row_bytes), device)
-    return plan_cache.get(key, lambda: make(sharding, link.rank, seal_rows(row_bytes), device))
-
-
-def _exchange_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-    local = Local.of(sharding, rank, device)
-    if not partition.crosses(sharding):  # on no rank: nobody calls the collective
-        return _Tables(local, {})
-    source = block_partition if sharding.layouts else partition
-    keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
-    sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
-    own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
-    found = partition.crossings(sharding, rank)
-    gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), keys, received.positions, device)
-    return _Tables(local, {0: _Round(own, sent, received, sent, gathers)})
-
-
-class Exchange:
-    """Run one all_to_all: every row that a rank needs comes once, from its owner."""
+class _Schedule(Generic[Made]):
+    """Base class of schedules, for one sharding on one rank."""
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        self.link, self.tables = link, _cached(_exchange_tables, link, sharding, row_bytes, device)
+        self.link, seal = link, seal_rows(row_bytes)
+        key = (type(self).__name__, sharding, link.rank, seal, device)
+        self.tables = plan_cache.get(key, lambda: self.make(sharding, link.rank, seal, device))
+
+    @staticmethod
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Made:
+        """Return the tables of a rank; `seal` is the number of rows of a message's seal."""
+        raise NotImplementedError
+
+
+class Exchange(_Schedule[_Tables]):
+    """Run one all_to_all: every row that a rank needs comes once, from its owner."""
+
+    @staticmethod
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
+        local = Local.of(sharding, rank, device)
+        if not partition.crosses(sharding):  # on no rank: nobody calls the collective
+            return _Tables(local, {})
+        source = block_partition if sharding.layouts else partition
+        keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
+        sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
+        own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
+        found = partition.crossings(sharding, rank)
+        gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), keys, received.positions, device)
+        return _Tables(local, {0: _Round(own, gathers, sent, received, sent)})
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         return self.link.all_to_all(step.own.pack(k, v), step.sent, step.received, "in forward's exchange")
@@ -127,8 +103,7 @@ class Exchange:
         if not step or not transfer:
             return k.new_empty(0)
         rows = transfer.wait()
-        for gather in step.gathers:
-            yield gather.part(rows)
+        yield from step.forward(rows)
         return rows
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
@@ -143,51 +118,29 @@ class Exchange:
         return dk, dv
 
 
-def _gather_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-    size, source = sharding.world_size, block_partition if sharding.layouts else partition
-    local, keys = Local.of(sharding, rank, device), [source.contributed_keys(sharding, j) for j in range(size)]
-    longest = max([len(x) for x in keys])
-    if not longest:
-        return _Tables(local, {})
-    sent, everyone = Framing.single(rank, longest, seal), Framing.of([longest] * size, seal)
-    own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), sent.rows, device)
-    positions = np.concatenate([np.arange(len(x)) + j * sent.rows for j, x in enumerate(keys)])
-    found = partition.crossings(sharding, rank)
-    gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), np.concatenate(keys), positions, device)
-    return _Tables(local, {0: _Round(own, sent, everyone, everyone, gathers)})
-
-
 class AllGather(Exchange):
     """Run one all_gather over the group of every rank's rows of crossing segments, padded to the longest list."""
 
-    def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        self.link, self.tables = link, _cached(_gather_tables, link, sharding, row_bytes, device)
+    @staticmethod
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
+        size, source = sharding.world_size, block_partition if sharding.layouts else partition
+        local, keys = Local.of(sharding, rank, device), [source.contributed_keys(sharding, j) for j in range(size)]
+        longest = max([len(x) for x in keys])
+        if not longest:
+            return _Tables(local, {})
+        sent, everyone = Framing.of({rank: longest}, seal), Framing.of([longest] * size, seal)
+        own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), sent.rows, device)
+        positions = np.concatenate([np.arange(len(x)) + j * sent.rows for j, x in enumerate(keys)])
+        found = partition.crossings(sharding, rank)
+        gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), np.concatenate(keys), positions, device)
+        return _Tables(local, {0: _Round(own, gathers, sent, everyone, everyone)})
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         message = step.own.pack(k, v, k.new_zeros(step.sent.rows, 2, k.shape[0], k.shape[3]))
         return self.link.all_gather(message, step.sent, "in forward's all_gather")
 
 
-def _ring_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-    """Return the rounds by distance: rows go to the rank `distance` after this one, and come from as far before."""
-    size, found = sharding.world_size, partition.crossings(sharding, rank)
-    source = block_partition if sharding.layouts else partition
-    keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
-    arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
-    leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
-    rounds = {}
-    for distance in range(1, size):
-        behind, ahead = (rank - distance) % size, (rank + distance) % size
-        come, go = arriving[behind], leaving[ahead]
-        if len(come) or len(go):
-            sent, received = Framing.single(ahead, len(go), seal), Framing.single(behind, len(come), seal)
-            own = Own.of(sharding, rank, go, sent.positions, sent.rows, device)
-            gathers = gathers_of(sharding, rank, found, sharding.shard(behind), come, received.positions, device)
-            rounds[distance] = _Round(own, sent, received, sent, gathers)
-    return _Tables(Local.of(sharding, rank, device), rounds)
-
-
-class Ring:
+class Ring(_Schedule[_Tables]):
     """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
 
     The backward fetches the rows again. Two ranks exchange rows at one distance and return gradients at its complement.
@@ -195,8 +148,24 @@ class Ring:
     has nothing to do.
     """
 
-    def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        self.link, self.tables = link, _cached(_ring_tables, link, sharding, row_bytes, device)
+    @staticmethod
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
+        """Return the rounds by distance: rows go to the rank `distance` after this one, and come from as far before."""
+        size, found = sharding.world_size, partition.crossings(sharding, rank)
+        source = block_partition if sharding.layouts else partition
+        keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
+        arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
+        leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
+        rounds = {}
+        for distance in range(1, size):
+            behind, ahead = (rank - distance) % size, (rank + distance) % size
+            come, go = arriving[behind], leaving[ahead]
+            if len(come) or len(go):
+                sent, received = Framing.of({ahead: len(go)}, seal), Framing.of({behind: len(come)}, seal)
+                own = Own.of(sharding, rank, go, sent.positions, sent.rows, device)
+                gathers = gathers_of(sharding, rank, found, sharding.shard(behind), come, received.positions, device)
+                rounds[distance] = _Round(own, gathers, sent, received, sent)
+        return _Tables(Local.of(sharding, rank, device), rounds)
 
     def _fetch(self, distance: int, k: Tensor, v: Tensor, phase: str) -> Transfer | None:
         step = self.tables.rounds.get(distance)
@@ -217,8 +186,7 @@ class Ring:
         first = self._fetch(1, k, v, "forward")
         yield from self.tables.local.forward(k, v)
         for _, step, rows in self._rows(k, v, "forward", first):
-            for gather in step.gathers:
-                yield gather.part(rows)
+            yield from step.forward(rows)
         return k.new_empty(0)
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
@@ -262,35 +230,32 @@ class _DoublingTables:
         return self.local.nbytes + self.own.nbytes + sum([hop.send.nbytes for hop in self.hops]) + gathers
 
 
-def _doubling_tables(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _DoublingTables:
-    rounds, found = partition.doubling_rounds(sharding), partition.crossings(sharding, rank)
-    held = partition.doubling_keys(sharding, rank, 0) if rounds else np.empty(0, dtype=np.int64)
-    positions: Integers = np.arange(len(held))
-    edge, hops = len(held), []
-    own = Own.of(sharding, rank, held, positions, edge, device)
-    for level in range(rounds):
-        block, peer = rank >> level << level, rank ^ (1 << level)
-        mine = partition.doubling_keys(sharding, block, level)
-        theirs = partition.doubling_keys(sharding, block ^ (1 << level), level)
-        send = on_device(positions[locate(held, mine)], device)
-        sent, received = Framing.single(peer, len(mine), seal), Framing.single(peer, len(theirs), seal)
-        held, positions = np.append(held, theirs), np.append(positions, np.arange(edge, edge + len(theirs)))
-        done = [crossing for crossing in found if partition.doubling_level(sharding, crossing.branch) == level + 1]
-        gathers = gathers_of(sharding, rank, done, (0, sharding.seq_len), held, positions, device)
-        hops.append(_Hop(send, sent, received, edge, edge + received.rows, gathers))
-        edge += received.rows
-    return _DoublingTables(Local.of(sharding, rank, device), own, tuple(hops))
-
-
-class Doubling:
+class Doubling(_Schedule[_DoublingTables]):
     """Run log2 rounds: after round i a rank holds the rows of its block of 2^(i + 1) shards that later segments need.
 
     With nested offsets and segments and rates that double together each round is only a sibling's half, of constant
     size. A branch is computed when its segment is complete, while the next round travels.
     """
 
-    def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        self.link, self.tables = link, _cached(_doubling_tables, link, sharding, row_bytes, device)
+    @staticmethod
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _DoublingTables:
+        rounds, found = partition.doubling_rounds(sharding), partition.crossings(sharding, rank)
+        held = partition.doubling_keys(sharding, rank, 0) if rounds else np.empty(0, dtype=np.int64)
+        positions: Integers = np.arange(len(held))
+        edge, hops = len(held), []
+        own = Own.of(sharding, rank, held, positions, edge, device)
+        for level in range(rounds):
+            block, peer = rank >> level << level, rank ^ (1 << level)
+            mine = partition.doubling_keys(sharding, block, level)
+            theirs = partition.doubling_keys(sharding, block ^ (1 << level), level)
+            send = on_device(positions[locate(held, mine)], device)
+            sent, received = Framing.of({peer: len(mine)}, seal), Framing.of({peer: len(theirs)}, seal)
+            held, positions = np.append(held, theirs), np.append(positions, np.arange(edge, edge + len(theirs)))
+            done = [crossing for crossing in found if partition.doubling_level(sharding, crossing.branch) == level + 1]
+            gathers = gathers_of(sharding, rank, done, (0, sharding.seq_len), held, positions, device)
+            hops.append(_Hop(send, sent, received, edge, edge + received.rows, gathers))
+            edge += received.rows
+        return _DoublingTables(Local.of(sharding, rank, device), own, tuple(hops))
 
     def _send(self, level: int, buffer: Tensor) -> Transfer | None:
         if level == len(self.tables.hops):
