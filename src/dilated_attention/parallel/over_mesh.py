@@ -53,7 +53,7 @@ def _mesh(call: Call) -> tuple[Shards, ProcessGroup, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hold what every rank knows of a call: its shards, and how rows travel.
+    """Hold a call's shards and the way in which rows travel, the same on every rank.
 
     Attributes:
         text: what must be equal on every rank for messages to fit, one `name=value` per line.
@@ -192,6 +192,11 @@ class _Compute:
         hidden = None if self.hidden is None else self.hidden[:, keys]
         return Problem(plan, call.positive_scale, hidden, layouts or None, dropped, call.softcap)
 
+    def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
+        """Return the problem over all tokens for this rank's share of the heads."""
+        tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
+        return self.problem(heads.plan, q, tokens, tokens, heads.layouts, first)
+
     def _problem(self, part: parts.Part) -> Problem:
         if part.queries is None:
             keys = self.tokens if part.tokens is None else part.tokens
@@ -248,34 +253,27 @@ class _Compute:
         return made
 
 
-class _Heads(Ulysses):
-    """Attend all tokens for this rank's share of the heads."""
+def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return out, lse and, flat, what the backward needs."""
+    q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
+    whole_out, whole_lse = compute.call.backend.forward(compute.whole_problem(heads, q), q, k, v)
+    out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
+    saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
+    return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
 
-    def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor) -> None:
-        super().__init__(link, plan.sharding, q.shape[2])
-        self.compute, self.call = _Compute(call, plan, link, q, k), call
 
-    def _problem(self, q: Tensor) -> Problem:
-        tokens, first = torch.arange(q.shape[1], device=q.device), self.link.rank * q.shape[2]
-        return self.compute.problem(self.plan, q, tokens, tokens, self.layouts, first)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return out, lse and, flat, what the backward needs."""
-        q, k, v = self.scatter_heads([q, k, v], "in forward's exchange of heads")
-        whole_out, whole_lse = self.call.backend.forward(self._problem(q), q, k, v)
-        out, lse = self.gather_heads([whole_out, whole_lse], "in forward's return of heads")
-        saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
-        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
-
-    def backward(self, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
-        dout, dlse = self.scatter_heads([dout, dlse], "in backward's exchange of heads")
-        shapes = [torch.Size((*dout.shape[:2], heads, dout.shape[3])) for heads in self.widths]
-        pieces = saved.split([shape.numel() for shape in shapes])
-        q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-        gradients = self.call.backend.backward(self._problem(q), dout, dlse, q, k, v, out, saved_lse.view(dlse.shape))
-        dq, dk, dv = self.gather_heads(gradients, "in backward's return of heads")
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+def _heads_backward(
+    heads: Ulysses, compute: _Compute, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv)."""
+    dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
+    shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in heads.widths]
+    pieces = saved.split([shape.numel() for shape in shapes])
+    q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+    problem, lse = compute.whole_problem(heads, q), saved_lse.view(dlse.shape)
+    gradients = compute.call.backend.backward(problem, dout, dlse, q, k, v, out, lse)
+    dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
@@ -306,9 +304,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if not len(q):
         lse, empty = q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0, dtype=wide)
         return [torch.empty_like(q), lse, k.new_empty(0), empty, number]
-    if plan.transport == "ulysses":
-        return [*_Heads(call, plan, link, q, k).forward(q, k, v), number]
     compute, state = _Compute(call, plan, link, q, k), None
+    if plan.transport == "ulysses":
+        return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
 
     def add(part: parts.Part) -> None:
         nonlocal state
@@ -337,10 +335,10 @@ def backward(
     link.begin(_mesh(call)[0].layer, int(number))
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    compute = _Compute(call, plan, link, q, k)
     if plan.transport == "ulysses":
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        return _Heads(call, plan, link, q, k).backward(dout, dlse, rows, saved_lse)
-    compute = _Compute(call, plan, link, q, k)
+        return _heads_backward(Ulysses(link, plan.sharding, q.shape[2]), compute, dout, dlse, rows, saved_lse)
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     rows = rows.view(-1 if len(rows) else 0, 2, k.shape[0], k.shape[3])
     schedule = plan.schedule(link, k.device).backward(k, v, rows)

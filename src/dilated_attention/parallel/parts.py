@@ -169,7 +169,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Feed:
-    """Hold a buffer of rows in tables: which of the shard's rows a rank puts in, and the parts that read a buffer.
+    """Hold the rows of the shard that a rank puts into a buffer, and the parts that read a buffer.
 
     Rows that travel are put into one rank's buffer and read from another's.
     """
@@ -230,18 +230,21 @@ class Local:
 def gathers_of(
     sharding: Sharding,
     rank: int,
-    found: Sequence[Crossing],
-    among: Interval,
     held: Integers,
     positions: Integers,
     device: torch.device,
+    among: Interval | None = None,
+    found: Sequence[Crossing] | None = None,
 ) -> tuple[Gather, ...]:
-    """Return the parts over other ranks' rows of some crossing segments.
+    """Return the parts over other ranks' rows of crossing segments.
 
     Args:
-        among: the tokens [start, stop) whose rows are attended.
         held, positions: the keys that the buffer holds, and the buffer row of each.
+        among: the tokens [start, stop) whose rows are attended; default: all.
+        found: the crossing segments; default: all of the rank's.
     """
+    among = among or (0, sharding.seq_len)
+    found = partition.crossings(sharding, rank) if found is None else found
     lower, upper = sharding.shard(rank)
     parts: list[Remote | None]
     if sharding.layouts:

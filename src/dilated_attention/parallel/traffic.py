@@ -105,24 +105,28 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
     return None
 
 
-def _messages(
-    transport: str, sharding: Sharding, rank: int, seal: int
-) -> tuple[Sequence[int], Sequence[int], int, int]:
+def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple[list[int], list[int], int, int]:
     """Return the rows of each message out and in, the number of rounds, and the rows that the backward keeps."""
     size, source = sharding.world_size, block_partition if sharding.layouts else partition
     if transport == "doubling":
         blocks = [(level, rank >> level << level) for level in range(partition.doubling_rounds(sharding))]
         out = [partition.doubling_rows(sharding, block, level) for level, block in blocks]
         into = [partition.doubling_rows(sharding, block ^ (1 << level), level) for level, block in blocks]
-        return out, into, len(blocks), sum(out[:1]) + sum(into) + seal * np.count_nonzero(into)
+        return out, into, len(blocks), sum(out[:1]) + _framed(into, seal)
     if transport == "all_gather":
         longest = max([source.contributed_rows(sharding, j) for j in range(size)])
-        return [longest] * (size - 1), [longest] * (size - 1), int(longest > 0), size * (longest + seal * (longest > 0))
+        return [longest] * (size - 1), [longest] * (size - 1), int(longest > 0), _framed([longest] * size, seal)
     to, from_ = source.rows_to(sharding, rank), source.rows_from(sharding, rank)
+    out, into, steps = to.tolist(), from_.tolist(), np.arange(1, size)
     if transport == "ring":
-        steps = np.arange(1, size)
-        return to, from_, np.count_nonzero(to[(rank + steps) % size] + from_[(rank - steps) % size]), 0
-    return to, from_, int(partition.crosses(sharding)), sum(from_) + seal * np.count_nonzero(from_)
+        busy = to[(rank + steps) % size] + from_[(rank - steps) % size]
+        return out, into, int(np.count_nonzero(busy)), 0
+    return out, into, int(partition.crosses(sharding)), _framed(into, seal)
+
+
+def _framed(rows: list[int], seal: int) -> int:
+    """Return the rows of some messages, seals included."""
+    return sum([count + seal for count in rows if count])
 
 
 def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
@@ -130,26 +134,25 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
     seal = seal_rows(shape.row_bytes)
-    *messages, rounds, kept = _messages(transport, sharding, rank, seal)
-    (sent, peers_sent), (received, peers_received) = ((int(sum(x)), int(np.count_nonzero(x))) for x in messages)
+    out, into, rounds, kept = _messages(transport, sharding, rank, seal)
     row, wide = shape.row_bytes, shape.row_bytes // shape.dtype.itemsize * shape.wide_itemsize
-    framed_out, framed_in = sent + seal * peers_sent, received + seal * peers_received
+    framed_out, framed_in = _framed(out, seal), _framed(into, seal)
     again = row if transport == "ring" else 0  # its backward fetches the rows a second time
     return ExchangePlan(
         transport=transport,
         world_size=sharding.world_size,
         rank=rank,
         shard=sharding.shard(rank),
-        rows_sent=sent,
-        rows_received=received,
-        peers_sent=peers_sent,
-        peers_received=peers_received,
-        rounds=int(rounds),
+        rows_sent=sum(out),
+        rows_received=sum(into),
+        peers_sent=sum([rows > 0 for rows in out]),
+        peers_received=sum([rows > 0 for rows in into]),
+        rounds=rounds,
         bytes_sent=framed_out * row,
         bytes_received=framed_in * row,
         backward_bytes_sent=framed_in * wide + framed_out * again,
         backward_bytes_received=framed_out * wide + framed_in * again,
-        saved_bytes=int(kept) * row,
+        saved_bytes=kept * row,
     )
 
 
@@ -163,7 +166,7 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
     result = shape.batch * heads * (shape.head_dim * item + wide)  # out, lse; and dout, dlse
 
     def bytes_(row: int, rows: list[int]) -> int:
-        return sum([(count + seal_rows(row)) * row for count in rows if count])
+        return row * _framed(rows, seal_rows(row))
 
     mine = [own] * (size - 1)
     to_heads, to_tokens = bytes_(fetch, mine) + bytes_(result, others), bytes_(fetch, others) + bytes_(result, mine)

@@ -89,8 +89,7 @@ class Exchange(_Schedule[_Tables]):
         keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
         sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
         own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
-        found = partition.crossings(sharding, rank)
-        gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), keys, received.positions, device)
+        gathers = gathers_of(sharding, rank, keys, received.positions, device)
         return _Tables(local, {0: _Round(own, gathers, sent, received, sent)})
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
@@ -131,8 +130,7 @@ class AllGather(Exchange):
         sent, everyone = Framing.of({rank: longest}, seal), Framing.of([longest] * size, seal)
         own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), sent.rows, device)
         positions = np.concatenate([np.arange(len(x)) + j * sent.rows for j, x in enumerate(keys)])
-        found = partition.crossings(sharding, rank)
-        gathers = gathers_of(sharding, rank, found, (0, sharding.seq_len), np.concatenate(keys), positions, device)
+        gathers = gathers_of(sharding, rank, np.concatenate(keys), positions, device)
         return _Tables(local, {0: _Round(own, gathers, sent, everyone, everyone)})
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
@@ -151,8 +149,7 @@ class Ring(_Schedule[_Tables]):
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
         """Return the rounds by distance: rows go to the rank `distance` after this one, and come from as far before."""
-        size, found = sharding.world_size, partition.crossings(sharding, rank)
-        source = block_partition if sharding.layouts else partition
+        size, source = sharding.world_size, block_partition if sharding.layouts else partition
         keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
         arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
         leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
@@ -163,7 +160,7 @@ class Ring(_Schedule[_Tables]):
             if len(come) or len(go):
                 sent, received = Framing.of({ahead: len(go)}, seal), Framing.of({behind: len(come)}, seal)
                 own = Own.of(sharding, rank, go, sent.positions, sent.rows, device)
-                gathers = gathers_of(sharding, rank, found, sharding.shard(behind), come, received.positions, device)
+                gathers = gathers_of(sharding, rank, come, received.positions, device, sharding.shard(behind))
                 rounds[distance] = _Round(own, gathers, sent, received, sent)
         return _Tables(Local.of(sharding, rank, device), rounds)
 
@@ -252,7 +249,7 @@ class Doubling(_Schedule[_DoublingTables]):
             sent, received = Framing.of({peer: len(mine)}, seal), Framing.of({peer: len(theirs)}, seal)
             held, positions = np.append(held, theirs), np.append(positions, np.arange(edge, edge + len(theirs)))
             done = [crossing for crossing in found if partition.doubling_level(sharding, crossing.branch) == level + 1]
-            gathers = gathers_of(sharding, rank, done, (0, sharding.seq_len), held, positions, device)
+            gathers = gathers_of(sharding, rank, held, positions, device, found=done)
             hops.append(_Hop(send, sent, received, edge, edge + received.rows, gathers))
             edge += received.rows
         return _DoublingTables(Local.of(sharding, rank, device), own, tuple(hops))
@@ -269,8 +266,7 @@ class Doubling(_Schedule[_DoublingTables]):
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
         own, hops = self.tables.own, self.tables.hops
         buffer = k.new_empty(hops[-1].stop if hops else own.size, 2, k.shape[0], k.shape[3])
-        own.pack(k, v, buffer)
-        transfer = self._send(0, buffer)
+        transfer = self._send(0, own.pack(k, v, buffer))
         yield from self.tables.local.forward(k, v)
         for level, hop in enumerate(hops):
             assert transfer is not None
