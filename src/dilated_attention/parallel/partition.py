@@ -362,11 +362,12 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
     found = crossings(sharding, rank)
     if found:
         asked = [_asked(sharding, rank, crossing) for crossing in found]
-        requests, kinds = np.unique(np.stack([numbers for _, numbers in asked], 1), axis=0, return_inverse=True)
+        numbers = np.stack([numbers for _, numbers in asked], 1)
+        peers = np.flatnonzero(numbers.any(1))  # number 0 means no rows; the rank itself has it
+        requests, kinds = np.unique(numbers[peers], axis=0, return_inverse=True)
         for kind, request in enumerate(requests.tolist()):
-            rows = [ranges[number] for (ranges, _), number in zip(asked, request, strict=True)]
-            if any(rows):
-                yield np.flatnonzero(kinds.ravel() == kind), [(x, c.heads) for x, c in zip(rows, found, strict=True)]
+            rows = [(ranges[number], c.heads) for c, (ranges, _), number in zip(found, asked, request, strict=True)]
+            yield peers[kinds.ravel() == kind], rows
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
