@@ -4,6 +4,8 @@ A crossing segment has a layout over its rows. A rank needs the key blocks that 
 once, however many query blocks, heads of a group and branches list it. The attention of the rank's own rows to some of
 those keys is again a square block-sparse problem: the sequence that is left when only the query and key blocks in
 question are kept, in their order. The diagonal stays the diagonal.
+
+Row i of a crossing segment is the i-th token of its subsequence. An interval is a range of rows, [start, stop).
 """
 
 from __future__ import annotations
@@ -14,26 +16,55 @@ from math import lcm
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.parallel.partition import Crossing, Integers, Sharding, crossings, owner_splits
+from dilated_attention.layout.spans import row_offsets
+from dilated_attention.parallel.partition import (
+    Crossing,
+    Integers,
+    Remote,
+    Sharding,
+    cells,
+    clip,
+    crossings,
+    owner_splits,
+)
+from dilated_attention.plan import plan_dilated
 
 Interval = tuple[int, int]
 
 
-def _indices(crossing: Crossing, own: range) -> Interval:
-    """Return which rows of a crossing segment's subsequence some of its tokens are, as a range [a, b)."""
-    first = (own.start - crossing.keys.start) // own.step
-    return first, first + len(own)
+def _rows_of(crossing: Crossing, tokens: range) -> Interval:
+    """Return which rows of a crossing segment some of its tokens are."""
+    first = (tokens.start - crossing.keys.start) // tokens.step
+    return first, first + len(tokens)
 
 
-def _lists(layout: BlockLayout, head: int, rows: Interval) -> Iterator[Integers]:
-    """Yield the key blocks that the query blocks of these rows list for one head, one array per batch element."""
-    first, last = rows[0] // layout.q_block, -(-rows[1] // layout.q_block)
-    indptr, indices = layout.to("cpu").indptr.numpy(), layout.to("cpu").indices.numpy()
-    for batch in range(layout.batch_size):
-        edges = indptr[batch, head]
-        yield indices[edges[first] : edges[last]]
+def _among(rows: Integers, intervals: Sequence[Interval]) -> Integers:
+    """Return which rows lie in one of the intervals, as bool."""
+    inside = np.zeros(len(rows), dtype=bool)
+    for start, stop in intervals:
+        inside |= (start <= rows) & (rows < stop)
+    return inside
+
+
+def _rows_in(blocks: Integers, size: int) -> Integers:
+    return (blocks[:, None] * size + np.arange(size)).ravel()
+
+
+def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
+    return np.arange(rows[0] // layout.q_block, -(-rows[1] // layout.q_block))
+
+
+def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
+    """Return the list and the key block of each entry; lists are counted by batch, head and query block."""
+    tables = layout.to("cpu")
+    indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
+    starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
+    counts = stops - starts
+    first = np.repeat(starts - (counts.cumsum() - counts), counts)
+    return np.repeat(np.arange(len(counts)), counts), indices[np.arange(counts.sum()) + first]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -47,61 +78,47 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 
 
 def _needed(
-    sharding: Sharding, crossing: Crossing, rows: Interval, within: Sequence[Interval]
+    sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield (heads, rows of the subsequence inside the intervals `within`, ascending) that the queries `rows` list."""
+    """Yield KV heads and the rows, ascending, inside `within` that the lists of these queries hold."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
-        blocks = np.unique(np.concatenate([part for head in lists for part in _lists(layout, head, rows)]))
-        wanted = (blocks[:, None] * layout.k_block + np.arange(layout.k_block)).ravel()
-        inside = np.zeros(len(wanted), dtype=bool)
-        for start, stop in within:
-            inside |= (start <= wanted) & (wanted < stop)
-        yield heads, wanted[inside]
+        _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
+        listed = _rows_in(np.unique(blocks), layout.k_block)
+        yield heads, listed[_among(listed, within)]
 
 
 def _keys(sharding: Sharding, crossing: Crossing, heads: tuple[int, ...], rows: Integers) -> Integers:
     tokens = crossing.keys.start + rows * crossing.own.step
-    return (tokens[:, None] * sharding.num_heads + np.array(heads)).ravel()
+    return cells(tokens, heads, sharding.num_heads)
 
 
-def _others(sharding: Sharding, crossing: Crossing) -> list[Interval]:
-    """Return the rows of a segment's subsequence that lie on other ranks and may be seen."""
-    start, stop = _indices(crossing, crossing.own)
-    return [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
-
-
-def _distinct(keys: list[Integers]) -> Integers:
+def distinct(keys: list[Integers]) -> Integers:
     return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *keys]))
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
     """Return the sorted keys that a rank receives."""
-    return _distinct(
-        [
-            _keys(sharding, crossing, heads, rows)
-            for crossing in crossings(sharding, rank)
-            for heads, rows in _needed(
-                sharding, crossing, _indices(crossing, crossing.own), _others(sharding, crossing)
-            )
-        ]
-    )
+    found = []
+    for crossing in crossings(sharding, rank):
+        start, stop = own = _rows_of(crossing, crossing.own)
+        others = [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
+        found += [_keys(sharding, crossing, *needed) for needed in _needed(sharding, crossing, own, others)]
+    return distinct(found)
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
     """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
-        mine, rate, first = _indices(crossing, crossing.own), crossing.own.step, crossing.keys.start
+        mine = [_rows_of(crossing, crossing.own)]
         for peer in range(rank + 1 if sharding.is_causal else 0, sharding.world_size):
-            lower, upper = sharding.shard(peer)
-            start, stop = max(lower, first), min(upper, crossing.keys.stop)
-            theirs = range(start + (first - start) % rate, stop, rate)
-            if peer != rank and len(theirs):
-                for heads, rows in _needed(sharding, crossing, _indices(crossing, theirs), [mine]):
-                    messages[peer].append(_keys(sharding, crossing, heads, rows))
-    distinct = [_distinct(message) for message in messages]
-    return np.concatenate(distinct), [len(message) for message in distinct]
+            theirs = clip(crossing.keys, *sharding.shard(peer))
+            if peer != rank and theirs:
+                needed = _needed(sharding, crossing, _rows_of(crossing, theirs), mine)
+                messages[peer] += [_keys(sharding, crossing, heads, rows) for heads, rows in needed]
+    sorted_ = [distinct(message) for message in messages]
+    return np.concatenate(sorted_), [len(keys) for keys in sorted_]
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
@@ -124,98 +141,88 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockProblem:
-    """Describe a rank's attention of its own rows of a crossing segment to some of the keys that they list.
-
-    It is a separate sequence.
+class BlockQueries:
+    """Hold the queries of a block-sparse problem, a sequence of its own of which some rows are the shard's.
 
     Attributes:
-        layout: the layout of the `layout.seq_len` rows that are left; only the rank's own query blocks have lists.
-        heads: the KV heads, in the order of the problem's heads.
-        tokens, positions: the rank's own rows: tokens of its shard, and where they lie in the sequence.
-        keys, slots: the keys attended, and where they lie: row * len(heads) + index of the head.
-        hidden: rows of listed blocks that must not be seen, `(rows,)`, or None.
+        layout: the lists of the rank's own query blocks; the other query blocks have none.
+        heads: KV heads, in the order of the problem's heads.
+        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
+        hidden: bool `(rows,)`, True for rows of listed blocks that must not be seen; or None.
     """
 
     layout: BlockLayout
     heads: tuple[int, ...]
-    tokens: Integers
-    positions: Integers
-    keys: Integers
-    slots: Integers
-    hidden: Integers | None
+    tokens: Tensor
+    positions: Tensor
+    hidden: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return 1024 + 16 * (len(self.tokens) + len(self.keys)) + self.layout.nbytes
+        return 16 * len(self.tokens) + self.layout.nbytes
 
 
-def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval]) -> BlockProblem | None:
+@dataclass(frozen=True)
+class BlockProblem(Remote):
+    """Hold a rank's attention of its own rows of a crossing segment to some of the keys that they list."""
+
+    queries: BlockQueries
+
+
+class _Shrunk:
+    """The sequence that is left when only some query and key blocks are kept: its rows, and its layout."""
+
+    def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
+        self.whole, self.query_blocks, self.unit = layout, query_blocks, lcm(*layout.block_size)
+        starts = np.concatenate([query_blocks * layout.q_block, key_blocks * layout.k_block])
+        self.units, last = np.unique(starts // self.unit), (layout.seq_len - 1) // self.unit
+        self.size = len(self.units) * self.unit - (-layout.seq_len % self.unit if self.units[-1] == last else 0)
+
+    def place(self, rows: Integers) -> Integers:
+        """Return where rows of the whole sequence lie in this one."""
+        return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
+
+    def layout(self, heads: int, lists: Integers, blocks: Integers) -> BlockLayout:
+        """Return the layout with these entries of the query blocks' lists, as `_lists` gives them for some heads."""
+        q_block, k_block = self.whole.block_size
+        counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
+        lengths = np.bincount(lists, minlength=self.whole.batch_size * heads * len(self.query_blocks))
+        counts[:, :, self.place(self.query_blocks * q_block) // q_block] = lengths.reshape(*counts.shape[:2], -1)
+        indptr, indices = row_offsets(torch.from_numpy(counts)), self.place(blocks * k_block) // k_block
+        return replace(self.whole, indptr=indptr, indices=torch.from_numpy(indices), seq_len=self.size)
+
+
+def problem(
+    sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
+) -> BlockProblem | None:
     """Return the problem over the keys among `tokens`, intervals of the global sequence; None if no list has any."""
-    first, rate, length = crossing.keys.start, crossing.own.step, len(crossing.keys)
-    layout = sharding.layout(length)
-    q_block, k_block, unit = layout.q_block, layout.k_block, lcm(layout.q_block, layout.k_block)
-    own = _indices(crossing, crossing.own)
-    wanted = [tuple([min(max(-(-(edge - first) // rate), 0), length) for edge in interval]) for interval in tokens]
-
-    class_heads = [head for _, lists in _heads(sharding, layout, crossing) for head in lists]
-    per_list = len(class_heads)
-    selected = layout if layout.num_heads == 1 else layout.to("cpu").select(heads=class_heads)
-    indptr, indices = selected.to("cpu").indptr.numpy(), selected.to("cpu").indices.numpy()
-    query_blocks = np.arange(own[0] // q_block, -(-own[1] // q_block))
-    starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
-    counts = stops - starts
-    lane = np.repeat(np.arange(len(counts)), counts)  # (batch, head, query block)
-    column = indices[np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)]
-    seen = np.zeros(len(column), dtype=bool)
-    for start, stop in wanted:
-        seen |= (column * k_block < stop) & (start < np.minimum((column + 1) * k_block, length)) & (start < stop)
-    if not seen.any():
+    layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
+    wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
+    listing = [head for _, heads in _heads(sharding, layout, crossing) for head in heads]
+    query_blocks = _query_blocks(layout, own)
+    lists, blocks = _lists(layout, listing, query_blocks)
+    key_blocks = np.unique(blocks)
+    key_blocks = key_blocks[_among(_rows_in(key_blocks, layout.k_block), wanted).reshape(-1, layout.k_block).any(1)]
+    if not len(key_blocks):
         return None
-    lane, column = lane[seen], column[seen]
+    kept = np.isin(blocks, key_blocks)
+    shrunk = _Shrunk(layout, query_blocks, key_blocks)
 
-    units = np.unique(np.concatenate([column * k_block // unit, query_blocks * q_block // unit]))
-    rows = len(units) * unit - (-length % unit if units[-1] == (length - 1) // unit else 0)
-
-    def moved(block: Integers, size: int) -> Integers:
-        """Return where blocks of `size` rows come to lie."""
-        per_unit = unit // size
-        return np.searchsorted(units, block // per_unit) * per_unit + block % per_unit
-
-    total = -(-rows // q_block)
-    target = lane // len(query_blocks) * total + moved(query_blocks, q_block)[lane % len(query_blocks)]
-    number = np.bincount(target, minlength=selected.batch_size * selected.num_heads * total)
-    ends = np.cumsum(number).reshape(selected.batch_size, selected.num_heads, total)
-    edges = np.concatenate([ends[..., :1] - number.reshape(ends.shape)[..., :1], ends], -1)
-    smaller = replace(
-        selected, indptr=torch.from_numpy(edges), indices=torch.from_numpy(moved(column, k_block)), seq_len=rows
-    )
-
-    keys, slots = [], []
-    hidden = np.zeros(rows, dtype=bool)
-    visible_until = own[1] if layout.is_causal else length  # later keys are masked by the diagonal
-    heads_of = np.array(crossing.heads)
-    head = lane // len(query_blocks) % per_list
-    ratio = max(1, per_list // len(heads_of)) if layout.num_heads > 1 else 1
-    for i in range(1 if layout.num_heads == 1 else len(heads_of)):
-        blocks = np.unique(column if layout.num_heads == 1 else column[head // ratio == i])
-        index = (blocks[:, None] * k_block + np.arange(k_block)).ravel()
-        index = index[index < length]
-        inside = np.zeros(len(index), dtype=bool)
-        for start, stop in wanted:
-            inside |= (start <= index) & (index < stop)
-        place = moved(index // k_block, k_block) * k_block + index % k_block
-        hidden[place[~inside & (index < visible_until)]] = True
-        places = np.arange(len(heads_of)) if layout.num_heads == 1 else np.array([i])
-        slots.append((place[inside, None] * len(heads_of) + places).ravel())
-        keys.append(_keys(sharding, crossing, tuple(heads_of[places].tolist()), index[inside]))
-    queries = np.arange(*own)
-    return BlockProblem(
-        smaller,
+    hidden, listed = np.zeros(shrunk.size, dtype=bool), _rows_in(key_blocks, layout.k_block)
+    until = own[1] if layout.is_causal else layout.seq_len  # the diagonal masks later rows
+    hidden[shrunk.place(listed[~_among(listed, wanted) & (listed < until)])] = True
+    keys, slots, count = [], [], len(crossing.heads)
+    for heads, rows in _needed(sharding, crossing, own, wanted):
+        keys.append(_keys(sharding, crossing, heads, rows))
+        slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
+    queries = BlockQueries(
+        shrunk.layout(len(listing), lists[kept], blocks[kept]).to(device),
         crossing.heads,
-        first + queries * rate - sharding.shard(rank)[0],
-        moved(queries // q_block, q_block) * q_block + queries % q_block,
-        np.concatenate(keys),
-        np.concatenate(slots),
-        hidden if hidden.any() else None,
+        torch.arange(len(crossing.own), device=device) * crossing.own.step
+        + crossing.own.start
+        - sharding.shard(rank)[0],
+        torch.from_numpy(shrunk.place(np.arange(*own))).to(device),
+        torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
+    plan = plan_dilated((shrunk.size,), (1,), ((0,) * count,), shrunk.size)  # one segment with all rows
+    return BlockProblem(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

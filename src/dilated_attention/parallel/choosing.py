@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import Framing, Link, link_of, seal_rows
+from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length
 
@@ -73,31 +73,27 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
 
 
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
-    """All tokens of this rank's key-value heads and of the query heads that read them.
+    """Return all tokens of this rank's key-value heads and of the query heads that read them.
 
-    A message's row is what one token has of one rank's heads; of ranks with fewer heads than others, zeros behind them.
+    A message's row is what one token has of one rank's heads, filled up with zeros to the widest share.
     """
-    batch, shard, heads, head_dim = q.shape
-    group, counts = heads // k.shape[2], [last - first for first, last in pairwise(shares)]
+    group, counts = q.shape[2] // k.shape[2], [last - first for first, last in pairwise(shares)]
     widest, mine = max(counts), counts[link.rank]
     both = torch.cat([q.unflatten(2, (-1, group)), k[:, :, :, None]], 3).transpose(0, 1)  # (shard, batch, kv_heads, …)
-    seal = seal_rows(batch * widest * (group + 1) * head_dim * q.element_size())
-    sent = Framing.of([shard if count else 0 for count in counts], seal)
-    received = Framing.of([stop - start if mine else 0 for start, stop in pairwise(bounds)], seal)
-    message = both.new_zeros(sent.rows, batch, widest, group + 1, head_dim)
-    to = torch.from_numpy(sent.positions).to(q.device).split([shard if count else 0 for count in counts])
-    for rows, (first, last) in zip(to, pairwise(shares), strict=True):
-        if last > first:
-            message[rows, :, : last - first] = both[:, :, first:last]
-    arrived = link.all_to_all(message, sent, received, "in the exchange of heads").wait()
-    arrived = arrived[torch.from_numpy(received.positions).to(q.device)].transpose(0, 1)[:, :, :mine]
+    leaving = [len(both) if count else 0 for count in counts]
+    arriving = [stop - start if mine else 0 for start, stop in pairwise(bounds)]
+    rows = both.new_zeros(len(counts), len(both), both.shape[1], widest, *both.shape[3:])
+    for message, (first, last) in zip(rows, pairwise(shares), strict=True):
+        message[:, :, : last - first] = both[:, :, first:last]
+    rows = rows[torch.tensor(counts) > 0].flatten(0, 1)
+    arrived = link.moved(rows, leaving, arriving, "in the exchange of heads").transpose(0, 1)[:, :, :mine]
     return arrived[..., :group, :].flatten(2, 3), arrived[..., group, :]
 
 
 def _joined(
     link: Link, layout: BlockLayout | None, facts: list[list[int]], shares: list[int], device: torch.device
 ) -> BlockLayout:
-    """The lists of all heads: those of each rank one after another, then in the order of a layout's rows."""
+    """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows."""
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
     rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]
     own = torch.empty(0, batch * rows, dtype=torch.int64, device=device)

@@ -1,11 +1,10 @@
 """Move rows between the ranks of one process group: framed, sealed and counted, and refused once the group has failed.
 
-`torch.distributed` moves the bytes. This module adds checks that its users need when something is wrong. Gloo hands
-over
-whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
-message ends in a *seal*, which the receiver compares before it uses a row: the fingerprint of its plan, layer, phase
-and forward, and the number of the transfer. And before the first transfer of a plan the ranks compare fingerprints, so
-that a rank with a different call raises an error instead of exchanging rows.
+`torch.distributed` moves the bytes. Gloo hands over whatever arrives: a message shorter than expected leaves the rest
+of the buffer as it was, without an error. So every message ends in a *seal*, which the receiver compares before it uses
+a row: the fingerprint of its plan, layer, phase and forward, and the number of the transfer. And before the first
+transfer of a plan the ranks compare fingerprints, so that a rank with a different call raises an error instead of
+exchanging rows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**16
-"""The most descriptions kept. The oldest is dropped first, at the same call on every rank, as all add the same."""
+"""The most descriptions kept. The oldest is dropped first, at the same call on every rank."""
 _MOST_FORWARDS = 2**12
 """The number of a layer's last forwards among which a recomputation is looked up."""
 
@@ -58,15 +57,11 @@ class Framing:
     seal: int
 
     @classmethod
-    def of(cls, counts: Sequence[int], seal: int) -> Framing:
-        """Make a framing from the number of rows of every rank's message; a rank without rows gets no message."""
-        peers = tuple([peer for peer, count in enumerate(counts) if count])
-        return cls(peers, tuple([counts[peer] for peer in peers]), seal)
-
-    @classmethod
-    def single(cls, peer: int, count: int, seal: int) -> Framing:
-        """Make a framing of one message, or of no message if it has no rows."""
-        return cls((peer,) * (count > 0), (count,) * (count > 0), seal)
+    def of(cls, counts: Sequence[int] | dict[int, int], seal: int) -> Framing:
+        """Make a framing from the rows of each rank's message; a message without rows is not sent."""
+        rows = counts if isinstance(counts, dict) else dict(enumerate(counts))
+        peers = tuple([peer for peer in sorted(rows) if rows[peer]])
+        return cls(peers, tuple([rows[peer] for peer in peers]), seal)
 
     @cached_property
     def rows(self) -> int:
@@ -75,10 +70,8 @@ class Framing:
 
     def splits(self, size: int) -> list[int]:
         """Return the number of rows to or from each of `size` ranks, seals included."""
-        rows = [0] * size
-        for peer, count in zip(self.peers, self.counts, strict=True):
-            rows[peer] = count + self.seal
-        return rows
+        rows = dict(zip(self.peers, self.counts, strict=True))
+        return [rows[peer] + self.seal if peer in rows else 0 for peer in range(size)]
 
     @cached_property
     def positions(self) -> Integers:
@@ -92,11 +85,9 @@ class Framing:
         ends = np.cumsum(np.array(self.counts, dtype=np.int64) + self.seal)
         return (ends - self.seal)[:, None] + np.arange(self.seal)
 
-    def outside(self, rank: int) -> tuple[int, int]:
-        """Return (rows, messages) to or from ranks other than `rank`."""
-        if rank not in self.peers:
-            return self.rows, len(self.peers)
-        return self.rows - self.counts[self.peers.index(rank)] - self.seal, len(self.peers) - 1
+    def without(self, rank: int) -> Framing:
+        """Return the framing of the messages to or from other ranks."""
+        return Framing.of(dict(zip(self.peers, self.counts, strict=True)) | {rank: 0}, self.seal)
 
 
 @dataclass
@@ -120,8 +111,6 @@ class Traffic:
 
 @dataclass
 class Transfer:
-    """Hold a transfer in flight."""
-
     link: Link
     works: list[dist.Work]
     buffer: Tensor
@@ -154,10 +143,9 @@ class Forwards:
     again: tuple[int, int] = (-1, 0)
 
     def next(self) -> int:
-        """Return the number of the forward that starts.
+        """Return the number of the forward that starts or, inside a backward, of the one that it recomputes.
 
-        Inside a backward this is the number of the forward that it recomputes: the last one before the node that runs,
-        adjusted by how many forwards that node has recomputed so far.
+        That is the last one before the node that runs, adjusted by how many forwards that node has recomputed so far.
         """
         here, node = autograd_position()
         if node is None:
@@ -171,14 +159,9 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for a description.
+    """Hold what the ranks have agreed on for a description, and the forwards of each layer under it."""
 
-    Attributes:
-        wanted: whether some rank wants gradients, in calls that can have them; None: not compared yet.
-        layers: the forwards of each layer.
-    """
-
-    wanted: bool | None = None
+    wanted: bool | None = None  # whether some rank wants gradients, in calls that can have them; None: not compared yet
     layers: dict[str, Forwards] = field(default_factory=dict)
 
 
@@ -218,7 +201,7 @@ class Link:
         return group
 
     def require_alive(self) -> None:
-        """Raise if the group has failed before: its connections may hold rows of an older call."""
+        """Raise if the group has failed: its connections may hold rows of an older call."""
         if self._death is not None:
             raise ContextParallelError(
                 f"this process group has failed and is not used again: {self._death}\n"
@@ -241,10 +224,9 @@ class Link:
         self._compared_first = wanted is not None
         self.fingerprint, self.description = fingerprint(description), description
         agreed = self._agreed.get(self.fingerprint)
-        if agreed is not None and (problem is not None or wanted is None or agreed.wanted or wanted is agreed.wanted):
-            if problem is not None:
-                self._report_refusal(problem)
-                raise ValueError(problem)
+        if agreed is not None and problem is not None:
+            raise self._refusal(problem)
+        if agreed is not None and (wanted is None or agreed.wanted or wanted is agreed.wanted):
             return agreed
         text = description if problem is None else f"refused={problem}"
         self.fingerprint = fingerprint(text)
@@ -264,9 +246,7 @@ class Link:
     def enter(self, name: str, number: int | None = None) -> int:
         """Begin a call of a function that is not attention; `number` as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
-        number = self._functions.setdefault(name, Forwards()).next() if number is None else number
-        self._call = fingerprint(f"{number} {name}")
-        return number
+        return self._begin(name, self._functions, number)
 
     def begin(self, layer: str, number: int | None = None) -> int:
         """Put the layer and the number of the call into the seals that follow, and return the number.
@@ -274,9 +254,11 @@ class Link:
         Args:
             number: in a backward, the number of its forward.
         """
-        if number is None:
-            number = self._agreed[self.fingerprint].layers.setdefault(layer, Forwards()).next()
-        self._call = fingerprint(f"{number} {layer}")
+        return self._begin(layer, self._agreed[self.fingerprint].layers, number)
+
+    def _begin(self, name: str, forwards: dict[str, Forwards], number: int | None) -> int:
+        number = forwards.setdefault(name, Forwards()).next() if number is None else number
+        self._call = fingerprint(f"{number} {name}")
         return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
@@ -287,55 +269,43 @@ class Link:
         if self._agreed:
             self.require_alive()
             self.calls += 1
-            self._report_refusal(problem)
-            raise ValueError(problem)
+            raise self._refusal(problem)
         self.agree("", problem, device)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
-        seal = self._next_collective(what)
-        self._write_seals(send, sent, seal)
-        buffer = self._blank(received, send)
+        seal, buffer = self._next_collective(send, sent, what), self._blank(received, send)
         with self.guard(what):
             works = self.exchange(buffer, send, received, sent)
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
         """Start handing one message of rows, of the same size on every rank, to every rank."""
-        seal = self._next_collective(what)
-        self._write_seals(send, sent, seal)
-        received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
-        buffer = self._blank(received, send)
+        everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
+        seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
         with self.guard(what):
             works = self.gather(buffer, send, sent)
-        return self.started(works, buffer, received, received, seal, what)
+        return self.started(works, buffer, everyone, everyone, seal, what)
+
+    def moved(self, rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], what: str) -> Tensor:
+        """Send `leaving[j]` of the rows, `(rows, ...)` in the order of the ranks j, and return those that arrive."""
+        seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
+        sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
+        message = rows.new_empty(sent.rows, *rows.shape[1:])
+        message[torch.from_numpy(sent.positions).to(rows.device)] = rows
+        buffer = self.all_to_all(message, sent, received, what).wait()
+        return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
         """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, into the whole on every rank."""
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
-        seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
-        framing = Framing((self.rank,), (max(sizes),), seal)
+        framing = Framing((self.rank,), (max(sizes),), seal_rows(rows.shape[1:].numel() * rows.element_size()))
         message = rows.new_zeros(framing.rows, *rows.shape[1:])
         message[: len(rows)] = rows
         found = self.all_gather(message, framing, what).wait()
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
-
-    def transposed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Exchange each rank's rows of all shards, and return all ranks' rows of this rank's shard.
-
-        Takes `(seq, columns, ...)` and returns `(ranks, shard, columns, ...)`.
-        """
-        counts = [stop - start for start, stop in pairwise(bounds)]
-        if not rows.shape[1:].numel():
-            return rows.new_empty(1, counts[self.rank], *rows.shape[1:])
-        seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
-        sent, received = Framing.of(counts, seal), Framing.of([counts[self.rank]] * self.size, seal)
-        message = rows.new_empty(sent.rows, *rows.shape[1:])
-        message[torch.from_numpy(sent.positions).to(rows.device)] = rows
-        buffer = self.all_to_all(message, sent, received, what).wait()
-        return buffer[torch.from_numpy(received.positions).to(rows.device)].unflatten(0, (self.size, counts[self.rank]))
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start point-to-point messages, to at most one rank and from at most one rank."""
@@ -402,16 +372,14 @@ class Link:
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
     def _store(self) -> dist.Store:
-        """Return this group's part of the rendezvous store.
-
-        A group of the same name before a restart used the same store but has another part.
-        """
+        """Return this group's part of the rendezvous store; a group of this name before a restart has another."""
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
-    def _report_refusal(self, problem: str) -> None:
-        """Write to the store why this rank stays away from its current call."""
+    def _refusal(self, problem: str) -> ValueError:
+        """Write to the store why this rank stays away from its current call, and return the error."""
         word = f"{self.calls} {problem}"
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
+        return ValueError(problem)
 
     def _roll_call(self) -> str:
         """Return what is known of a failure, from the witness if the program has set one, else from the store."""
@@ -421,9 +389,9 @@ class Link:
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Return which ranks have not reported this failure within a second, or why they refused this call.
+        """Return which ranks, the likely culprits, do not report this failure, or why they refused this call.
 
-        Those ranks are the likely culprits. If all ranks have reported, return how their calls differ.
+        If all ranks have reported, return how their calls differ.
         """
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
@@ -454,10 +422,13 @@ class Link:
             padded[:_SEAL_BYTES] = torch.tensor(seal, device=buffer.device).view(torch.uint8)
             row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
 
-    def _next_collective(self, what: str) -> tuple[int, int]:
+    def _next_collective(self, send: Tensor, sent: Framing, what: str) -> tuple[int, int]:
+        """Write the seal of the next collective into its messages, and return it."""
         self.require_alive()
         self._collectives += 1
-        return self._phase(what), 2 * self._collectives
+        seal = self._phase(what), 2 * self._collectives
+        self._write_seals(send, sent, seal)
+        return seal
 
     def _phase(self, what: str) -> int:
         """Return what all ranks have in common: the plan, the layer and forward, and the phase in which rows move."""
@@ -470,20 +441,15 @@ class Link:
         return buffer
 
     def started(
-        self,
-        works: list[dist.Work],
-        buffer: Tensor,
-        sent: Framing,
-        received: Framing,
-        seal: tuple[int, int],
-        what: str,
+        self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
+        """Count a transfer that has started."""
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
-        (rows_out, messages_out), (rows_in, messages_in) = sent.outside(self.rank), received.outside(self.rank)
-        self.traffic.bytes_sent += row_bytes * rows_out
-        self.traffic.bytes_received += row_bytes * rows_in
-        self.traffic.messages_sent += messages_out
-        self.traffic.messages_received += messages_in
+        out, into = sent.without(self.rank), received.without(self.rank)
+        self.traffic.bytes_sent += row_bytes * out.rows
+        self.traffic.bytes_received += row_bytes * into.rows
+        self.traffic.messages_sent += len(out.peers)
+        self.traffic.messages_received += len(into.peers)
         self.traffic.rounds += 1
         return Transfer(self, works, buffer, received, seal, what)
 
@@ -496,10 +462,7 @@ def fingerprint(text: str) -> int:
 def compare_texts(
     text: str, group: ProcessGroup, device: torch.device, number: int = 0, flag: bool = False
 ) -> tuple[list[str], int, bool]:
-    """Return every rank's text, the largest of their numbers, and whether any flag is set.
-
-    This takes one small reduction; texts are gathered only if they differ.
-    """
+    """Return every rank's text, gathered only if they differ, the largest number, and whether any flag is set."""
     size, mine = dist.get_world_size(group), fingerprint(text)
     words = torch.tensor([mine, -mine, number, int(flag)], device=device)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)

@@ -19,21 +19,23 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from dilated_attention.backends.dropout import dropout_of
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
-from dilated_attention.call import Call
+from dilated_attention.call import Call, Shards
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
+from dilated_attention.parallel.block_partition import BlockQueries
 from dilated_attention.parallel.comm import Agreed, Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import EVERY, StridedGroup
+from dilated_attention.plan import EVERY, Plan, StridedGroup
 from dilated_attention.torch_internals import group_named
 
+Transport = transports.Exchange | transports.Doubling | transports.Ring
 State = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
 
-_TRANSPORTS: dict[str, Callable[[Link, Sharding, int, torch.device], transports.Transport]] = {
+_TRANSPORTS: dict[str, type[Transport]] = {
     "exchange": transports.Exchange,
     "doubling": transports.Doubling,
     "ring": transports.Ring,
@@ -41,83 +43,60 @@ _TRANSPORTS: dict[str, Callable[[Link, Sharding, int, torch.device], transports.
 }
 
 
-@dataclass(frozen=True)
-class _Description:
-    """Hold what must be equal on every rank for messages to fit, and the plan in a few words.
+def _mesh(call: Call) -> tuple[Shards, ProcessGroup, tuple[int, ...]]:
+    """Return how a call is sharded, its process group, and the edges of the shards."""
+    assert call.shards is not None
+    group, bounds = group_named(call.shards.group_name), call.shards.bounds
+    edges = balanced_bounds(bounds[0], dist.get_world_size(group)) if len(bounds) == 1 else bounds
+    return call.shards, group, edges
 
-    There is one `name=value` per line.
+
+@dataclass(frozen=True)
+class _Plan:
+    """Hold a call's shards and the way in which rows travel, the same on every rank.
+
+    Attributes:
+        text: what must be equal on every rank for messages to fit, one `name=value` per line.
+        words: the plan in a few words, for error messages.
     """
 
+    sharding: Sharding
+    shape: traffic.Shape
+    transport: str
     text: str
-    plan: str
-    nbytes: int
+    words: str
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.text) + len(self.words) + self.sharding.nbytes
 
-def _group(call: Call) -> ProcessGroup:
-    assert call.shards is not None
-    return group_named(call.shards.group_name)
+    @classmethod
+    def of(cls, call: Call, q: Tensor, k: Tensor) -> _Plan:
+        """Return the plan of a call, from the cache."""
+        shards, _, edges = _mesh(call)
+        shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
+        scores = call.scale, call.softcap, call.key_padding_mask is not None, call.dropout_p
+        rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
+        key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
+        return plan_cache.get(key, lambda: cls._make(call, shape))
 
-
-def sharding_of(call: Call, size: int) -> Sharding:
-    """Return a call's sharding over `size` ranks, the same on each of them."""
-    assert call.shards is not None
-    bounds = call.shards.bounds
-    layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
-    edges = balanced_bounds(bounds[0], size) if len(bounds) == 1 else bounds
-    return Sharding(call.branches, edges, call.is_causal, call.shards.samples, layouts)
-
-
-class _Rank:
-    """Hold one rank's view of a call."""
-
-    def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        assert call.shards is not None
-        self.call, self.shards, self.group = call, call.shards, _group(call)
-        self.sharding = sharding_of(call, dist.get_world_size(self.group))
-        self.shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
-        self.transport = traffic.choose(self.shards.transport, self.sharding, self.shape).transport
-
-    def open(self, q: Tensor, number: int | None = None) -> tuple[Link, int]:
-        """Check that every rank makes the same call, and return the link and the number of the forward.
-
-        Args:
-            number: in a backward, the number of its forward.
-        """
-        link = self.agree(q)[0]
-        return link, link.begin(self.shards.layer, number)
-
-    def agree(self, q: Tensor, wanted: bool | None = None) -> tuple[Link, Agreed]:
-        """Compare the call over the ranks; `wanted` as in `Link.agree`."""
-        link, sharding, shards = link_of(self.group), self.sharding, self.shards
-        start, stop = sharding.shard(link.rank)
-        problem = None
-        if q.shape[1] != stop - start:
-            problem = (
-                f"q has {q.shape[1]} tokens; rank {link.rank}'s shard of seq_len={sharding.seq_len} over {link.size} "
-                f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
-            )
-        scores = self.call.scale, self.call.softcap, self.call.key_padding_mask is not None, self.call.dropout_p
-        key = ("description", sharding, len(shards.bounds), shards.lengths, self.shape, scores, self.transport)
-        description = plan_cache.get(key, self._describe)
-        link.place = f"{shards.layer}, {description.plan}" if shards.layer else description.plan
-        return link, link.agree(description.text, problem, q.device, wanted)
-
-    def schedule(self, link: Link, device: torch.device) -> transports.Transport:
-        return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
-
-    def _describe(self) -> _Description:
-        sharding, shape = self.sharding, self.shape
+    @classmethod
+    def _make(cls, call: Call, shape: traffic.Shape) -> _Plan:
+        shards, _, edges = _mesh(call)
+        layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
+        sharding = Sharding(call.branches, edges, call.is_causal, shards.samples, layouts)
+        transport = traffic.choose(shards.transport, sharding, shape).transport
         lengths, rates, offsets, compat, bands, leading = sharding.branches
         values = {
             "seq_len": sharding.seq_len,
-            "shard bounds": "balanced" if len(self.shards.bounds) == 1 else list(sharding.bounds),
+            "shard bounds": "balanced" if len(shards.bounds) == 1 else list(sharding.bounds),
             "segment_lengths": list(lengths),
             "dilation_rates": list(rates),
             "offsets": offsets,
             "windows": bands,
             "leading": leading,
             "cu_seqlens": sharding.samples,
-            "lengths": self.shards.lengths,
+            "lengths": shards.lengths,
             "is_causal": sharding.is_causal,
             "compat": compat,
             "layouts": [(layout.seq_len, layout.block_size, _digest(layout)) for layout in sharding.layouts],
@@ -126,17 +105,20 @@ class _Rank:
             "kv_heads": sharding.num_heads,
             "head_dim": shape.head_dim,
             "dtype": shape.dtype,
-            "scale": self.call.scale,
-            "softcap": self.call.softcap,
-            "key_padding_mask": "None" if self.call.key_padding_mask is None else "given",
-            "dropout_p": self.call.dropout_p,
-            "transport": self.transport,
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "key_padding_mask": "None" if call.key_padding_mask is None else "given",
+            "dropout_p": call.dropout_p,
+            "transport": transport,
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
         each = zip(lengths, rates, bands or (EVERY,) * len(rates), strict=True)
         branches = ", ".join([f"{w if band == EVERY else f'{band[0]}..{band[1]}'}/{r}" for w, r, band in each])
-        plan = f"{self.transport} of {sharding.seq_len} tokens, branches {branches}"
-        return _Description(text, plan, len(text) + len(plan) + sharding.nbytes)
+        words = f"{transport} of {sharding.seq_len} tokens, branches {branches}"
+        return cls(sharding, shape, transport, text, words)
+
+    def schedule(self, link: Link, device: torch.device) -> Transport:
+        return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
 
 
 def _digest(layout: BlockLayout) -> str:
@@ -148,41 +130,19 @@ def _digest(layout: BlockLayout) -> str:
     return digest.hexdigest()[:16]
 
 
-class _Pairs:
-    """Select the pairs of query and key that a call's mask and dropout leave, by tokens of the whole sequence."""
-
-    def __init__(self, rank: _Rank, link: Link, q: Tensor) -> None:
-        call, self.sharding = rank.call, rank.sharding
-        self.tokens = torch.arange(*rank.sharding.shard(link.rank), device=q.device)
-        self.hidden, self.seed = None, None
-        self.dropout_p, self.first_head = call.dropout_p, call.first_head
-        if call.key_padding_mask is not None:
-            self.hidden = self._whole(link, call.key_padding_mask)
-        if call.seed is not None:  # ranks may have drawn different seeds
-            self.seed = call.seed.clone()
-            with link.guard("while agreeing on the seed of dropout"):
-                dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
-
-    def _whole(self, link: Link, mask: Tensor) -> Tensor:
-        """Gather the mask of the whole sequence, `(batch, seq)`, from the shards' masks: one byte per token."""
-        return link.whole(mask.T.to(torch.uint8), self.sharding.bounds, "while gathering key_padding_mask").T.bool()
-
-    def of(
-        self, problem: Problem, q: Tensor, queries: Tensor | None = None, keys: Tensor | None = None, head: int = 0
-    ) -> Problem:
-        """Return `problem` with the mask and the dropout of these rows.
-
-        Args:
-            queries, keys: the token of each row of q, and of each row of k, or row and head; None: the shard's.
-            head: the first of q's heads, counted from the rank's first head.
-        """
-        queries, keys = (self.tokens if tokens is None else tokens for tokens in (queries, keys))
-        hidden, dropped = None if self.hidden is None else self.hidden[:, keys], None
-        if self.seed is not None:
-            rows = keys if keys.dim() == 2 else keys[:, None]
-            shape = q.shape[0], q.shape[2]
-            dropped = dropout_of(self.dropout_p, self.seed, *shape, queries, rows, self.first_head + head)
-        return replace(problem, hidden=hidden, dropout=dropped)
+def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tuple[_Plan, Link, Agreed]:
+    """Check that every rank makes the same call; `wanted` as in `Link.agree`."""
+    plan, (shards, group, _) = _Plan.of(call, q, k), _mesh(call)
+    link = link_of(group)
+    start, stop = plan.sharding.shard(link.rank)
+    problem = None
+    if q.shape[1] != stop - start:
+        problem = (
+            f"q has {q.shape[1]} tokens; rank {link.rank}'s shard of seq_len={plan.sharding.seq_len} over {link.size} "
+            f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
+        )
+    link.place = f"{shards.layer}, {plan.words}" if shards.layer else plan.words
+    return plan, link, link.agree(plan.text, problem, q.device, wanted)
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
@@ -197,21 +157,63 @@ def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[part
 
 
 class _Compute:
-    """Compute the parts of one call on a backend and add them to the running results."""
+    """Compute the parts of one call on a backend and add them to the running results.
 
-    def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
-        self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
-        self.q, self.ratio = q, q.shape[2] // k.shape[2]
-        self.scale, self.softcap = rank.call.positive_scale, rank.call.softcap
-        self.layouts = {layout.seq_len: layout for layout in rank.sharding.layouts} or None
+    `hidden` is the mask of the whole sequence, `(batch, seq)`; `seed` is the seed of dropout that the ranks agree on.
+    """
+
+    def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor) -> None:
+        self.call, self.q, self.ratio = call, q, q.shape[2] // k.shape[2]
+        self.tokens = torch.arange(*plan.sharding.shard(link.rank), device=q.device)
+        self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
+        self.hidden, self.seed = None, None
+        if call.key_padding_mask is not None:  # one byte per token travels
+            mask, what = call.key_padding_mask.T.to(torch.uint8), "while gathering key_padding_mask"
+            self.hidden = link.whole(mask, plan.sharding.bounds, what).T.bool()
+        if call.seed is not None:  # ranks may have drawn different seeds
+            self.seed = call.seed.clone()
+            with link.guard("while agreeing on the seed of dropout"):
+                dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
+
+    def problem(
+        self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0
+    ) -> Problem:
+        """Return a problem with the mask and the dropout of its rows.
+
+        Args:
+            queries, keys: the token of each row of q, and of each row of k, or row and head.
+            head: the first of q's heads, counted from the rank's first head.
+        """
+        call, dropped = self.call, None
+        if self.seed is not None:
+            rows = keys if keys.dim() == 2 else keys[:, None]
+            first = call.first_head + head
+            dropped = dropout_of(call.dropout_p, self.seed, q.shape[0], q.shape[2], queries, rows, first)
+        hidden = None if self.hidden is None else self.hidden[:, keys]
+        return Problem(plan, call.positive_scale, hidden, layouts or None, dropped, call.softcap)
+
+    def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
+        """Return the problem over all tokens for this rank's share of the heads."""
+        tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
+        return self.problem(heads.plan, q, tokens, tokens, heads.layouts, first)
+
+    def _problem(self, part: parts.Part) -> Problem:
+        if part.queries is None:
+            keys = self.tokens if part.tokens is None else part.tokens
+            return self.problem(part.plan, self.q, self.tokens, keys, self.layouts)
+        layout, hidden = part.queries.layout, part.queries.hidden
+        hidden = None if hidden is None else hidden.expand(self.q.shape[0], -1)
+        layouts = {layout.seq_len: layout}
+        return Problem(part.plan, self.call.positive_scale, hidden, layouts, softcap=self.call.softcap)
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Return the running (out, lse) with a part merged into it."""
+        run, problem = self.call.backend.forward, self._problem(part)
         if part.queries is None:
-            return self.backend.forward(self._problem(part), self.q, part.keys, part.values, state)
+            return run(problem, self.q, part.keys, part.values, state)
         assert state is not None
         (q,), rows = self._rows(part.queries, self.q), part.queries.positions
-        found = self.backend.forward(self._problem(part), q, part.keys, part.values)
+        found = run(problem, q, part.keys, part.values)
         index = self._index(part.queries)
         merged = [x[index] for x in state]
         merge_into(*merged, *(x[:, rows] for x in found))
@@ -223,25 +225,25 @@ class _Compute:
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
     ) -> parts.Gradients:
         """Return a part's (dk, dv), in the dtype in which gradients are summed; its dq is added to `dq`."""
-        problem, keys = self._problem(part), (part.keys, part.values)
-        sums = [torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in (part.keys, part.values)]
+        run, problem, keys = self.call.backend.backward, self._problem(part), (part.keys, part.values)
+        dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in keys)
         if part.queries is None:
-            self.backend.backward(problem, dout, dlse, self.q, *keys, out, lse, (dq, *sums))
-            return sums[0], sums[1]
+            run(problem, dout, dlse, self.q, *keys, out, lse, (dq, dk, dv))
+            return dk, dv
         dout, q, out = self._rows(part.queries, dout, self.q, out)
         (lse,) = self._rows(part.queries, lse, fill=-torch.inf)
         dlse = None if dlse is None else self._rows(part.queries, dlse)[0]
         part_dq = torch.zeros(q.shape, dtype=dq.dtype, device=dq.device)
-        self.backend.backward(problem, dout, dlse, q, *keys, out, lse, (part_dq, *sums))
+        run(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
         dq[self._index(part.queries)] += part_dq[:, part.queries.positions]
-        return sums[0], sums[1]
+        return dk, dv
 
-    def _index(self, queries: parts.BlockQueries) -> tuple[Any, ...]:
+    def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
         """Return the index of the part's rows and heads in the shard's tensors."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
-    def _rows(self, queries: parts.BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
+    def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
         """Return the shard's rows that the part reads."""
         index, made = self._index(queries), []
         for x in tensors:
@@ -250,14 +252,28 @@ class _Compute:
             made.append(rows)
         return made
 
-    def _problem(self, part: parts.Part) -> Problem:
-        if part.queries is None:
-            problem = Problem(part.plan, self.scale, layouts=self.layouts, softcap=self.softcap)
-            return self.pairs.of(problem, self.q, keys=part.tokens)
-        layout, hidden = part.queries.layout, part.queries.hidden
-        if hidden is not None:
-            hidden = hidden.expand(self.q.shape[0], -1)
-        return Problem(part.plan, self.scale, hidden, {layout.seq_len: layout}, softcap=self.softcap)
+
+def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return out, lse and, flat, what the backward needs."""
+    q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
+    whole_out, whole_lse = compute.call.backend.forward(compute.whole_problem(heads, q), q, k, v)
+    out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
+    saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
+    return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
+
+
+def _heads_backward(
+    heads: Ulysses, compute: _Compute, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv)."""
+    dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
+    shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in heads.widths]
+    pieces = saved.split([shape.numel() for shape in shapes])
+    q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+    problem, lse = compute.whole_problem(heads, q), saved_lse.view(dlse.shape)
+    gradients = compute.call.backend.backward(problem, dout, dlse, q, k, v, out, lse)
+    dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
@@ -265,7 +281,7 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
-    return bool(_Rank(call, q, k).agree(q, wanted)[1].wanted)
+    return bool(_agree(call, q, k, wanted)[2].wanted)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -274,49 +290,60 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     For each sample of a padded batch, or once, this is two flat tensors of other ranks' rows, and the number of the
     forward, int64 on the CPU.
     """
-    if call.lengths is None or not len(q):
-        return _forward(call, q, k, v)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=parts.statistic(q.dtype))
-    saved: list[Tensor] = []
-    for i, (own, sample) in enumerate(samples(call, q.shape[1])):
-        at = slice(i, i + 1), slice(0, own)
-        out[at], lse[at], *rest = _forward(sample, q[at], k[at], v[at])
-        saved += rest
-    return [out, lse, *saved]
-
-
-def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    rank = _Rank(call, q, k)
-    link, count = rank.open(q)
-    number = torch.tensor(count, device="cpu")
+    wide = parts.statistic(q.dtype)
+    if call.lengths is not None and len(q):
+        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        saved: list[Tensor] = []
+        for i, (own, sample) in enumerate(samples(call, q.shape[1])):
+            at = slice(i, i + 1), slice(0, own)
+            out[at], lse[at], *rest = forward(sample, q[at], k[at], v[at])
+            saved += rest
+        return [out, lse, *saved]
+    plan, link, _ = _agree(call, q, k)
+    number = torch.tensor(link.begin(_mesh(call)[0].layer), device="cpu")
     if not len(q):
-        wide = parts.statistic(q.dtype)
         lse, empty = q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0, dtype=wide)
         return [torch.empty_like(q), lse, k.new_empty(0), empty, number]
-    if rank.transport == "ulysses":
-        heads = Ulysses(link, rank.sharding, q.shape[2])
-        q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
-        whole_out, whole_lse = call.backend.forward(_whole_problem(rank, link, heads, q), q, k, v)
-        out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
-        saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
-        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten(), number]
-    compute = _Compute(rank, link, q, k)
-    state: State | None = None
+    compute, state = _Compute(call, plan, link, q, k), None
+    if plan.transport == "ulysses":
+        return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
 
     def add(part: parts.Part) -> None:
         nonlocal state
         state = compute.forward(part, state)
 
-    saved = _drive(rank.schedule(link, k.device).forward(k, v), add)
+    rows = _drive(plan.schedule(link, k.device).forward(k, v), add)
     assert state is not None
-    return [*state, saved.flatten(), state[1].new_empty(0), number]
+    return [*state, rows.flatten(), state[1].new_empty(0), number]
 
 
-def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
-    """Return a problem over all tokens for the heads of q that this rank has, when ranks exchange heads."""
-    tokens = torch.arange(rank.sharding.seq_len, device=q.device)
-    problem = Problem(heads.plan, rank.call.positive_scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
-    return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
+def backward(
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of the shard, from what `forward` returned."""
+    out, lse, *saved = results
+    if call.lengths is not None and len(q):
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        for i, (own, sample) in enumerate(samples(call, q.shape[1])):
+            at = slice(i, i + 1), slice(0, own)
+            some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
+            some_dlse = None if dlse is None else dlse[at]
+            dq[at], dk[at], dv[at] = backward(sample, dout[at], some_dlse, q[at], k[at], v[at], some)
+        return dq, dk, dv
+    plan, link, _ = _agree(call, q, k)
+    rows, saved_lse, number = saved
+    link.begin(_mesh(call)[0].layer, int(number))
+    if not len(q):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    compute = _Compute(call, plan, link, q, k)
+    if plan.transport == "ulysses":
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        return _heads_backward(Ulysses(link, plan.sharding, q.shape[2]), compute, dout, dlse, rows, saved_lse)
+    dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
+    rows = rows.view(-1 if len(rows) else 0, 2, k.shape[0], k.shape[3])
+    schedule = plan.schedule(link, k.device).backward(k, v, rows)
+    dk, dv = _drive(schedule, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
@@ -332,70 +359,14 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if call.layouts or call.lengths is not None:  # the saved tensors' shapes depend on the lists or the samples
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
         return k.new_empty(sizes[0]), k.new_empty(sizes[1], dtype=wide)
-    rank = _Rank(call, q, k)
-    if rank.transport == "ulysses":
-        size = rank.sharding.world_size
-        tokens, heads, kv_heads = q.shape[0] * rank.sharding.seq_len, q.shape[2] // size, k.shape[2] // size
+    plan = _Plan.of(call, q, k)
+    if plan.transport == "ulysses":
+        size = plan.sharding.world_size
+        tokens, heads, kv_heads = q.shape[0] * plan.sharding.seq_len, q.shape[2] // size, k.shape[2] // size
         saved = 2 * tokens * (heads + kv_heads) * q.shape[3]
         return q.new_empty(saved), k.new_empty(tokens * heads, dtype=wide)
-    saved = traffic.count(rank.transport, rank.sharding, dist.get_rank(rank.group), rank.shape).saved_bytes
+    saved = traffic.count(plan.transport, plan.sharding, dist.get_rank(_mesh(call)[1]), plan.shape).saved_bytes
     return k.new_empty(saved // k.dtype.itemsize), k.new_empty(0, dtype=wide)
-
-
-def backward(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of the shard, from what `forward` saved."""
-    if call.lengths is None or not len(q):
-        return _backward(call, dout, dlse, q, k, v, results)
-    out, lse, *saved = results
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    for i, (own, sample) in enumerate(samples(call, q.shape[1])):
-        at = slice(i, i + 1), slice(0, own)
-        some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
-        some_dlse = None if dlse is None else dlse[at]
-        dq[at], dk[at], dv[at] = _backward(sample, dout[at], some_dlse, q[at], k[at], v[at], some)
-    return dq, dk, dv
-
-
-def _backward(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, saved, saved_lse, number = results
-    rank = _Rank(call, q, k)
-    link, _ = rank.open(q, int(number))
-    if not len(q):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if rank.transport == "ulysses":
-        heads = Ulysses(link, rank.sharding, q.shape[2])
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
-        dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
-        shapes = [(*dout.shape[:2], number, q.shape[3]) for number in heads.widths]
-        pieces = saved.split([torch.Size(shape).numel() for shape in shapes])
-        q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-        lse = saved_lse.view(out.shape[:3])
-        problem = _whole_problem(rank, link, heads, q)
-        gradients = call.backend.backward(problem, dout, dlse, q, k, v, out, lse)
-        dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    compute = _Compute(rank, link, q, k)
-    dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
-    rows = saved.view(-1, 2, k.shape[0], k.shape[3]) if len(saved) else saved.view(0, 2, k.shape[0], k.shape[3])
-    schedule = rank.schedule(link, k.device).backward(k, v, rows)
-    dk, dv = _drive(schedule, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def account(
@@ -406,22 +377,21 @@ def account(
     For a padded batch: what all samples move together, their groups one after another, and the longest sample's
     transport.
     """
-    assert call.shards is not None
-    group = _group(call)
+    shards, group, edges = _mesh(call)
+    rank = dist.get_rank(group)
     if call.lengths is not None and len(call.lengths):
         found = [account(sample, q[:1], k[:1]) for _, sample in samples(call, q.shape[1])]
         longest, tokens = int(call.lengths.argmax()), int(call.lengths.max())
         chosen, plans = found[longest][0], [plan for _, plan, _ in found]
-        if call.shards.transport == "auto":
+        if shards.transport == "auto":
             reason = f"each sample chooses for itself; the longest, of {tokens} tokens: {chosen.reason}"
             chosen = replace(chosen, reason=reason)
-        shard = sharding_of(call, dist.get_world_size(group)).shard(dist.get_rank(group))
-        moved = replace(traffic.total(plans), transport=chosen.transport, shard=shard)
+        moved = replace(traffic.total(plans), transport=chosen.transport, shard=(edges[rank], edges[rank + 1]))
         return chosen, moved, tuple([group for *_, groups in found for group in groups])
-    rank, number = _Rank(call, q, k), dist.get_rank(group)
-    chosen = traffic.choose(call.shards.transport, rank.sharding, rank.shape)
-    moved = traffic.count(chosen.transport, rank.sharding, number, rank.shape)
-    return chosen, moved, rank_groups(rank.sharding, number)
+    plan = _Plan.of(call, q, k)
+    chosen = traffic.choose(shards.transport, plan.sharding, plan.shape)
+    moved = traffic.count(chosen.transport, plan.sharding, rank, plan.shape)
+    return chosen, moved, rank_groups(plan.sharding, rank)
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
@@ -438,17 +408,15 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
 
     A sample is sharded by the edges of the batch, cut at its own length.
     """
-    assert call.shards is not None
     assert call.lengths is not None
-    group, bounds, lengths = _group(call), call.shards.bounds, tuple(call.lengths.tolist())
-    edges = balanced_bounds(bounds[0], dist.get_world_size(group)) if len(bounds) == 1 else bounds
+    (shards, group, edges), lengths = _mesh(call), tuple(call.lengths.tolist())
     start = edges[dist.get_rank(group)]
     for i, length in enumerate(lengths):
         layouts = call.layouts
         if len(layouts) == 1 and length:
             whole = layouts[0].select(batch=range(i, i + 1)) if layouts[0].batch_size > 1 else layouts[0]
             layouts = tuple([whole.prefix(count) for count in sorted(call.row_counts(length))])
-        shards = replace(call.shards, bounds=tuple([min(edge, length) for edge in edges]), lengths=lengths)
+        cut = replace(shards, bounds=tuple([min(edge, length) for edge in edges]), lengths=lengths)
         own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
         mask = None if mask is None else mask[i : i + 1, :own]
-        yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=shards)
+        yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=cut)

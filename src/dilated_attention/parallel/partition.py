@@ -15,8 +15,8 @@ branch shows; this module does not distinguish windows and leading tokens.
 
 Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one KV head:
 token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that
-several branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and
-exclusion.
+several branches show is received once. Which rows move is a list of shares, (tokens, heads): a transport lists their
+keys; `traffic` counts them in closed form, as unions of arithmetic progressions by inclusion and exclusion.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Remote:
-    """Hold the groups over received rows, and the layout of the key tensor that they read.
+    """Hold the groups over rows in a buffer, and the layout of the key tensor that they read.
 
     The key tensor is `(batch, rows, num_heads, head_dim)`.
 
@@ -257,12 +257,11 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
             if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
                 queries, seen, band = found
                 runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
-        heads = np.array(crossing.heads)
         for (queries, (low, high)), found_tokens in runs.items():
             tokens = np.concatenate(found_tokens)
             base, count = max(level[head] for head in crossing.heads), len(tokens)
-            keys.append((tokens[:, None] * heads_total + heads).ravel())
-            slots.append((np.arange(base, base + count)[:, None] * heads_total + heads).ravel())
+            keys.append(cells(tokens, crossing.heads, heads_total))
+            slots.append(cells(np.arange(base, base + count), crossing.heads, heads_total))
             for head, number, step in progressions(list(crossing.heads)):
                 groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step, low, high))
             for head in crossing.heads:
@@ -270,6 +269,11 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
+
+
+def cells(rows: Integers, heads: Sequence[int] | Integers, num_heads: int) -> Integers:
+    """Return row * num_heads + head for each of some rows and each of some heads."""
+    return (rows[:, None] * num_heads + np.array(heads)).ravel()
 
 
 def _tokens(rows: Rows, origin: int) -> range:
@@ -292,30 +296,45 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
     return local_plan(whole, rank).groups + parts.plan.groups
 
 
-def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the keys that a rank receives: int64, sorted, without repeats, hence grouped by owner."""
-    return _union(
-        sharding,
-        (
-            (part, crossing.heads)
-            for crossing in crossings(sharding, rank)
-            for part in (crossing.before, crossing.after)
-        ),
-    )
+Share = tuple[range, tuple[int, ...]]
+"""Some tokens of some heads. Which rows a rank needs, sends or passes on is the union of such shares."""
 
 
-def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
-    """Return the sorted keys of a union of (tokens, heads)."""
-    keys = [
-        (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
-    ]
+def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
+    """List the keys of a union of shares: int64, sorted, without repeats, hence grouped by owner."""
+    keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
+
+
+def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
+    """Count the keys of a union of shares between neighbouring edges, in closed form: one count fewer than edges."""
+    shares, tokens = list(shares), np.array(edges)
+    counts = np.zeros(len(tokens) - 1, dtype=np.int64)
+    columns = list(zip(*sharding.branches.offsets, strict=True))
+    for column in dict.fromkeys(columns):  # heads with the same offsets in every branch have the same rows
+        head = columns.index(column)
+        counts += columns.count(column) * count_union((rows for rows, heads in shares if head in heads), tokens)
+    return counts
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
     """Return how many of some sorted keys each rank owns."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
+
+
+def _received(sharding: Sharding, rank: int) -> list[Share]:
+    return [(rows, c.heads) for c in crossings(sharding, rank) for rows in (c.before, c.after)]
+
+
+def received_keys(sharding: Sharding, rank: int) -> Integers:
+    """Return the sorted keys that a rank receives."""
+    return keys_of(sharding, _received(sharding, rank))
+
+
+def rows_from(sharding: Sharding, rank: int) -> Integers:
+    """Return how many rows a rank receives from each peer: int64, `(world_size,)`."""
+    return count_of(sharding, _received(sharding, rank), sharding.bounds)
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
@@ -338,22 +357,53 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
     return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
 
 
-def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the keys that a rank sends, int64, and how many go to each peer.
+def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
+    """Yield peers that see the same of this rank's rows, and these rows."""
+    found = crossings(sharding, rank)
+    if found:
+        asked = [_asked(sharding, rank, crossing) for crossing in found]
+        numbers = np.stack([numbers for _, numbers in asked], 1)
+        peers = np.flatnonzero(numbers.any(1))  # number 0 means no rows; the rank itself has it
+        requests, kinds = np.unique(numbers[peers], axis=0, return_inverse=True)
+        for kind, request in enumerate(requests.tolist()):
+            rows = [(ranges[number], c.heads) for c, (ranges, _), number in zip(found, asked, request, strict=True)]
+            yield peers[kinds.ravel() == kind], rows
 
-    Keys are ordered by peer, and sorted for each peer.
-    """
+
+def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
+    """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
+    messages = [np.empty(0, dtype=np.int64)] * sharding.world_size
+    for peers, shares in _sent(sharding, rank):
+        keys = keys_of(sharding, shares)
+        for peer in peers.tolist():
+            messages[peer] = keys
+    return np.concatenate(messages), [len(keys) for keys in messages]
+
+
+def rows_to(sharding: Sharding, rank: int) -> Integers:
+    """Return how many rows a rank sends to each peer: int64, `(world_size,)`."""
+    rows = np.zeros(sharding.world_size, dtype=np.int64)
+    for peers, shares in _sent(sharding, rank):
+        rows[peers] = count_of(sharding, shares, sharding.shard(rank))
+    return rows
+
+
+def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
+    """Yield a rank's rows that queries before or after its shard see: what it contributes to an all-gather."""
     lower, upper = sharding.shard(rank)
-    span = max((upper - lower) * sharding.num_heads, 1)
-    messages = [np.empty(0, dtype=np.int64)]
     for crossing in crossings(sharding, rank):
-        requests, numbers = _asked(sharding, rank, crossing)
-        for number, rows in enumerate(requests):
-            keys = _union(sharding, [(rows, crossing.heads)]) - lower * sharding.num_heads
-            messages.append((np.flatnonzero(numbers == number)[:, None] * span + keys).ravel())
-    flat = np.unique(np.concatenate(messages))
-    splits = np.bincount(flat // span, minlength=sharding.world_size).tolist()
-    return flat % span + lower * sharding.num_heads, splits
+        for start, stop in ((0, lower), (upper, sharding.seq_len)):
+            seen = _seen(clip(crossing.queries, start, stop), crossing.keys, crossing.band)
+            yield clip(seen, lower, upper), crossing.heads
+
+
+def contributed_keys(sharding: Sharding, rank: int) -> Integers:
+    """Return the sorted keys of a rank's rows that some other rank sees."""
+    return keys_of(sharding, _contributed(sharding, rank))
+
+
+def contributed_rows(sharding: Sharding, rank: int) -> int:
+    return int(count_of(sharding, _contributed(sharding, rank), sharding.shard(rank))[0])
 
 
 def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
@@ -412,48 +462,6 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
     return total
 
 
-def _by_head(sharding: Sharding) -> Iterator[tuple[int, int]]:
-    """Yield (head, number of heads with the same offsets in every branch), once for each kind of head."""
-    columns = list(zip(*sharding.branches.offsets, strict=True))
-    for column in dict.fromkeys(columns):
-        yield columns.index(column), columns.count(column)
-
-
-def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank receives from each peer: int64, `(world_size,)`.
-
-    Computed in closed form; equals the splits of `received_keys`.
-    """
-    edges = np.array(sharding.bounds)
-    rows = np.zeros(sharding.world_size, dtype=np.int64)
-    for head, number in _by_head(sharding):
-        mine = [crossing for crossing in crossings(sharding, rank) if head in crossing.heads]
-        rows += number * count_union((part for c in mine for part in (c.before, c.after)), edges)
-    return rows
-
-
-def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank sends to each peer: int64, `(world_size,)`.
-
-    Computed in closed form; equals the splits of `sent_keys`.
-    """
-    edges = np.array(sharding.shard(rank))
-    rows = np.zeros(sharding.world_size, dtype=np.int64)
-    found = crossings(sharding, rank)
-    if not found:
-        return rows
-    asked = [_asked(sharding, rank, crossing) for crossing in found]
-    # Peers that ask for the same rows get the same counts.
-    requested = np.stack([numbers for _, numbers in asked], 1)
-    peers = np.flatnonzero(requested.any(1))  # number 0 means no rows; the rank itself has it
-    requests, kind = np.unique(requested[peers], axis=0, return_inverse=True)
-    for head, number in _by_head(sharding):
-        mine = [i for i, crossing in enumerate(found) if head in crossing.heads]
-        counts = [count_union([asked[i][0][request[i]] for i in mine], edges) for request in requests.tolist()]
-        rows[peers] += number * np.concatenate([edges[:0], *counts])[kind.ravel()]
-    return rows
-
-
 def crosses(sharding: Sharding) -> bool:
     """Return whether any rank may see another rank's rows: the same answer on every rank."""
     return any(
@@ -487,11 +495,13 @@ def doubling_refusal(sharding: Sharding) -> str | None:
     return None
 
 
+def _doubled_segment(sharding: Sharding, branch: int) -> int:
+    return min(sharding.branches.segment_lengths[branch], sharding.seq_len)
+
+
 def doubling_level(sharding: Sharding, branch: int) -> int:
     """Return the number of rounds of doubling after which a rank holds the branch's rows of its segment."""
-    return (
-        min(sharding.branches.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
-    ).bit_length() - 1
+    return (_doubled_segment(sharding, branch) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
@@ -499,7 +509,7 @@ def doubling_rounds(sharding: Sharding) -> int:
     return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.branches.offsets))])
 
 
-def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
+def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
     """Yield what a block of 2^level ranks, `block` the first, passes on in round `level`.
 
     These are the block's rows that belong to a segment which is not complete yet.
@@ -507,47 +517,15 @@ def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tupl
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
         if doubling_level(sharding, branch) > level:
-            segment, rate = (
-                min(sharding.branches.segment_lengths[branch], sharding.seq_len),
-                sharding.branches.dilation_rates[branch],
-            )
+            segment, rate = _doubled_segment(sharding, branch), sharding.branches.dilation_rates[branch]
             for offset, heads in _classes(offsets).items():
                 yield clip(range(start // segment * segment + offset, stop, rate), start, stop), heads
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
     """Return the sorted keys that each of 2^level ranks, `block` the first, sends to its sibling in round `level`."""
-    return _union(sharding, _doubling_parts(sharding, block, level))
+    return keys_of(sharding, _passed_on(sharding, block, level))
 
 
 def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
-    """Return the number of `doubling_keys`, in closed form."""
-    parts = list(_doubling_parts(sharding, block, level))
-    edges = np.array([0, sharding.seq_len])
-    return sum(
-        number * int(count_union((part for part, heads in parts if head in heads), edges)[0])
-        for head, number in _by_head(sharding)
-    )
-
-
-def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Yield a rank's rows that queries before or after its shard see: what it contributes to an all-gather."""
-    lower, upper = sharding.shard(rank)
-    for crossing in crossings(sharding, rank):
-        for start, stop in ((0, lower), (upper, sharding.seq_len)):
-            seen = _seen(clip(crossing.queries, start, stop), crossing.keys, crossing.band)
-            yield clip(seen, lower, upper), crossing.heads
-
-
-def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys of a rank's rows that some other rank sees."""
-    return _union(sharding, _contributed(sharding, rank))
-
-
-def contributed_rows(sharding: Sharding, rank: int) -> int:
-    """Return the number of `contributed_keys`, in closed form."""
-    parts, edges = list(_contributed(sharding, rank)), np.array(sharding.shard(rank))
-    return sum(
-        number * int(count_union((rows for rows, heads in parts if head in heads), edges)[0])
-        for head, number in _by_head(sharding)
-    )
+    return int(count_of(sharding, _passed_on(sharding, block, level), (0, sharding.seq_len))[0])

@@ -1,7 +1,8 @@
 """Compute one rank's share of a call in parts: each is a plan over keys and values that were gathered from rows.
 
 Rows lie in buffers, of the shard's own and of received rows. A row is the key and the value of one token of one KV
-head, `(2, batch, head_dim)`. The tables that say which row goes where are made once per sharding.
+head, `(2, batch, head_dim)`. A part's keys have *slots*, row * heads + head. The tables that say which row goes to
+which slot are made once per sharding.
 """
 
 from __future__ import annotations
@@ -13,28 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import block_partition, partition
-from dilated_attention.parallel.block_partition import BlockProblem, Interval
+from dilated_attention.parallel.block_partition import BlockProblem, BlockQueries, Interval
 from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
-from dilated_attention.plan import Plan, plan_dilated
-
-
-@dataclass(frozen=True)
-class BlockQueries:
-    """Hold the queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
-
-    Attributes:
-        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
-        heads: KV heads.
-        hidden: bool `(rows,)`, True where no query sees a key, or None.
-    """
-
-    layout: BlockLayout
-    tokens: Tensor
-    positions: Tensor
-    heads: tuple[int, ...]
-    hidden: Tensor | None
+from dilated_attention.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -63,59 +46,16 @@ def statistic(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def on_device(table: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(table).to(device)
+
+
 def locate(held: Integers, wanted: Integers) -> Integers:
     """Return the positions of some keys in a list of distinct keys, in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
     return where
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Say how a remote plan's key tensor is made from a buffer of rows.
-
-    Attributes:
-        index: the buffer row of each slot; 0 where no group reads the slot.
-        rows: the buffer row of each filled slot; slots: which slots those are, None for all.
-        tokens: the token of each slot, `(slots / heads, heads)`.
-    """
-
-    plan: Plan
-    heads: int
-    index: Tensor
-    rows: Tensor
-    slots: Tensor | None
-    tokens: Tensor
-
-    @classmethod
-    def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
-        """Make it from the keys that a buffer holds and the buffer row of each; None if the remote plan is empty."""
-        if not remote.plan.groups:
-            return None
-        rows = positions[locate(held, remote.keys)]
-        index = np.zeros(remote.rows * remote.plan.num_heads, dtype=np.int64)
-        index[remote.slots] = rows
-        tokens = np.zeros_like(index)
-        tokens[remote.slots] = remote.keys // remote.plan.num_heads
-        full = len(remote.slots) == len(index)
-        table, slots = on_device(index, device), None if full else on_device(remote.slots, device)
-        filled, heads = table if full else on_device(rows, device), remote.plan.num_heads
-        return cls(remote.plan, heads, table, filled, slots, on_device(tokens, device).view(-1, heads))
-
-    @property
-    def nbytes(self) -> int:
-        return 8 * (2 * len(self.index) + len(self.rows)) + self.plan.nbytes
-
-    def part(self, buffer: Tensor) -> Part:
-        """Return the keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
-        return Part(*_keys_and_values(buffer.index_select(0, self.index), self.heads), self.plan, None, self.tokens)
-
-    def scatter(self, gradients: Gradients, sums: Tensor) -> None:
-        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
-        for i, rows in enumerate(_slot_rows(gradients)):
-            rows = rows if self.slots is None else rows[self.slots]
-            sums[:, i].index_add_(0, self.rows, rows.to(sums.dtype))
 
 
 def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -130,45 +70,57 @@ def _slot_rows(gradients: Gradients) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class BlockGather:
-    """Say how a block-sparse part's keys and values are made from a buffer of rows: `slots[i]` holds row `rows[i]`."""
+class Gather:
+    """Say how a part's keys and values are made from a buffer of rows.
+
+    Attributes:
+        index: the buffer row of each slot, int64; 0 for a slot that holds none.
+        filled, holes: the slots that hold a row and those that hold none; None if all hold one.
+        tokens, queries: as in `Part`.
+    """
 
     plan: Plan
-    queries: BlockQueries
-    slots: Tensor
-    rows: Tensor
+    index: Tensor
+    filled: Tensor | None
+    holes: Tensor | None
+    tokens: Tensor
+    queries: BlockQueries | None
 
     @classmethod
-    def of(cls, problem: BlockProblem, rows: Integers, device: torch.device) -> BlockGather:
-        plan = _square_plan(problem)
-        return cls(plan, _queries(problem, device), on_device(problem.slots, device), on_device(rows, device))
+    def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather:
+        """Make it from the keys that a buffer holds and the buffer row of each."""
+        heads = remote.plan.num_heads
+        index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
+        index[remote.slots], tokens[remote.slots] = positions[locate(held, remote.keys)], remote.keys // heads
+        queries = remote.queries if isinstance(remote, BlockProblem) else None
+        filled, empty = remote.slots, np.delete(np.arange(len(index)), remote.slots)
+        return cls(
+            remote.plan,
+            on_device(index, device),
+            on_device(filled, device) if len(empty) else None,
+            on_device(empty, device) if len(empty) else None,
+            on_device(tokens, device).view(-1, heads),
+            queries,
+        )
 
     @property
     def nbytes(self) -> int:
-        return 16 * len(self.rows) + 16 * len(self.queries.tokens) + self.queries.layout.nbytes + self.plan.nbytes
+        tables = [x for x in (self.index, self.tokens, self.filled, self.holes) if x is not None]
+        return self.plan.nbytes + sum([x.nbytes for x in tables]) + (self.queries.nbytes if self.queries else 0)
 
     def part(self, buffer: Tensor) -> Part:
         """Return the keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
-        size = self.queries.layout.seq_len * len(self.queries.heads)
-        filled = buffer.new_zeros(size, *buffer.shape[1:])
-        filled[self.slots] = buffer[self.rows]
-        return Part(*_keys_and_values(filled, len(self.queries.heads)), self.plan, self.queries)
+        slots = buffer.index_select(0, self.index)
+        if self.holes is not None:
+            slots.index_fill_(0, self.holes, 0)
+        return Part(*_keys_and_values(slots, self.plan.num_heads), self.plan, self.queries, self.tokens)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
         """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
+        index = self.index if self.filled is None else self.index[self.filled]
         for i, rows in enumerate(_slot_rows(gradients)):
-            sums[:, i].index_add_(0, self.rows, rows[self.slots].to(sums.dtype))
-
-
-def _queries(problem: BlockProblem, device: torch.device) -> BlockQueries:
-    hidden = None if problem.hidden is None else on_device(problem.hidden, device)
-    tokens, positions = on_device(problem.tokens, device), on_device(problem.positions, device)
-    return BlockQueries(problem.layout.to(device), tokens, positions, problem.heads, hidden)
-
-
-def _square_plan(problem: BlockProblem) -> Plan:
-    """Return a plan of one segment with all rows and all heads."""
-    return plan_dilated((problem.layout.seq_len,), (1,), ((0,) * len(problem.heads),), problem.layout.seq_len)
+            rows = rows if self.filled is None else rows[self.filled]
+            sums[:, i].index_add_(0, index, rows.to(sums.dtype))
 
 
 @dataclass(frozen=True)
@@ -202,10 +154,12 @@ class Own:
         return out
 
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add returned gradients, a buffer of rows, to the shard's gradients, contiguous.
+        """Add returned gradients to the shard's gradients, contiguous.
 
-        A row may have gone to several ranks.
+        They are a buffer of rows, or one such buffer from each rank. A row may have gone to several ranks.
         """
+        if len(returned) > self.size:
+            returned = returned.unflatten(0, (-1, self.size)).sum(0)
         index = self.tokens * dk.shape[2] + self.heads
         for i, gradient in enumerate((dk, dv)):
             gradient.view(*gradient.shape[:1], -1, gradient.shape[3]).index_add_(
@@ -214,79 +168,89 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Local:
-    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's rows."""
+class Feed:
+    """Hold the rows of the shard that a rank puts into a buffer, and the parts that read a buffer.
 
-    plan: Plan
-    problems: tuple[tuple[BlockQueries, Own], ...]
+    Rows that travel are put into one rank's buffer and read from another's.
+    """
 
-    @classmethod
-    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
-        problems = []
-        if sharding.layouts:
-            for crossing in partition.crossings(sharding, rank):
-                if problem := block_partition.problem(sharding, rank, crossing, [sharding.shard(rank)]):
-                    size = problem.layout.seq_len * len(problem.heads)
-                    own = Own.of(sharding, rank, problem.keys, problem.slots, size, device)
-                    problems.append((_queries(problem, device), own))
-        return cls(partition.local_plan(sharding, rank), tuple(problems))
+    own: Own
+    gathers: tuple[Gather, ...]
 
     @property
     def nbytes(self) -> int:
-        own = [own.nbytes + 16 * len(queries.tokens) + queries.layout.nbytes for queries, own in self.problems]
-        return self.plan.nbytes + sum(own)
+        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
 
-    def _part(self, queries: BlockQueries, own: Own, k: Tensor, v: Tensor) -> Part:
-        filled = own.pack(k, v, k.new_zeros(own.size, 2, k.shape[0], k.shape[3]))
-        length, heads = queries.layout.seq_len, len(queries.heads)
-        plan = plan_dilated((length,), (1,), ((0,) * heads,), length)
-        return Part(*_keys_and_values(filled, heads), plan, queries)
+    def forward(self, rows: Tensor) -> Generator[Part, None, None]:
+        for gather in self.gathers:
+            yield gather.part(rows)
+
+    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
+        """Return the gradients of the buffer's rows, in the dtype in which gradients are summed."""
+        sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
+        for gather in self.gathers:
+            gather.scatter((yield gather.part(rows)), sums)
+        return sums
+
+
+@dataclass(frozen=True)
+class Local:
+    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's own rows."""
+
+    plan: Plan
+    crossing: Feed
+
+    @classmethod
+    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        found = partition.crossings(sharding, rank) if sharding.layouts else ()
+        problems = [block_partition.problem(sharding, rank, c, [sharding.shard(rank)], device) for c in found]
+        held = block_partition.distinct([x.keys for x in problems if x])
+        own = Own.of(sharding, rank, held, np.arange(len(held)), len(held), device)
+        gathers = tuple([Gather.of(x, held, np.arange(len(held)), device) for x in problems if x])
+        return cls(partition.local_plan(sharding, rank), Feed(own, gathers))
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes + self.crossing.nbytes
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)
-        for queries, own in self.problems:
-            yield self._part(queries, own, k, v)
+        if self.crossing.gathers:
+            yield from self.crossing.forward(self.crossing.own.pack(k, v))
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
         """Compute the shard's part of (dk, dv), in the dtype in which gradients are summed, contiguous."""
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
-        for queries, own in self.problems:
-            rows = _slot_rows((yield self._part(queries, own, k, v)))
-            own.add(torch.stack(rows, 1).to(dtype), dk, dv)
+        if self.crossing.gathers:
+            self.crossing.own.add((yield from self.crossing.backward(self.crossing.own.pack(k, v))), dk, dv)
         return dk, dv
-
-
-Gathers = tuple[Gather | BlockGather, ...]
 
 
 def gathers_of(
     sharding: Sharding,
     rank: int,
-    found: Sequence[Crossing],
-    tokens: Interval,
     held: Integers,
     positions: Integers,
     device: torch.device,
-) -> Gathers:
-    """Return the parts over other ranks' rows among `tokens`.
+    among: Interval | None = None,
+    found: Sequence[Crossing] | None = None,
+) -> tuple[Gather, ...]:
+    """Return the parts over other ranks' rows of crossing segments.
 
-    The buffer holds the keys `held` in rows `positions`.
+    Args:
+        held, positions: the keys that the buffer holds, and the buffer row of each.
+        among: the tokens [start, stop) whose rows are attended; default: all.
+        found: the crossing segments; default: all of the rank's.
     """
-    if not sharding.layouts:
-        wanted_rows = [(c, [partition.clip(part, *tokens) for part in (c.before, c.after)]) for c in found]
-        remote = partition.remote(sharding, rank, wanted_rows)
-        gather = Gather.of(remote, held, positions, device)
-        return () if gather is None else (gather,)
+    among = among or (0, sharding.seq_len)
+    found = partition.crossings(sharding, rank) if found is None else found
     lower, upper = sharding.shard(rank)
-    others = [(tokens[0], min(tokens[1], lower)), (max(tokens[0], upper), tokens[1])]
-    wanted = [(start, stop) for start, stop in others[: 1 if sharding.is_causal else 2] if start < stop]
-    gathers = []
-    for crossing in found:
-        if problem := block_partition.problem(sharding, rank, crossing, wanted):
-            gathers.append(BlockGather.of(problem, positions[locate(held, problem.keys)], device))
-    return tuple(gathers)
-
-
-def on_device(table: Integers, device: torch.device) -> Tensor:
-    return torch.from_numpy(table).to(device)
+    parts: list[Remote | None]
+    if sharding.layouts:
+        sides = [(among[0], min(among[1], lower)), (max(among[0], upper), among[1])][: 1 if sharding.is_causal else 2]
+        parts = [block_partition.problem(sharding, rank, crossing, sides, device) for crossing in found]
+    else:
+        wanted = [(c, [partition.clip(part, *among) for part in (c.before, c.after)]) for c in found]
+        parts = [partition.remote(sharding, rank, wanted)]
+    return tuple([Gather.of(part, held, positions, device) for part in parts if part and part.plan.groups])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -65,8 +66,12 @@ class _Unshard(torch.autograd.Function):
         link = link_of(ctx.group)
         link.enter("unshard_sequence", ctx.number)
         rows = gradient.movedim(ctx.dim, 0)
-        shards = link.transposed(rows.flatten(1) if gradient.dim() > 1 else rows[:, None], ctx.bounds, "in backward")
-        return shards.sum(0).view(shards.shape[1], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
+        counts = [stop - start for start, stop in pairwise(ctx.bounds)]
+        own, shape = counts[link.rank], rows.shape[1:]
+        if not shape.numel():
+            return gradient.new_empty(own, *shape).movedim(0, ctx.dim), None, None, None
+        shards = link.moved(rows.flatten(1) if shape else rows[:, None], counts, [own] * link.size, "in backward")
+        return shards.view(link.size, own, *shape).sum(0).movedim(0, ctx.dim), None, None, None
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
@@ -89,12 +94,10 @@ def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None)
 
     Otherwise a gather would hang or mix up rows.
     """
-    rank, size, sizes = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
-    rows, problem = 0, ""
+    rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
+    rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
     if -x.dim() <= dim < x.dim():
-        rows, sizes[dim] = x.shape[dim], "seq"
-    else:
-        problem = f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
+        rows, shape[dim], problem = x.shape[dim], "seq", ""
     length = rows * size if seq_len is None else seq_len
     try:
         start, stop = sequence_range(length, group)
@@ -102,7 +105,7 @@ def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None)
             problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
     except ValueError as error:
         problem = f"{error} on rank {rank}"
-    kind = f"{x.dtype} of shape ({', '.join(sizes)})"
+    kind = f"{x.dtype} of shape ({', '.join(shape)})"
     with link_of(group).guard("unshard_sequence, while comparing lengths"):
         texts, *_ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
     found = [json.loads(text) for text in texts]
@@ -112,15 +115,13 @@ def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None)
     if other is None:
         return length
     if found[0][1] != found[other][1]:
-        kinds = [f"{found[j][1]} on rank {j}" for j in (0, other)]
         raise ValueError(
-            f"x: the shards make no sequence: {kinds[0]}, {kinds[1]}; "
+            f"x: the shards make no sequence: {found[0][1]} on rank 0, {found[other][1]} on rank {other}; "
             "give every rank the same dtype, dim and shape, but for the length"
         )
-    lengths = [f"one of seq_len={found[j][2]} on rank {j}" for j in (0, other)]
     raise ValueError(
-        f"x: the shards make no sequence along dim {dim}: {lengths[0]}, {lengths[1]}; "
-        "give every rank the length of the whole sequence as seq_len"
+        f"x: the shards make no sequence along dim {dim}: one of seq_len={found[0][2]} on rank 0, one of "
+        f"seq_len={found[other][2]} on rank {other}; give every rank the length of the whole sequence as seq_len"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,11 @@ class Shape:
     def row_bytes(self) -> int:
         return 2 * self.batch * self.head_dim * self.dtype.itemsize
 
+    @property
+    def wide_itemsize(self) -> int:
+        """Return the bytes of a number in which gradients travel and lse is stored."""
+        return torch.promote_types(self.dtype, torch.float32).itemsize
+
 
 def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
     """Return why a transport cannot serve a call, or None if it can."""
@@ -106,64 +112,68 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
     return None
 
 
+def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple[list[int], list[int], int, int]:
+    """Return the rows of each message out and in, the number of rounds, and the rows that the backward keeps."""
+    size, source = sharding.world_size, block_partition if sharding.layouts else partition
+    if transport == "doubling":
+        blocks = [(level, rank >> level << level) for level in range(partition.doubling_rounds(sharding))]
+        out = [partition.doubling_rows(sharding, block, level) for level, block in blocks]
+        into = [partition.doubling_rows(sharding, block ^ (1 << level), level) for level, block in blocks]
+        return out, into, len(blocks), sum(out[:1]) + _framed(into, seal)
+    if transport == "all_gather":
+        longest = max([source.contributed_rows(sharding, j) for j in range(size)])
+        return [longest] * (size - 1), [longest] * (size - 1), int(longest > 0), _framed([longest] * size, seal)
+    to, from_ = source.rows_to(sharding, rank), source.rows_from(sharding, rank)
+    out, into, steps = to.tolist(), from_.tolist(), np.arange(1, size)
+    if transport == "ring":
+        busy = to[(rank + steps) % size] + from_[(rank - steps) % size]
+        return out, into, int(np.count_nonzero(busy)), 0
+    return out, into, int(partition.crosses(sharding)), _framed(into, seal)
+
+
+def _framed(rows: list[int], seal: int) -> int:
+    """Return the rows of some messages, seals included."""
+    return sum([count + seal for count in rows if count])
+
+
 def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
     """Return the counts of one rank: in closed form, or from lists where block layouts say which rows are seen."""
-    row, wide = (
-        shape.row_bytes,
-        2 * shape.batch * shape.head_dim * torch.promote_types(shape.dtype, torch.float32).itemsize,
-    )
-    seal, source = seal_rows(row), block_partition if sharding.layouts else partition
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
-    if transport == "doubling":
-        rounds = partition.doubling_rounds(sharding)
-        firsts = [rank >> level << level for level in range(rounds)]
-        out = [partition.doubling_rows(sharding, first, level) for level, first in enumerate(firsts)]
-        into = [partition.doubling_rows(sharding, first ^ (1 << level), level) for level, first in enumerate(firsts)]
-        kept = (out[0] if rounds else 0) + sum(into) + seal * sum([x > 0 for x in into])
-    elif transport == "all_gather":
-        longest = max([source.contributed_rows(sharding, j) for j in range(sharding.world_size)])
-        out = into = [longest] * (sharding.world_size - 1)
-        rounds, kept = int(longest > 0), sharding.world_size * (longest + seal) if longest else 0
-    else:
-        to, from_ = source.rows_to(sharding, rank), source.rows_from(sharding, rank)
-        out, into = to.tolist(), from_.tolist()
-        steps = np.arange(1, sharding.world_size)
-        busy = (to[(rank + steps) % sharding.world_size] + from_[(rank - steps) % sharding.world_size]) > 0
-        rounds = int(busy.sum()) if transport == "ring" else int(partition.crosses(sharding))
-        kept = 0 if transport == "ring" else sum(into) + seal * sum([x > 0 for x in into])
-    sent, received = sum(out), sum(into)
-    messages_sent, messages_received = sum([x > 0 for x in out]), sum([x > 0 for x in into])
-    framed_out, framed_in = sent + seal * messages_sent, received + seal * messages_received
-    again = transport == "ring"  # its backward fetches the rows a second time
+    seal = seal_rows(shape.row_bytes)
+    out, into, rounds, kept = _messages(transport, sharding, rank, seal)
+    row, wide = shape.row_bytes, shape.row_bytes // shape.dtype.itemsize * shape.wide_itemsize
+    framed_out, framed_in = _framed(out, seal), _framed(into, seal)
+    again = row if transport == "ring" else 0  # its backward fetches the rows a second time
     return ExchangePlan(
         transport=transport,
         world_size=sharding.world_size,
         rank=rank,
         shard=sharding.shard(rank),
-        rows_sent=sent,
-        rows_received=received,
-        peers_sent=messages_sent,
-        peers_received=messages_received,
+        rows_sent=sum(out),
+        rows_received=sum(into),
+        peers_sent=sum([rows > 0 for rows in out]),
+        peers_received=sum([rows > 0 for rows in into]),
         rounds=rounds,
         bytes_sent=framed_out * row,
         bytes_received=framed_in * row,
-        backward_bytes_sent=framed_in * wide + again * framed_out * row,
-        backward_bytes_received=framed_out * wide + again * framed_in * row,
+        backward_bytes_sent=framed_in * wide + framed_out * again,
+        backward_bytes_received=framed_out * wide + framed_in * again,
         saved_bytes=kept * row,
     )
 
 
 def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
-    size, (start, stop) = sharding.world_size, sharding.shard(rank)
-    item, wide = shape.dtype.itemsize, torch.promote_types(shape.dtype, torch.float32).itemsize
+    size = sharding.world_size
+    item, wide = shape.dtype.itemsize, shape.wide_itemsize
     heads, kv_heads = shape.num_heads // size, sharding.num_heads // size
-    own, others = stop - start, [sharding.shard(j)[1] - sharding.shard(j)[0] for j in range(size) if j != rank]
+    sizes = [upper - lower for lower, upper in pairwise(sharding.bounds)]
+    own, others = sizes[rank], sizes[:rank] + sizes[rank + 1 :]
     fetch = shape.batch * (heads + 2 * kv_heads) * shape.head_dim * item  # q, k, v; and dq, dk, dv
     result = shape.batch * heads * (shape.head_dim * item + wide)  # out, lse; and dout, dlse
 
     def bytes_(row: int, rows: list[int]) -> int:
-        return sum([(count + seal_rows(row)) * row for count in rows if count])
+        return row * _framed(rows, seal_rows(row))
 
     mine = [own] * (size - 1)
     to_heads, to_tokens = bytes_(fetch, mine) + bytes_(result, others), bytes_(fetch, others) + bytes_(result, mine)
@@ -173,7 +183,7 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
         transport="ulysses",
         world_size=size,
         rank=rank,
-        shard=(start, stop),
+        shard=sharding.shard(rank),
         rows_sent=own * (size - 1),
         rows_received=sum(others),
         peers_sent=messages,
@@ -217,13 +227,8 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
         return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
-    rank = (
-        sharding.world_size - 1
-        if sharding.is_causal
-        else 0
-        if any(sharding.branches.leading)
-        else sharding.world_size // 2
-    )
+    rank = 0 if any(sharding.branches.leading) else sharding.world_size // 2
+    rank = sharding.world_size - 1 if sharding.is_causal else rank
     shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention.cache import plan_cache
 from dilated_attention.parallel import partition
-from dilated_attention.parallel.comm import Framing, Link, seal_rows
+from dilated_attention.parallel.comm import Link
 from dilated_attention.parallel.partition import Sharding
 
 
@@ -22,7 +22,7 @@ class Ulysses:
     """
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
-        self.link, self.bounds = link, sharding.bounds
+        self.link, self.counts = link, [stop - start for start, stop in pairwise(sharding.bounds)]
         heads, kv_heads = num_heads // link.size, sharding.num_heads // link.size
         self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
         columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
@@ -38,30 +38,22 @@ class Ulysses:
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Turn `(batch, shard, heads, ...)` tensors into `(batch, seq, heads / size, ...)`."""
-        size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
+        size, counts = self.link.size, self.counts
         rows = [x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(0, 1) for x in tensors]
-        counts = [stop - start for start, stop in pairwise(self.bounds)]
-        arrived = self._exchange(rows, [shard] * size, counts, what)
+        arrived = self._exchange(rows, [counts[self.link.rank]] * size, counts, what)
         return [x.transpose(0, 1) for x in arrived]
 
     def gather_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Turn `(batch, seq, heads / size, ...)` tensors into `(batch, shard, heads, ...)`."""
-        size, shard = self.link.size, self.bounds[self.link.rank + 1] - self.bounds[self.link.rank]
-        counts = [stop - start for start, stop in pairwise(self.bounds)]
-        arrived = self._exchange([x.transpose(0, 1) for x in tensors], counts, [shard] * size, what)
+        size, shard = self.link.size, self.counts[self.link.rank]
+        arrived = self._exchange([x.transpose(0, 1) for x in tensors], self.counts, [shard] * size, what)
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
         """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
-        seal = seal_rows(packed.shape[1])
-        sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
-        message = packed.new_empty(sent.rows, packed.shape[1])
-        message[torch.from_numpy(sent.positions).to(packed.device)] = packed
-        buffer = self.link.all_to_all(message, sent, received, what).wait()
-        buffer = buffer[torch.from_numpy(received.positions).to(packed.device)]
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
-        parts = buffer.split(widths, 1)
+        parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)
         return [
             y.clone(memory_format=torch.contiguous_format).view(x.dtype).unflatten(1, x.shape[1:])
             for x, y in zip(rows, parts, strict=True)
