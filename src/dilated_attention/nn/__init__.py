@@ -1,4 +1,5 @@
-"""Modules: attention, attention that selects, rotary positions, the transformer block."""
+"""Modules: dilated and block-sparse attention, attention that selects its keys, rotary positions,
+a transformer block."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,
