@@ -1,9 +1,10 @@
-"""Compute block-sparse attention with PyTorch's fused operators: a layout's rows in few batched calls.
+"""Compute block-sparse attention with PyTorch's fused operators, many rows of a layout in each call.
 
-The query blocks of a layout are sorted into groups, each one batched call. A run of key blocks that moves along with
-its query block (a window), or stays (global keys), is an overlapping strided view of k and v. What is left of each row
-is gathered, rows with equally many blocks together. The blocks that the diagonal cuts, and the partial last block, are
-groups of their own. The groups' results merge, so the softmax runs over whole rows. No loop is over blocks or heads.
+The query blocks of a layout are sorted into groups, and each group is one batched call. A run of key blocks that
+moves along with its query block (a window), or stays (global keys), is an overlapping strided view of k and v. The
+remaining blocks of each row are gathered; rows with the same number of blocks form one group. The blocks that the
+diagonal cuts, and the partial last block, are groups of their own. The groups' results merge, so the softmax runs over
+whole rows. There is no loop over blocks or heads.
 """
 
 from __future__ import annotations
@@ -23,27 +24,35 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 
 _CHUNK_BYTES = 16 << 20
-"""Bound on the temporaries of one call: gathered keys and values, and partial results."""
+"""The most bytes that one call may use for temporaries: gathered keys and values, and partial results."""
 _GATHER_BYTES = 2 << 20
-"""The same bound per thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is
-copied, and the head's keys. It takes 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to
-the keys of all heads, would be 3 to 6 % slower with it."""
+"""The same limit per thread, used where forward gathers keys and values on the CPU, one head at a time.
+
+A cache then holds both the copies and the head's keys. This takes 0.85 to 0.97 of the time of gathering 16 MiB of all
+heads. Backward adds to the keys of all heads, and would be 3 to 6 % slower with this limit.
+"""
 _VIEW_BLOCKS = 8
-"""Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
+"""The fewest blocks for which a family of runs gets a call of its own. The blocks of smaller families are gathered."""
 _LONG_ROWS = (768, 256)
-"""Tokens of merged query blocks: the CPU operator cuts 768 queries and more into pieces of 256, 192 and more into 64,
-fewer into 32; a score entry costs 0.98, 1.15 and 1.3 to 1.4 of one of long dense attention (docs/notebook.md)."""
+"""The numbers of tokens up to which neighbouring query blocks are merged into one row, longest first.
+
+The CPU operator cuts 768 or more queries into pieces of 256, 192 or more into pieces of 64, and fewer into pieces of
+32. A score entry then costs 0.98, 1.15, and 1.3 to 1.4 times as much as in long dense attention (docs/notebook.md).
+"""
 _FOLD_TOKENS = 1 << 20
-"""Elements of a problem below which a batch of problems is folded into heads by a copy, rather than looped over."""
+"""The number of elements of a problem below which a batch of problems is copied into one problem with more heads.
+
+Larger problems are run one after another.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Hold query blocks that see equally many key blocks, all of one size, in one batched call.
+    """Hold query blocks that see the same number of key blocks, all of one size. A group is one batched call.
 
     Attributes:
-        rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
-        keys: (R, m) key blocks.
+        rows: (R, b), R rows of b query blocks each; heads: (R,) their heads, or None if all heads share the layout.
+        keys: (R, m), the m key blocks that each row sees.
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or what the last block holds.
         first: no earlier group holds any of the rows.
         masked: the diagonal cuts the key blocks.
@@ -103,12 +112,13 @@ class _BlockPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """Describe rows of one head that a fused call takes together, as many of them as memory allows.
+    """Describe rows of one head that can be computed in the same call of a fused operator, as far as memory allows.
 
     Attributes:
-        rows: how many, over all lists of the layout; queries, keys: tokens of each.
+        rows: the number of rows, over all lists of the layout; queries, keys: the tokens of each row.
         copied: the keys are gathered; else they are a view.
-        masked: the diagonal cuts them. first: they are written; else merged into what earlier calls wrote.
+        masked: the diagonal cuts the rows. first: the results are written; else they are merged into earlier
+            results.
     """
 
     rows: int
@@ -120,7 +130,8 @@ class Calls:
 
 
 def calls(layout: BlockLayout) -> tuple[Calls, ...]:
-    """Return what runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
+    """Return the calls that compute a layout, in order, for all batch elements and heads that have lists of their
+    own."""
     return tuple(
         Calls(len(g.rows), g.row_tokens, g.keys.shape[1] * g.k_tokens, g.key_view is None, g.masked, g.first)
         for batch in range(layout.batch_size)
@@ -172,9 +183,9 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Describe rows of `merged` query blocks, `stride` blocks apart.
+    """Describe how query blocks are merged into rows: `merged` blocks per row, `stride` blocks apart.
 
-    A head's rows are numbered by residue, then by place.
+    The rows of a head are numbered by residue modulo the stride first, then by position.
     """
 
     merged: int
@@ -196,7 +207,10 @@ class _Shape:
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return rows to try, long ones first: query blocks as far apart as many key blocks are, then neighbours."""
+    """Return the shapes of rows to try, long rows first.
+
+    The first merge query blocks at the distance at which many key blocks lie; the others merge neighbours.
+    """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
     strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
@@ -205,7 +219,7 @@ def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
 
 
 class _Groups:
-    """Collect the groups of a layout's lists."""
+    """Collect the groups into which a layout's lists are sorted."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
@@ -223,7 +237,10 @@ class _Groups:
         cut: bool,
         view: tuple[int, int] | None,
     ) -> None:
-        """Add a group of lanes (head * rows + row, of rows of that shape), which see the key blocks `key`."""
+        """Add a group of lanes that see the key blocks `key`.
+
+        A lane is a row of one head, numbered head * rows + row; rows have the given shape.
+        """
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
         head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
@@ -241,7 +258,7 @@ class _Groups:
         self.groups.append(_Group(blocks, heads, key, q_tokens, k_tokens, first, cut, row_view, view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Add groups of sorted lists of whole, unmasked key blocks, for rows of that shape."""
+        """Add groups for sorted lists of whole, unmasked key blocks; rows have the given shape."""
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
@@ -267,7 +284,10 @@ def _progression(key: Tensor) -> tuple[int, int] | None:
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
+    """Find the key blocks that all query blocks of a row see.
+
+    Returns which entries these are, and the lists of the rows that have some, as lanes and key blocks.
+    """
     if shape.merged == 1:
         return torch.ones_like(lane, dtype=torch.bool), lane, key
     blocks, columns = layout.query_blocks, layout.key_blocks
@@ -283,7 +303,7 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 
 
 def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (count, lanes, index of each lane's first entry) for the lanes that have equally many entries."""
+    """Group lanes by their number of entries: yield (count, lanes, index of each lane's first entry)."""
     if not len(lane):
         return
     lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -294,11 +314,11 @@ def _by_count(lane: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield families of equal runs of key blocks in consecutive rows: (entry that starts each run, length, step).
+    """Yield families of equally long runs of key blocks in consecutive rows: (first entry of each run, length, step).
 
-    The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
-    viewed where that saves a gather of at least two blocks, or if its row has nothing else: otherwise the merge costs
-    what the gather would.
+    From row to row, a run moves by `pace`, the number of key blocks that a row spans (a window), or not at all (step 0:
+    global keys). A run becomes a view if this saves a gather of at least two blocks, or if its row has nothing else.
+    Otherwise merging the result would cost as much as the gather.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)
@@ -328,7 +348,8 @@ def _views(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int,
 
 
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Locate the first `tokens` of blocks `ids` (R, m) of x (seq, heads, ...), for one head each or for all heads.
+    """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), for one head per row or all
+    heads.
 
     Returns a view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole
     blocks of all heads are the slices of a plain dimension. Otherwise that dimension counts elements, and the slice at
@@ -348,14 +369,14 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 
 
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Return those blocks, copied: (R, heads or 1, m * tokens, ...)."""
+    """Return a copy of the blocks that `_blocks` locates: (R, heads or 1, m * tokens, ...)."""
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
 
 
 def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """Return (R, heads or 1, m * tokens, ...) as slices of `_blocks`, in its second dimension: (tokens, R * m, ...)."""
+    """View (R, heads or 1, m * tokens, ...) as the slices of `_blocks`: (tokens, R * m, ...), slices in dimension 1."""
     x = x.squeeze(1) if per_head else x.transpose(1, 2)
     return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
 
@@ -368,23 +389,23 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
 
 
 def _cut(queries: int) -> int:
-    """Return the number of queries of a piece, the operator's unit of work on CPU."""
+    """Return the number of queries in which the CPU operator works at a time, its unit of work."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 class Sequence:
-    """Hold one sequence: q, k, v `(seq, heads, head_dim)`, with lists that all heads share, or lists per head."""
+    """Hold q, k and v of one sequence, `(seq, heads, head_dim)`, with lists per head or lists that all heads share."""
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
-        """Yield the groups, cut into calls whose temporaries stay bounded, and the heads of each.
+        """Yield the groups, cut into calls with bounded temporaries, and the heads of each call.
 
-        Cut by rows of all heads, and where one such row is too large, by heads too. `by_head`: where keys are gathered,
-        cut by heads first, and cut one head's rows only if they are too many, as long as every thread has work.
-        `token_bytes`: bytes of one token of one head.
+        A group is cut into runs of rows with all heads; if a single row is too large, also by heads. `by_head`:
+        where keys are gathered, cut by heads first, and cut the rows of a head only if they are too many, as long as
+        every thread has work. `token_bytes`: the size of one token of one head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -505,7 +526,7 @@ def forward(
 
 
 def _foldable(layout: BlockLayout, bias: Tensor | None, q: Tensor) -> bool:
-    """Return whether many small problems that share everything are better one problem with more heads."""
+    """Return whether a batch of small problems with the same layout and mask is better run as one with more heads."""
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
     return q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and bias is None
 

@@ -1,7 +1,7 @@
-"""Run calls on the CPU with our own C++ kernels (kernels/cpu), over the tables of tiles that the Triton backend uses.
+"""Run calls on the CPU with our own C++ kernels (kernels/cpu). They read the tables of tiles that Triton uses too.
 
-Each turn of a plan is one call of the library: a flat loop over the keys of all spans that a tile of queries sees, one
-softmax. Tables are made once per plan and kernel.
+Each turn of a plan (see `tiles.turns`) is one call of the library. For a tile of queries, a call runs one loop and
+one softmax over the keys of all spans that the tile sees. Tables are made once per plan and kernel.
 """
 
 from __future__ import annotations
@@ -25,35 +25,45 @@ from dilated_attention.plan import Plan
 ARM64 = build.machine() == "arm64"
 X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
 INSTRUCTION_SETS = ("none", "NEON", "NEON with bfloat16") if ARM64 else X86_SETS
-"""The names of the instruction sets of this architecture, by their numbers in kernels/cpu/dispatch.cpp."""
+"""The names of this architecture's instruction sets. The index is the number used in kernels/cpu/dispatch.cpp."""
 AVX512, AMX = map(X86_SETS.index, ("AVX-512", "AMX with bfloat16"))
 HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
-"""The highest set whose products are in float32, whatever the dtype."""
+"""The highest instruction set whose kernels multiply in float32, whatever the dtype of the tensors."""
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MAX_OWN, LOOP = 256, 64
-"""The most rows per tile, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
-would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
-as many rows save a tenth."""
+"""The most rows that a tile holds, and the rows of a streamed chunk (CHUNK in kernels/cpu/product.h).
+
+Half as many held rows cost 3 to 5 % more, and a multiple would not fit the second-level cache. With AMX the additions
+to dq, which the backward makes for every tile, weigh more; there, twice as many rows save a tenth.
+"""
 
 FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
-"""The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
-a guess), and the bytes that a job holds there."""
+"""FEW: the most rows per tile for which kernels/cpu/few.h is used, by instruction set. ROOM: the bytes of a job there.
+
+Measured, except on arm64, where the value is a guess (notebook, 2026-11-22).
+"""
 
 ONE_THREAD = 2**22
-"""Score entries times head_dim that one core finishes before others have joined it."""
+"""The work, in score entries times head_dim, that one core finishes before other cores have joined it."""
 
 MOST_IDLE = 1.3
-"""The largest ratio of a five-product backward's time to the time of even shares. It has few jobs; above this ratio,
-seven products are faster."""
+"""The largest imbalance of threads at which the backward uses its kernel of five products instead of two with seven.
+
+The imbalance is `Launch.idle`: the time with whole jobs relative to perfect balance. The kernel of five products has
+few, large jobs, so threads may idle at the end.
+"""
 
 
 LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
 LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (512, 24, 512)}
-"""The fewest keys per query, with full segments, for which `auto` chooses this backend: on processors with AVX2 only,
-with AVX-512 and with AMX, for a head_dim of up to 64 and for more. With fewer keys, a tile's gathers and edges cost
-more than its products (notebook, 2026-11-22 and 2026-11-24)."""
+"""The fewest keys per query, with full segments, for which `auto` chooses this backend.
+
+LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The three entries are for processors with
+AVX2 only, with AVX-512 and with AMX. With fewer keys, the gathers and edges of a tile cost more than its products
+(notebook, 2026-11-22 and 2026-11-24).
+"""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -87,7 +97,7 @@ def on_request(facts: Facts) -> str | None:
 
 
 def least_keys(dtype: torch.dtype, head_dim: int) -> int:
-    """Return this machine's entry of LEAST_KEYS or LEAST_KEYS_WIDE."""
+    """Return the fewest keys per query for which `auto` chooses this backend on this machine."""
     table = LEAST_KEYS if head_dim <= 64 else LEAST_KEYS_WIDE
     return table.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
 
@@ -141,10 +151,10 @@ def in_tiles(dtype: torch.dtype) -> bool:
 
 
 def in_halves(dtype: torch.dtype) -> bool:
-    """Return whether a number is multiplied as the sum of two bfloat16, by three products in the tiles of AMX.
+    """Return whether each number is split into a sum of two bfloat16 numbers, which AMX multiplies in three products.
 
-    Float16 is: the sum is exact. Float32 is only if `torch.set_float32_matmul_precision` allows it, "high" or "medium":
-    out and gradients are then within 3e-5.
+    Float16 numbers are split, because the sum is exact. Float32 numbers are split only if
+    `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then within 3e-5.
     """
     if dtype == torch.bfloat16 or instruction_set() != AMX:
         return False
@@ -161,7 +171,7 @@ def _set_of(dtype: torch.dtype) -> int:
 
 
 def has_amx() -> bool:
-    """Return whether the machine multiplies tiles of bfloat16, as PyTorch's operators do there."""
+    """Return whether the machine has AMX for bfloat16, and PyTorch's own operators would use it."""
     return _AMX
 
 
@@ -175,7 +185,7 @@ def forward(
 
     Args:
         q, k, v: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, D), any strides.
-        state: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
+        state: a running (out, lse), contiguous. Groups that are not marked `first` are merged into it in place.
 
     Returns:
         out (B, N, H, D) in q's dtype and lse (B, N, H), float32, natural logarithm, both contiguous; 0 and -inf in rows
@@ -256,8 +266,8 @@ class Launch:
     Attributes:
         jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
         weights: the score entries of each job, roughly.
-        few: whether tiles are for kernels/cpu/few.h, which has no owned jobs.
-        rows: the most rows that are held at once: of a tile, or of a job if `few`.
+        few: whether the tiles run in kernels/cpu/few.h, which does not support owned jobs (see `launches`).
+        rows: the most rows that a tile holds, or with `few` a job.
     """
 
     side: Side
@@ -268,7 +278,7 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Return the time of threads that each take the next job when one is done, relative to even shares."""
+        """Return the time that threads need if each takes the next job when it is free, relative to perfect balance."""
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
@@ -280,7 +290,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key."""
+    """Hold a plan's launches in the cache. Also keep the plan alive, because its id is part of the cache's key."""
 
     plan: Plan
     launches: tuple[Launch, ...]
@@ -297,7 +307,7 @@ def launches(
 
     Args:
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: only for the groups of these launches of keys; None: all.
+        which: return only the launches for the groups of these launches of keys; None: all launches.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():
@@ -348,7 +358,7 @@ def _launch(side: Side, owned: bool, most_few: int, together: int, table: tiles.
 
 
 def _neighbours(lines: np.ndarray) -> np.ndarray:
-    """Return an order in which tiles that stream the same rows are neighbours, and so are the heads of a segment.
+    """Return an order of tiles in which those that stream the same rows are neighbours, and so are a segment's heads.
 
     A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
     pages of memory.
@@ -358,10 +368,10 @@ def _neighbours(lines: np.ndarray) -> np.ndarray:
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return an order of lines and the edges of its runs, such that no row is seen by the lines of two runs.
+    """Return an order of the table's lines, and the edges of runs of lines, such that no two runs see the same row.
 
-    A line is taken to see everything from its first token to its last. This may give too few runs, which only costs
-    time.
+    A line is assumed to see everything from its first token to its last. This may give fewer runs than possible, which
+    only costs time.
     """
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
     start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
@@ -390,7 +400,7 @@ _INTEGERS = (
 
 
 class _Call(ctypes.Structure):
-    """Mirror the struct of kernels/cpu/call.h."""
+    """Mirror the struct `Call` of kernels/cpu/call.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -449,7 +459,7 @@ class _Arguments:
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Call the library once. Raise MemoryError if its threads get no memory."""
+    """Call the library once. Raise MemoryError if it cannot allocate memory for its threads."""
     table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,

@@ -32,7 +32,7 @@ MAX_HEAD_DIM = 256
 
 
 def order(capability: tuple[int, int]) -> tuple[int, ...]:
-    """Return the versions that serve a compute capability, the preferred one first."""
+    """Return the versions of FlashAttention that support a compute capability, the preferred one first."""
     if capability < (8, 0):
         return ()
     return {9: (3, 4, 2), 10: (4, 2)}.get(capability[0], (2,))
@@ -64,7 +64,8 @@ def on_request(facts: Facts) -> str:
 
 @cache
 def version(capability: tuple[int, int]) -> int | None:
-    """Return the installed version that serves a compute capability best."""
+    """Return the preferred version of FlashAttention that is installed and supports a compute capability; None if none
+    is."""
     return next((number for number in order(capability) if _installed(MODULES[number])), None)
 
 

@@ -1,8 +1,8 @@
 """Run calls with PyTorch's fused attention on zero-copy strided views of q, k and v.
 
-A group's rows are an arithmetic progression of tokens, hence a strided view; no row is gathered, padded or transposed.
-A group is cut into tiles, one fused call each, so that a tile's temporaries are a bounded part of the output. Where the
-first group is the whole sequence, one call's result *is* the running output.
+The rows of a group are an arithmetic progression of tokens, hence a strided view. No row is gathered, padded or
+transposed. A group is cut into tiles, and each tile is one fused call whose temporaries are a bounded part of the
+output. If the first group covers the whole sequence, the result of its call *is* the running output.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ TokenStatistic = Float[Tensor, "batch seq heads"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
-"""Bytes of one tile's output: large against a call's start-up, small enough to be merged from cache and to be allocated
-from memory that the previous tile freed. An accelerator gets at least a quarter of the whole output per call."""
+"""The most bytes of one tile's output. Large compared with a call's start-up cost, yet small enough that the output is
+merged while it is in cache and reuses the memory of the previous tile. An accelerator gets at least a quarter of the
+whole output per call."""
 _BAND_ROWS = 256
-"""Queries of a window per call; with w keys a call computes w + 256 scores per query."""
+"""The number of queries of a window per call. With a window of w keys a call computes w + 256 scores per query."""
 _MOST_PROBLEMS = 65_535
 """The most problems per call. CUDA's operators count them in a launch dimension with this limit; more raise "invalid
 configuration argument" (PyTorch's issue 142228)."""
@@ -57,9 +58,11 @@ def on_request(facts: Facts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Hold groups of one shape, each one token and one KV head after the other: a branch whose offset is h mod r.
+    """Hold groups of one shape, each shifted from the previous one by one token and one KV head.
 
-    Several residues of tokens then fold into one stride, token + head.
+    A branch whose offset is h mod r gives such groups.
+
+    Several residues of tokens can then be viewed as one dimension, whose stride is one token plus one head.
     """
 
     group: StridedGroup
@@ -67,7 +70,7 @@ class _Family:
 
 
 def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
-    """Join runs of groups that differ by one token and one head per step."""
+    """Join runs of groups in which each group is shifted from the previous one by one token and one head."""
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
@@ -87,9 +90,9 @@ def _shifted(group: StridedGroup, step: int) -> StridedGroup:
 class _Tile:
     """Describe the part of a family that one fused call computes: a block of (batch, segment, residue, head) indices.
 
-    At most one of the batch, segment and residue counts exceeds 1, unless batch and segment are one stride. Query heads
-    are q_head + i * q_step, KV heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one shared head. A residue
-    shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
+    At most one of the batch, segment and residue counts exceeds 1, unless batch and segment can be viewed as one
+    dimension. Query heads are q_head + i * q_step, KV heads k_head + i * k_step, for 0 <= i < heads; k_step 0 is one
+    shared head. A residue shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
     """
 
     batch: int
@@ -114,7 +117,7 @@ class _Tile:
         return self._view(x, rows, self.k_head, self.k_step, self.heads, 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with KV heads with a shared head only once, for sums over its query heads."""
+        """View a tensor with KV heads so that a shared head occurs only once, for sums over its query heads."""
         return self._view(x, rows, self.k_head, self.k_step, self.heads if self.k_step else 1, 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
@@ -167,16 +170,19 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the most problems times heads of a call with these rows each.
+    """Return the largest product of problems and heads for which one call with these rows is allowed.
 
-    dq of such a call is summed in padded rows and columns.
+    The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
 
 
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
-    """Return a tile that covers every row of every head of a group in one call; its result is the output itself."""
+    """Return a tile that computes all rows and heads of a group in one call, so that its result is the whole output.
+
+    Returns None if no such tile exists.
+    """
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
     every_row = every_row and group.keys == rows
@@ -190,7 +196,7 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
 
 
 def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether batch and segment are one stride in every (batch, seq, ...) tensor."""
+    """Return whether (batch, segment) can be viewed as one dimension in every (batch, seq, ...) tensor."""
     if tensors[0].shape[0] == 1 or group.queries.segments == 1:
         return True
     step = group.queries.segment * group.queries.segments
@@ -261,7 +267,7 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int
 
 
 def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of min(number, length) nearly equal pieces of range(length)."""
+    """Cut range(length) into min(number, length) nearly equal pieces, and yield (start, size) of each."""
     number = min(number, length)
     for i in range(number):
         start = i * length // number
@@ -269,10 +275,10 @@ def _pieces(length: int, number: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
-    """Cut a group with a band into groups that PyTorch's operators support: a causal mask or a bias.
+    """Cut a group with a band into groups that need only a causal mask or a bias, which PyTorch's operators support.
 
-    Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into
-    runs of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
+    The keys that all queries see form one group. The other keys form a group too, if they are a causal square. A
+    window is cut into runs of queries; each run gets the keys that some of its queries see, and a bias of 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group
@@ -304,9 +310,9 @@ def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Return x, copied only if its last dimension is strided or its tokens overlap.
+    """Return x, or a copy if its last dimension is strided or its tokens overlap.
 
-    The fused operators read rows as dense vectors, and matrix products need the next row at least a row's length away.
+    The fused operators read rows as dense vectors, and matrix products need rows that do not overlap.
     """
     apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
@@ -322,7 +328,7 @@ class _Merged(NamedTuple):
 
 
 class _Whole:
-    """Hold a problem and its tensors; each tile computes a part of it."""
+    """Hold a problem and its tensors, of which each tile computes a part."""
 
     def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem, self.operators = problem, operators
