@@ -1,9 +1,9 @@
 """Compute which rank needs which rows where block layouts thin out the segments: like `partition`, but from lists.
 
-A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row travels
-once, however many query blocks, heads of a group and branches list it. The attention of the rank's own rows to some of
-those keys is again a square block-sparse problem: the sequence that is left when only the query and key blocks in
-question are kept, in their order. The diagonal stays the diagonal.
+A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row
+travels once, even if several query blocks, query heads of its KV head, or branches list it. The attention of the rank's
+own rows to some of those keys is again a square block-sparse problem: the sequence that is left when only the query and
+key blocks in question are kept, in their order. The diagonal of the layout stays the diagonal of this problem.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Interval = tuple[int, int]
 
 
 def _indices(crossing: Crossing, own: range) -> Interval:
-    """Return which rows of a crossing segment's subsequence some of its tokens are, as a range [a, b)."""
+    """Return the rows [a, b) of a crossing segment's subsequence that the tokens `own` are.
+
+    The subsequence consists of the tokens of the segment that take part.
+    """
     first = (own.start - crossing.keys.start) // own.step
     return first, first + len(own)
 
@@ -37,7 +40,7 @@ def _lists(layout: BlockLayout, head: int, rows: Interval) -> Iterator[Integers]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield KV heads that share lists, and the layout's heads whose lists these are."""
+    """Yield groups of KV heads that share lists, each with the layout's heads that hold these lists."""
     if layout.num_heads == 1:
         yield crossing.heads, [0]
         return
@@ -49,7 +52,8 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, rows: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield (heads, rows of the subsequence inside the intervals `within`, ascending) that the queries `rows` list."""
+    """Yield (heads, rows): the rows of the subsequence that the queries `rows` list, ascending, inside the intervals
+    `within`."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         blocks = np.unique(np.concatenate([part for head in lists for part in _lists(layout, head, rows)]))
@@ -125,9 +129,9 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class BlockProblem:
-    """Describe a rank's attention of its own rows of a crossing segment to some of the keys that they list.
+    """Describe the attention of a rank's own rows of a crossing segment to some of the keys that they list.
 
-    It is a separate sequence.
+    The problem is a sequence of its own, made of the rows that are left.
 
     Attributes:
         layout: the layout of the `layout.seq_len` rows that are left; only the rank's own query blocks have lists.
@@ -178,7 +182,7 @@ def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[
     rows = len(units) * unit - (-length % unit if units[-1] == (length - 1) // unit else 0)
 
     def moved(block: Integers, size: int) -> Integers:
-        """Return where blocks of `size` rows come to lie."""
+        """Return the numbers of blocks of `size` rows after the rows of other units have been removed."""
         per_unit = unit // size
         return np.searchsorted(units, block // per_unit) * per_unit + block % per_unit
 

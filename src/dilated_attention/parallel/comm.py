@@ -1,7 +1,6 @@
-"""Move rows between the ranks of one process group: framed, sealed and counted, and refused once the group has failed.
+"""Move rows between the ranks of one process group, in sealed messages; refuse a group that has failed.
 
-`torch.distributed` moves the bytes. This module adds checks that its users need when something is wrong. Gloo hands
-over
+`torch.distributed` moves the bytes. This module adds checks that users need when something goes wrong. Gloo delivers
 whatever arrives: a message shorter than expected leaves the rest of the buffer as it was, without an error. So every
 message ends in a *seal*, which the receiver compares before it uses a row: the fingerprint of its plan, layer, phase
 and forward, and the number of the transfer. And before the first transfer of a plan the ranks compare fingerprints, so
@@ -36,9 +35,10 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**16
-"""The most descriptions kept. The oldest is dropped first, at the same call on every rank, as all add the same."""
+"""The most descriptions kept. The oldest is dropped first. All ranks add the same ones, so all drop it at the same
+call."""
 _MOST_FORWARDS = 2**12
-"""The number of a layer's last forwards among which a recomputation is looked up."""
+"""The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
 
 def seal_rows(row_bytes: int) -> int:
@@ -104,7 +104,7 @@ class Traffic:
     """Count what one rank has moved, where tensors are handed to `torch.distributed`.
 
     Attributes:
-        rounds: transfers that depend on nothing in flight: collectives, or batches of sends and receives.
+        rounds: collectives, and batches of sends and receives that are posted together.
         agreements: comparisons of fingerprints; no counter includes their bytes.
         waited: seconds spent waiting for transfers.
     """
@@ -120,7 +120,7 @@ class Traffic:
 
 @dataclass
 class Transfer:
-    """Hold a transfer in flight."""
+    """Hold a transfer that has been started and not waited for."""
 
     link: Link
     works: list[dist.Work]
@@ -142,11 +142,11 @@ class Transfer:
 
 @dataclass
 class Forwards:
-    """Number the forwards of one layer under one plan, with the same numbers on every rank that is in step.
+    """Number the forwards of one layer under one plan. Ranks that run the same program get the same numbers.
 
     Attributes:
         places: autograd's sequence number at each of the last forwards, ascending.
-        again: the node in which forwards were last recomputed, and how many.
+        again: the autograd node in which forwards were last recomputed, and how many.
     """
 
     count: int = 0
@@ -171,7 +171,7 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for a description.
+    """Hold what the ranks have agreed on for calls with one description.
 
     Attributes:
         wanted: whether some rank wants gradients, in calls that can have them; None: not compared yet.
@@ -184,7 +184,7 @@ class Agreed:
 
 @dataclass(eq=False)
 class Link:
-    """Move rows as one rank of a process group.
+    """Send and receive rows for one rank of a process group.
 
     A link does not keep the group alive; its threads end when the group is destroyed.
     """
@@ -226,12 +226,13 @@ class Link:
             )
 
     def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> Agreed:
-        """Compare a call's description over the ranks, once for each description, before any row moves.
+        """Compare a call's description between the ranks, once for each description, before any row moves.
 
         Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
 
         Args:
-            description: one `name=value` per line: all that must be equal for the ranks' messages to fit.
+            description: one `name=value` per line, for everything that must be equal so that the ranks' messages
+                fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared once per description, and
                 again when this rank wants them and no rank did.
@@ -262,7 +263,7 @@ class Link:
         return agreed
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a call of a function that is not attention; `number` as in `begin`."""
+        """Begin a collective call that is not attention; `number` is as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
         number = self._functions.setdefault(name, Forwards()).next() if number is None else number
         self._call = fingerprint(f"{number} {name}")
@@ -280,9 +281,10 @@ class Link:
         return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
-        """Raise what makes this rank's call impossible. In the group's first call, raise it on every rank.
+        """Raise an error because this rank's call is impossible. In the group's first call, raise it on every rank.
 
-        Later the others may be past their comparisons and wait for this rank's rows: their error quotes the problem.
+        In later calls the other ranks may be waiting for this rank's rows already. Their error then quotes the
+        problem.
         """
         if self._agreed:
             self.require_alive()
@@ -301,7 +303,8 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
-        """Start handing one message of rows, of the same size on every rank, to every rank."""
+        """Start to send a message of rows to every rank, and to receive one from each.
+        All messages have the same size."""
         seal = self._next_collective(what)
         self._write_seals(send, sent, seal)
         received = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
@@ -311,7 +314,10 @@ class Link:
         return self.started(works, buffer, received, received, seal, what)
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, into the whole on every rank."""
+        """Gather the shards of all ranks into the whole sequence, on every rank.
+
+        Each shard is `(shard, columns, ...)`; `bounds` are the shard edges.
+        """
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -323,9 +329,10 @@ class Link:
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
     def transposed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Exchange each rank's rows of all shards, and return all ranks' rows of this rank's shard.
+        """Send each rank's rows to the ranks whose shard they belong to.
 
-        Takes `(seq, columns, ...)` and returns `(ranks, shard, columns, ...)`.
+        Every rank gives rows of the whole sequence, `(seq, columns, ...)`, and gets all ranks' rows of its own shard,
+        `(ranks, shard, columns, ...)`.
         """
         counts = [stop - start for start, stop in pairwise(bounds)]
         if not rows.shape[1:].numel():
@@ -338,7 +345,7 @@ class Link:
         return buffer[torch.from_numpy(received.positions).to(rows.device)].unflatten(0, (self.size, counts[self.rank]))
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
-        """Start point-to-point messages, to at most one rank and from at most one rank."""
+        """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank."""
         self.require_alive()
         buffer = self._blank(received, send, buffer)
         phase = self._phase(what)
@@ -404,17 +411,17 @@ class Link:
     def _store(self) -> dist.Store:
         """Return this group's part of the rendezvous store.
 
-        A group of the same name before a restart used the same store but has another part.
+        A group of the same name before a restart used the same store, but another part of it.
         """
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _report_refusal(self, problem: str) -> None:
-        """Write to the store why this rank stays away from its current call."""
+        """Write to the store why this rank does not take part in its current call."""
         word = f"{self.calls} {problem}"
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
 
     def _roll_call(self) -> str:
-        """Return what is known of a failure, from the witness if the program has set one, else from the store."""
+        """Return what is known about a failure, from the witness if the program has set one, else from the store."""
         if verdict := presence.witness():
             return f"; {lost}" if (lost := verdict()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
@@ -460,11 +467,12 @@ class Link:
         return self._phase(what), 2 * self._collectives
 
     def _phase(self, what: str) -> int:
-        """Return what all ranks have in common: the plan, the layer and forward, and the phase in which rows move."""
+        """Return a hash of what all ranks have in common: the plan, the layer and forward, and the phase in which rows
+        move."""
         return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """Return a receive buffer whose seals are void: fresh memory may hold the seals of an older call."""
+        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call."""
         buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
         self._write_seals(buffer, received, (0, 0))
         return buffer

@@ -43,7 +43,7 @@ _TRANSPORTS: dict[str, Callable[[Link, Sharding, int, torch.device], transports.
 
 @dataclass(frozen=True)
 class _Description:
-    """Hold what must be equal on every rank for messages to fit, and the plan in a few words.
+    """Hold what must be equal on every rank so that messages fit, and a short description of the plan.
 
     There is one `name=value` per line.
     """
@@ -59,7 +59,7 @@ def _group(call: Call) -> ProcessGroup:
 
 
 def sharding_of(call: Call, size: int) -> Sharding:
-    """Return a call's sharding over `size` ranks, the same on each of them."""
+    """Return the sharding of a call over `size` ranks. It is the same on each rank."""
     assert call.shards is not None
     bounds = call.shards.bounds
     layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
@@ -68,7 +68,7 @@ def sharding_of(call: Call, size: int) -> Sharding:
 
 
 class _Rank:
-    """Hold one rank's view of a call."""
+    """Hold what one rank knows about a call over the mesh."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
         assert call.shards is not None
@@ -140,7 +140,7 @@ class _Rank:
 
 
 def _digest(layout: BlockLayout) -> str:
-    """Return a digest of a layout's lists: the same in every process, unlike a hash."""
+    """Return a digest of a layout's lists. Unlike a hash, it is the same in every process."""
     tables = layout.to("cpu")
     digest = hashlib.sha256(f"{tuple(tables.indptr.shape)} {layout.is_causal}".encode())
     digest.update(tables.indptr.numpy().tobytes())
@@ -149,7 +149,8 @@ def _digest(layout: BlockLayout) -> str:
 
 
 class _Pairs:
-    """Select the pairs of query and key that a call's mask and dropout leave, by tokens of the whole sequence."""
+    """Say which pairs of query and key the call's mask and dropout keep, for rows given by their tokens in the
+    sequence."""
 
     def __init__(self, rank: _Rank, link: Link, q: Tensor) -> None:
         call, self.sharding = rank.call, rank.sharding
@@ -173,7 +174,8 @@ class _Pairs:
         """Return `problem` with the mask and the dropout of these rows.
 
         Args:
-            queries, keys: the token of each row of q, and of each row of k, or row and head; None: the shard's.
+            queries: the token of each row of q; None: the tokens of the shard.
+            keys: the token of each row of k, or of each row and head; None: the tokens of the shard.
             head: the first of q's heads, counted from the rank's first head.
         """
         queries, keys = (self.tokens if tokens is None else tokens for tokens in (queries, keys))
@@ -186,7 +188,7 @@ class _Pairs:
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
-    """Run a schedule: compute each part that it yields, and send it the answer."""
+    """Run a schedule: compute each part that it yields, and send the result back into it."""
     answer = None
     while True:
         try:
@@ -197,7 +199,7 @@ def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[part
 
 
 class _Compute:
-    """Compute the parts of one call on a backend and add them to the running results."""
+    """Compute the parts of one call with a backend, and add them to the running results."""
 
     def __init__(self, rank: _Rank, link: Link, q: Tensor, k: Tensor) -> None:
         self.backend, self.pairs = rank.call.backend, _Pairs(rank, link, q)
@@ -261,7 +263,7 @@ class _Compute:
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
-    """Return whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    """Return whether some rank wants gradients of this call. Every rank then has to take part in the backward."""
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
@@ -313,7 +315,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def _whole_problem(rank: _Rank, link: Link, heads: Ulysses, q: Tensor) -> Problem:
-    """Return a problem over all tokens for the heads of q that this rank has, when ranks exchange heads."""
+    """Return the problem over all tokens for this rank's share of the heads, when ranks exchange heads."""
     tokens = torch.arange(rank.sharding.seq_len, device=q.device)
     problem = Problem(heads.plan, rank.call.positive_scale, layouts=heads.layouts or None, softcap=rank.call.softcap)
     return _Pairs(rank, link, q).of(problem, q, tokens, tokens, link.rank * q.shape[2])
@@ -401,10 +403,10 @@ def _backward(
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """Return how rows travel, what this rank moves, and the groups that it computes, ignoring what layouts leave out.
+    """Return how rows travel, what this rank moves, and the groups that it computes, without thinning out by layouts.
 
-    For a padded batch: what all samples move together, their groups one after another, and the longest sample's
-    transport.
+    For a padded batch this is the traffic of all samples together, their groups one after another, and the transport
+    of the longest sample.
     """
     assert call.shards is not None
     group = _group(call)
@@ -425,7 +427,7 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Raise on every rank, as far as the others wait for this rank, what makes its call impossible."""
+    """Raise `error` on every rank that waits for this rank, because this rank's call is impossible."""
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return
     group = context_group(mesh)
@@ -434,9 +436,9 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
-    """Yield a padded batch as calls of one sample each: how many of this shard's tokens a sample has, and its call.
+    """Split a padded batch into calls of one sample each: yield how many of this shard's tokens it has, and its call.
 
-    A sample is sharded by the edges of the batch, cut at its own length.
+    A sample is sharded like the batch, with every shard edge limited to the sample's length.
     """
     assert call.shards is not None
     assert call.lengths is not None

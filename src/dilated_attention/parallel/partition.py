@@ -1,10 +1,11 @@
-"""Compute which rank needs which rows: a pattern over a sequence cut into contiguous shards, as pure integer functions.
+"""Compute which rank needs which rows of a sequence that is cut into contiguous shards. All functions are pure and work
+on integers.
 
-Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
-bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment, the whole sequence.
-In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low <= i <= high: all
-of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a contiguous run
-of the class, so the keys that they see are one too, and attention of that run splits into
+Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*. A crossing
+segment of rank j contains bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment,
+the whole sequence. In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low
+<= i <= high: all of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a
+contiguous run of the class, and so are the keys that they see. The attention of these queries splits into
 
     its own rows         a group of the *local* plan, over k and v of the shard, with a band;
     rows before, after   groups of the *remote* plan, over received rows: the same band, shifted. Where a bound hides
@@ -15,8 +16,8 @@ branch shows; this module does not distinguish windows and leading tokens.
 
 Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one KV head:
 token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that
-several branches show is received once. Counts are closed-form: unions of arithmetic progressions by inclusion and
-exclusion.
+several branches show is received once. Rows are counted in closed form, as unions of arithmetic progressions, by
+inclusion and exclusion.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from dilated_attention.plan import (
 )
 
 Integers = np.ndarray
-"""int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
-rows."""
+"""int64 throughout, because 2^30 tokens times heads do not fit 32 bits. NumPy, so that programs that PyTorch traces may
+count rows."""
 
 
 def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Describe a pattern in normal form over a sharded sequence, as every rank knows it.
+    """Describe a pattern in normal form over a sharded sequence. Every rank has the same description.
 
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
@@ -136,7 +137,7 @@ class Crossing:
 
 
 def clip(rows: range, start: int, stop: int) -> range:
-    """Return the numbers of an ascending range that lie in [start, stop)."""
+    """Return the part of an ascending range that lies in [start, stop)."""
     start = max(start, rows.start)
     return range(start + (rows.start - start) % rows.step, min(stop, rows.stop), rows.step)
 
@@ -152,7 +153,8 @@ def _seen(queries: range, keys: range, band: Band) -> range:
 
 
 def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, int] | None:
-    """Return the segment with tokens on both sides of a shard edge, as (start of its grid, start, stop), or None."""
+    """Return the segment that a shard edge cuts, as (start of its grid, start, stop);
+    None if the edge cuts no segment."""
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
@@ -240,7 +242,7 @@ class Remote:
 
 
 def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Sequence[range]]]) -> Remote:
-    """Lay out the received rows of some crossing segments as a key tensor, with one contiguous run of rows per group.
+    """Arrange the received rows of some crossing segments in one key tensor. Each group gets a contiguous run of rows.
 
     Args:
         wanted: crossing segments of `rank`, each with the token ranges to attend.
@@ -286,7 +288,7 @@ def _rows(tokens: range, origin: int) -> Rows:
 
 
 def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
-    """Return all groups that a rank computes, ignoring what block layouts leave out."""
+    """Return all groups that a rank computes, as if no block layout thinned them out."""
     whole = replace(sharding, layouts=())
     parts = remote(whole, rank, [(c, (c.before, c.after)) for c in crossings(whole, rank)])
     return local_plan(whole, rank).groups + parts.plan.groups
@@ -305,7 +307,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
-    """Return the sorted keys of a union of (tokens, heads)."""
+    """Return the sorted keys of the union of all parts; a part is a range of tokens and the heads that have them."""
     keys = [
         (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
     ]
@@ -319,9 +321,9 @@ def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
-    """Return which of this rank's rows of one of its crossing segments each rank sees.
+    """Return which of this rank's rows of a crossing segment each other rank sees.
 
-    The result is a list of ranges, and for each rank the number of its range.
+    The result is a list of ranges, and for each rank the index of its range in the list.
     """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
@@ -357,7 +359,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the residue class (residue, modulus) of the numbers that lie in both classes."""
+    """Return the numbers common to two residue classes (residue, modulus) as one such class; None if there are none."""
     (x, m), (y, n) = a, b
     common = gcd(m, n)
     if (x - y) % common:
@@ -368,9 +370,9 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
-    """Yield the same numbers as fewer ranges.
+    """Join ranges where possible, and yield fewer ranges with the same numbers.
 
-    All residue classes of a rate that begin and end side by side become one range.
+    If all residue classes of a rate are present, and begin and end together, they become one range.
     """
     by_step: dict[int, list[range]] = {}
     for part in sorted({part for part in parts if part}, key=lambda part: part.start):
@@ -388,7 +390,7 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """Count the numbers of a union of arithmetic progressions between neighbouring edges.
+    """Count how many numbers of a union of arithmetic progressions lie between neighbouring edges.
 
     Returns int64, one count fewer than `edges`.
     """
@@ -413,7 +415,7 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
 
 
 def _by_head(sharding: Sharding) -> Iterator[tuple[int, int]]:
-    """Yield (head, number of heads with the same offsets in every branch), once for each kind of head."""
+    """Yield (head, number of heads with the same offsets in every branch), for one head of each such kind."""
     columns = list(zip(*sharding.branches.offsets, strict=True))
     for column in dict.fromkeys(columns):
         yield columns.index(column), columns.count(column)
@@ -488,7 +490,7 @@ def doubling_refusal(sharding: Sharding) -> str | None:
 
 
 def doubling_level(sharding: Sharding, branch: int) -> int:
-    """Return the number of rounds of doubling after which a rank holds the branch's rows of its segment."""
+    """Return the number of rounds of doubling after which a rank holds all rows of its segment of this branch."""
     return (
         min(sharding.branches.segment_lengths[branch], sharding.seq_len) // (sharding.seq_len // sharding.world_size)
     ).bit_length() - 1
@@ -500,9 +502,9 @@ def doubling_rounds(sharding: Sharding) -> int:
 
 
 def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Yield what a block of 2^level ranks, `block` the first, passes on in round `level`.
+    """Yield the rows that a block of ranks passes on in round `level`.
 
-    These are the block's rows that belong to a segment which is not complete yet.
+    The block has 2^level ranks, `block` the first. It passes on its rows of segments that are not complete yet.
     """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
@@ -516,7 +518,10 @@ def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tupl
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted keys that each of 2^level ranks, `block` the first, sends to its sibling in round `level`."""
+    """Return the sorted keys that each rank of a block sends to its sibling in round `level`.
+
+    The block has 2^level ranks, `block` the first.
+    """
     return _union(sharding, _doubling_parts(sharding, block, level))
 
 
@@ -531,7 +536,7 @@ def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
 
 
 def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Yield a rank's rows that queries before or after its shard see: what it contributes to an all-gather."""
+    """Yield the rows of a rank that other ranks' queries see: what it contributes to an all-gather."""
     lower, upper = sharding.shard(rank)
     for crossing in crossings(sharding, rank):
         for start, stop in ((0, lower), (upper, sharding.seq_len)):

@@ -1,7 +1,7 @@
-"""Compute one rank's share of a call in parts: each is a plan over keys and values that were gathered from rows.
+"""Compute one rank's share of a call in parts. A part is a plan over keys and values that were gathered from rows.
 
-Rows lie in buffers, of the shard's own and of received rows. A row is the key and the value of one token of one KV
-head, `(2, batch, head_dim)`. The tables that say which row goes where are made once per sharding.
+Rows lie in buffers: one for the shard's own rows, others for received rows. A row is the key and the value of one
+token of one KV head, `(2, batch, head_dim)`. The tables that say which row goes where are made once per sharding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dilated_attention.plan import Plan, plan_dilated
 
 @dataclass(frozen=True)
 class BlockQueries:
-    """Hold the queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of them the shard's.
+    """Hold the queries of a block-sparse part: a sequence of `layout.seq_len` rows, some of which belong to the shard.
 
     Attributes:
-        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
+        tokens, positions: the shard's tokens, and their rows in the sequence; the other rows have no query.
         heads: KV heads.
         hidden: bool `(rows,)`, True where no query sees a key, or None.
     """
@@ -42,7 +42,7 @@ class Part:
     """Hold one computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
 
     Attributes:
-        queries: the queries, if they are not all the rows of the shard; then the layout is its own, too.
+        queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
         tokens: the token in the whole sequence of each row and head of the keys; None: the shard's tokens.
     """
 
@@ -64,7 +64,7 @@ def statistic(dtype: torch.dtype) -> torch.dtype:
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """Return the positions of some keys in a list of distinct keys, in any order."""
+    """Return the positions of the keys `wanted` in `held`, a list of distinct keys in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -90,7 +90,8 @@ class Gather:
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
-        """Make it from the keys that a buffer holds and the buffer row of each; None if the remote plan is empty."""
+        """Make a Gather for a buffer that holds the keys `held` in rows `positions`;
+        None if the remote plan is empty."""
         if not remote.plan.groups:
             return None
         rows = positions[locate(held, remote.keys)]
@@ -125,13 +126,17 @@ def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _slot_rows(gradients: Gradients) -> list[Tensor]:
-    """Do the reverse: return `(rows * heads, batch, head_dim)` each."""
+    """Return the gradients of keys and of values as slots, `(rows * heads, batch, head_dim)` each.
+
+    This is the reverse of `_keys_and_values`.
+    """
     return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
 
 
 @dataclass(frozen=True)
 class BlockGather:
-    """Say how a block-sparse part's keys and values are made from a buffer of rows: `slots[i]` holds row `rows[i]`."""
+    """Say how the keys and values of a block-sparse part are made from a buffer: `slots[i]` takes the buffer row
+    `rows[i]`."""
 
     plan: Plan
     queries: BlockQueries
@@ -173,9 +178,9 @@ def _square_plan(problem: BlockProblem) -> Plan:
 
 @dataclass(frozen=True)
 class Own:
-    """Say which of the shard's rows some buffer rows hold.
+    """Say which of the shard's rows a buffer holds.
 
-    Buffer row `positions[i]` of `size` holds `tokens[i]`, `heads[i]`.
+    Row `positions[i]` of the buffer, which has `size` rows, holds token `tokens[i]` and KV head `heads[i]`.
     """
 
     tokens: Tensor
@@ -215,7 +220,8 @@ class Own:
 
 @dataclass(frozen=True)
 class Local:
-    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's rows."""
+    """Hold the parts that need no other rank: a plan of whole segments, and block-sparse problems over the shard's
+    rows."""
 
     plan: Plan
     problems: tuple[tuple[BlockQueries, Own], ...]
@@ -269,7 +275,7 @@ def gathers_of(
     positions: Integers,
     device: torch.device,
 ) -> Gathers:
-    """Return the parts over other ranks' rows among `tokens`.
+    """Return the gathers for the parts that attend to other ranks' rows among `tokens`.
 
     The buffer holds the keys `held` in rows `positions`.
     """

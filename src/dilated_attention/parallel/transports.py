@@ -1,9 +1,11 @@
-"""Schedules that bring the rows a rank needs, and return their gradients: several ways to run one partition.
+"""Move rows between ranks, in one of several ways. A schedule brings the rows that a rank needs and returns their
+gradients.
 
-A schedule is a pair of coroutines over *parts* (keys, values, plan). Forward yields the parts of a call and lets the
-caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's (dk, dv), and returns
-the gradients of the shard's own k and v. The local part is yielded first in forward, while rows travel, and last in
-backward, while partial gradients return; these are float32 (float64 for float64) and added at the owner.
+A schedule is a pair of coroutines, forward and backward, over *parts* (keys, values, plan). Forward yields the parts
+of a call and lets the caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's
+(dk, dv), and returns the gradients of the shard's own k and v. The local part is yielded first in forward, while rows
+travel, and last in backward, while partial gradients return; these are float32 (float64 for float64) and added at the
+owner.
 
 A message's row is the key and the value of one token of one KV head: `(2, batch, head_dim)`.
 """
@@ -69,7 +71,7 @@ def _exchange_tables(sharding: Sharding, rank: int, seal: int, device: torch.dev
 
 
 class Exchange:
-    """Run one all_to_all: every row that a rank needs comes once, from its owner."""
+    """Run one all_to_all, in which every row that a rank needs comes from its owner, once."""
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link, self.active = link, partition.crosses(sharding)
@@ -148,8 +150,8 @@ def _doubling_tables(sharding: Sharding, rank: int, seal: int, device: torch.dev
 class Doubling:
     """Run log2 rounds: after round i a rank holds the rows of its block of 2^(i + 1) shards that later segments need.
 
-    With nested offsets and segments and rates that double together each round is only a sibling's half, of constant
-    size. A branch is computed when its segment is complete, while the next round travels.
+    If offsets are nested, and segments and rates double together, each round moves only a sibling's half, which has
+    constant size. A branch is computed when its segment is complete, while the next round travels.
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
@@ -218,7 +220,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RingTables:
-    """Hold `steps` by distance; a distance at which a rank has nothing to send or receive is left out."""
+    """Hold a `_Step` for each distance at which this rank has something to send or to receive."""
 
     local: Local
     steps: dict[int, _Step]
@@ -250,11 +252,11 @@ def _ring_tables(sharding: Sharding, rank: int, seal: int, device: torch.device)
 
 
 class Ring:
-    """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
+    """Send rows point to point, one peer per step, and keep none: at most two peers' rows are in memory.
 
-    The backward fetches the rows again. Two ranks exchange rows at one distance and return gradients at its complement.
-    Messages between them match by their order, so every rank posts them by distance, also past distances at which it
-    has nothing to do.
+    The backward fetches the rows again. Two ranks exchange rows at one distance, and return gradients at the number
+    of ranks minus this distance. Messages between two ranks match by their order, so every rank posts them in the order
+    of distances.
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
@@ -330,7 +332,7 @@ def _gather_tables(sharding: Sharding, rank: int, seal: int, device: torch.devic
 
 
 class AllGather:
-    """Run one all_gather over the group of every rank's rows of crossing segments, padded to the longest list."""
+    """Run one all_gather, in which every rank contributes its rows of crossing segments, padded to the longest list."""
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link = link
