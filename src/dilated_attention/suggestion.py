@@ -20,7 +20,8 @@ def suggest_pattern(
     is_causal: bool = False,
     largest_rate: int | None = None,
 ) -> Dilated:
-    """Suggest a pattern for sequences of seq_len tokens that costs at most `budget`; `print` it to see the reasons.
+    """Suggest a dilated pattern for sequences of seq_len tokens that costs at most `budget`. `print` it to see the
+    reasons.
 
     Its first branch has rate 1, its last one spans the sequence, and no rate exceeds the number of heads. Every token
     therefore has a head in every branch, sees a key in every head, and reaches any other token within two layers: the

@@ -26,7 +26,9 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
+    """Compute the attention probabilities P = c exp(s - lse), as a sparse tensor.
+
+    s = scale q kᵀ, and c(i, j) counts how often the pattern shows key j to query i.
 
     Only pairs that the pattern shows are computed and stored: O(pairs) time and memory. A row sums to 1, or is empty if
     the query sees no key. Differentiable in q and k. Attention itself never forms these weights.

@@ -449,7 +449,7 @@ def _without_windows(config: Any) -> str:
     """Return advice: how to make a model without windows that computes the same for texts shorter than the window.
 
     A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
-    ModernBERT). One type's entry can replace that of another, but several types cannot share one entry.
+    ModernBERT). One type's entry can take the place of another type's, but several types cannot share one entry.
     """
     conflict = "windows cannot be combined with dilated segments"
     kinds = set(getattr(config, "layer_types", None) or ())

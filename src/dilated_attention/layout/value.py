@@ -56,7 +56,7 @@ class Runs(NamedTuple):
 class Transposed(NamedTuple):
     """List the query blocks of each key block, ascending.
 
-    Those of key block j are indices[indptr[b, h, j] : indptr[b, h, j + 1]], for batch element b and head h.
+    The list of key block j is indices[indptr[b, h, j] : indptr[b, h, j + 1]], for batch element b and head h.
     """
 
     indptr: Tensor
