@@ -21,7 +21,7 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
 def name_of(thing: Any) -> int:
-    """Return a number that stands for `thing` as long as it lives, or for a tensor until it is written to.
+    """Return a number that identifies `thing` as long as it lives; a tensor gets another number after it is written to.
 
     A layout is identified by the names of its tables, because a tensor stays the same object when it passes through
     PyTorch's dispatcher, and a layout does not.
@@ -35,9 +35,9 @@ def name_of(thing: Any) -> int:
 
 
 def is_named(table: Tensor) -> bool:
-    """Return whether a table has a name and is unchanged.
+    """Return whether `name_of` has named this table and it has not been written to since.
 
-    A table without a name may be written to by whoever made it.
+    A table without a name may still be written to by the code that made it.
     """
     named = _names.get(table)
     return named is not None and named[1] == _version(table)

@@ -199,12 +199,12 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Return the factor by which q is multiplied, so that the rest of the scale is positive."""
+        """Return the factor by which q is multiplied before the call, so that the remaining scale is positive."""
         return split_scale(self.scale)[0]
 
     @property
     def positive_scale(self) -> float:
-        """Return the rest of the scale, which multiplies the scores of q * factor."""
+        """Return the remaining scale, by which the scores of q * factor are multiplied."""
         return split_scale(self.scale)[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:

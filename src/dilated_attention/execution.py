@@ -170,5 +170,5 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
-    """View (batch, seq, ...) as (1, batch * seq, ...)."""
+    """View tensors (batch, seq, ...) as one sequence, (1, batch * seq, ...)."""
     return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]

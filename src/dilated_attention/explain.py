@@ -162,7 +162,8 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Return all layouts, and each group of each sample with its layout and number of batch elements."""
+    """Return the groups of all samples, each with its layout and number of batch elements;
+    and all layouts of the call."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

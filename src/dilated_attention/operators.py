@@ -68,7 +68,7 @@ def _runs_eagerly(q: Tensor) -> bool:
 
 
 def _differentiated(*tensors: Tensor) -> bool:
-    """Return whether derivatives are wanted.
+    """Return whether a derivative with respect to some of these tensors may be computed.
 
     This includes forward mode, whose tangents the bare operator would silently drop.
     """

@@ -159,7 +159,8 @@ class Spans(NamedTuple):
 
 
 def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """Return the segments of w tokens, counted from the start of `grid` [start, stop), that hold some of `tokens`."""
+    """Return the segments that hold some of `tokens`: segments of w tokens, counted from the start of `grid` [start,
+    stop)."""
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:
@@ -287,7 +288,7 @@ def parts_of(
     is_causal: bool,
     origins: tuple[int, int],
 ) -> Iterator[Part]:
-    """Yield the parts in which some query sees some key; arguments as in `sights`.
+    """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`.
 
     Args:
         origins: the positions of row 0 of q and of row 0 of k.

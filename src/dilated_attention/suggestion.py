@@ -192,6 +192,7 @@ class _Problem:
 
 
 def _round_length(tokens: int) -> int:
-    """Return the longest of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that has at most this many tokens."""
+    """Return the largest of the round lengths 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+    that is at most `tokens`."""
     unit = 1 << max(tokens.bit_length() - 3, 0)
     return tokens // unit * unit

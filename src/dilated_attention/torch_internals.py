@@ -148,7 +148,8 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise if one value of `condition` is false, when a compiled graph runs or a device reaches this place."""
+    """Raise unless `condition`, a single boolean, is true: when a compiled graph runs,
+    or a device reaches this place."""
     torch._assert_async(condition, message)
 
 

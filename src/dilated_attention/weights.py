@@ -101,7 +101,7 @@ def attention_weights(
 def _groups(
     pattern: Pattern, seq_len: int, kv_heads: int, is_causal: bool
 ) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
-    """Yield the strided groups of a pattern, each with the layout inside its segments."""
+    """Yield the strided groups of a pattern, each with the layout that applies inside its segments, or None."""
     if isinstance(pattern, BlockLayout):
         (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
         yield group, pattern

@@ -239,7 +239,8 @@ class _Groups:
     ) -> None:
         """Add a group of lanes that see the key blocks `key`.
 
-        A lane is a row of one head, numbered head * rows + row; rows have the given shape.
+        A lane is a row of one head, numbered head * rows + row; rows have the given shape. `cut`: the diagonal cuts the
+        key blocks. `view`: (first, step) if the keys are a view, see `_Group.key_view`.
         """
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
@@ -401,11 +402,12 @@ class Sequence:
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[_Group, slice]]:
-        """Yield the groups, cut into calls with bounded temporaries, and the heads of each call.
+        """Yield each group as calls with bounded temporaries: the part of the group, and the heads that a call
+        computes.
 
-        A group is cut into runs of rows with all heads; if a single row is too large, also by heads. `by_head`:
-        where keys are gathered, cut by heads first, and cut the rows of a head only if they are too many, as long as
-        every thread has work. `token_bytes`: the size of one token of one head.
+        A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
+        `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
+        long as every thread has work. `token_bytes` is the size of one token of one head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:

@@ -164,7 +164,7 @@ def append_column(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x, copied if a row of it does not begin at a multiple of 16 bytes.
+    """Return x, or a copy if some row of x does not begin at a multiple of 16 bytes.
 
     The operators of CUDA load 16 bytes at once and check only the last stride; a misaligned address ends the whole CUDA
     context.
@@ -289,9 +289,9 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores, and with a cap their derivative, in single precision (double for double).
+    """Compute the scores of the queries from index `first` on, and with a cap the derivative of the capped scores.
 
-    Row i is `first` + i.
+    Both are in single precision, or double for double.
     """
     statistic = torch.promote_types(q.dtype, torch.float32)
     s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None

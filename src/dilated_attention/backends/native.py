@@ -253,9 +253,10 @@ def _tiles(
 
 
 def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[int, int, int, int, int]]:
-    """Return (q_head, q_step, k_head, k_step, heads) of the progressions of query heads in a group.
+    """Return the query heads of a group as arithmetic progressions (q_head, q_step, k_head, k_step, heads).
 
-    The query heads of one KV head are neighbours; taking one query head of each KV head also gives a progression.
+    A progression is either the neighbouring query heads of one KV head, or one query head of each KV head. `ratio` is
+    the number of query heads per KV head.
     """
     if ratio == 1:
         return [(group.head, group.head_stride, group.head, group.head_stride, group.heads)]
@@ -298,7 +299,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
-    """Return which keys are hidden from which queries: bool, `(1, 1, queries, keys)`."""
+    """Return which keys a band hides from which queries: bool, `(1, 1, queries, keys)`."""
     row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
     distance = column - row[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)

@@ -695,8 +695,8 @@ class BlockLayout:
     def from_block_mask(cls, m: BlockMask) -> BlockLayout:
         """Build a layout from the blocks of a FlexAttention `BlockMask`.
 
-        The layout is causal if the partial blocks hold the lower triangle. The mask_mod is evaluated on the partial
-        blocks; one that hides anything except the causal triangle is an error.
+        The layout is causal if the partial blocks show exactly their lower triangle. The mask_mod is evaluated on
+        the partial blocks; one that hides anything except the causal triangle is an error.
         """
         return cls._of(*conversions.from_block_mask(m))
 
@@ -752,7 +752,7 @@ class BlockLayout:
 
 
 def _named(table: Tensor) -> Tensor:
-    """Give a table that no other code refers to a name, so that a layout takes it without a copy."""
+    """Name a table that no other code refers to (see `cache.name_of`), so that a layout takes it without a copy."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -761,7 +761,8 @@ def _named(table: Tensor) -> Tensor:
 def _own(table: Tensor) -> Tensor:
     """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
 
-    A table without a name may belong to the caller, or lie in a buffer that a compiled graph reuses, so it is copied.
+    A table that `cache.name_of` has not named may belong to the caller, or lie in a buffer that a compiled graph
+    reuses, so it is copied.
     """
     if torch.compiler.is_compiling():
         return table.contiguous()

@@ -57,7 +57,7 @@ class TileAttention:
     ) -> Axes:
         """Draw one slide's tiles at their places, brighter for more attention, in colours that also work in grey.
 
-        The colour scale ends at the 99th percentile of the tiles; the few tiles above it get its brightest colour.
+        The colour scale ends at the 99th percentile of the values; the few tiles above it get the brightest colour.
 
         Args:
             layer: the layer whose attention is drawn; None: attention rolled up over all layers.

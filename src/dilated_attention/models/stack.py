@@ -270,7 +270,8 @@ class LongNetStack(Pretrained):
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
     ) -> Places | None:
-        """Return the same as `places_of`, `(tokens,)` each, for samples that are packed one after another."""
+        """Return the places of the tokens of samples that are packed one after another, as `places_of` does:
+        `(tokens,)` each."""
         if self.config.rotary is None:
             return None
         if positions is not None:
@@ -326,7 +327,7 @@ def places_of(
 
 
 def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
-    """Return tables that rotate the queries and keys made from x; None in a model without positions."""
+    """Return the tables that rotate queries and keys computed from x; None in a model without positions."""
     if places is None or config.rotary is None:
         return None
     return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))

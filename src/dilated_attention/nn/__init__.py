@@ -1,5 +1,4 @@
-"""Modules: dilated and block-sparse attention, attention that selects its keys, rotary positions,
-a transformer block."""
+"""Modules for attention: dilated, block-sparse, and selecting its keys; rotary positions; a transformer block."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,
