@@ -104,7 +104,7 @@ def _problem(
     at: tuple[slice, slice] | None = None,
     whole: Dropout | None = None,
 ) -> Problem:
-    """Return the problem of the call, or of one of its samples, which lies at `at`.
+    """Return the problem of the call; or of one of its samples, whose rows are at `at`, (batch, seq) slices.
 
     `whole`: the dropout of all samples.
     """

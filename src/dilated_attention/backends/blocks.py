@@ -32,7 +32,10 @@ A cache then holds both the copies and the head's keys. This takes 0.85 to 0.97 
 heads. Backward adds to the keys of all heads, and would be 3 to 6 % slower with this limit.
 """
 _VIEW_BLOCKS = 8
-"""The fewest blocks for which a family of runs gets a call of its own. The blocks of smaller families are gathered."""
+"""The fewest blocks for which runs of key blocks that form a view (see `_views`) get a call of their own.
+
+With fewer blocks, they are gathered.
+"""
 _LONG_ROWS = (768, 256)
 """The numbers of tokens up to which neighbouring query blocks are merged into one row, longest first.
 
@@ -75,7 +78,7 @@ class _Group:
         return self.rows.shape[1] * self.q_tokens
 
     def part(self, start: int, stop: int) -> _Group:
-        """Return the rows start to stop."""
+        """Return a group with the rows [start, stop) of this one."""
         if stop - start == len(self.rows):
             return self
         return replace(
@@ -352,10 +355,11 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
     """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), for one head per row or all
     heads.
 
-    Returns a view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole
-    blocks of all heads are the slices of a plain dimension. Otherwise that dimension counts elements, and the slice at
-    an offset is the block that starts there. This copies whole runs of memory at any strides: 3 to 5 times as fast as
-    advanced indexing, above all for a single head, and a tenth to a half slower than the plain dimension.
+    Returns a view of x and indices (R * m,) into its first dimension; at each index lies one block, (tokens, ...).
+    For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements, and the
+    block at an index starts at that element. The latter copies whole runs of memory at any strides. It is 3 to 5 times
+    as fast as advanced indexing, most of all for a single head, and a tenth to a half slower than the view that counts
+    blocks.
     """
     if heads is None and tokens == block:
         return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()

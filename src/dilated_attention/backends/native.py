@@ -62,7 +62,7 @@ class _Family:
 
     A branch whose offset is h mod r gives such groups.
 
-    Several residues of tokens can then be viewed as one dimension, whose stride is one token plus one head.
+    A dimension over these groups is then a view: its stride is one token plus one head.
     """
 
     group: StridedGroup

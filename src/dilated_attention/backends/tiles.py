@@ -1,9 +1,9 @@
 """Turn a plan into tables of tiles. A table says, in plain integers, what each program of a kernel launch computes.
 
-A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and
-the spans of rows that it sees. It is made from *cells*: lines that are not yet cut into tiles or assigned to heads.
-NumPy handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches
-write.
+A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
+program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
+tiles hold queries or keys. It is made from *cells*: lines that are not yet cut into tiles or assigned to heads. NumPy
+handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches write.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def tables(
     *,
     join: bool = True,
 ) -> list[Table]:
-    """Return the launches of a plan with groups, in order.
+    """Return the tables of all launches of a plan, in the order in which they run.
 
-    With layouts, the launches compute the blocks of these layouts in every segment. `join`: look for turns that can
-    run in one launch.
+    With layouts, the launches compute the blocks that these list in every segment. `join`: look for turns that can run
+    in one launch.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -127,7 +127,7 @@ def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
     count: int | None = None,
 ) -> Table:  # fmt: skip
-    """Make a table, with `even` and `edge` of the tiles that the loop streams."""
+    """Make a table from lines. `even` and `edge` describe the tiles that the loop streams, see `Table`."""
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
@@ -254,7 +254,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return the steps of the inner loop that the cells take, over all heads."""
+    """Return how many steps of the inner loop the cells take, over all heads."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -265,7 +265,7 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """Return one cell per segment of a group; a cell sees the whole of its one span."""
+    """Return one cell per segment of a group. A cell sees all rows of its only span."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
@@ -283,7 +283,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Return cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
+    """Cut cells into blocks of `size` rows and return these. A layout numbers the blocks from 0 in every segment."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -292,8 +292,7 @@ def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For elements in consecutive runs of these lengths, return the run of each element,
-    and its position in the run."""
+    """For elements that lie in consecutive runs of these lengths, return each element's run, and its position there."""
     run = np.repeat(np.arange(len(lengths)), lengths)
     return run, np.arange(len(run)) - (np.cumsum(lengths) - lengths)[run]
 
@@ -335,9 +334,9 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
     The groups belong to one head and have no masks.
 
-    Take a residue class modulo the least common multiple of the strides. Inside a segment of a group, either all
-    rows of the class belong to the group or none does. So the ends of segments cut each class into cells, and a segment
-    consists of the cells between its two ends.
+    Consider the tokens with one residue modulo the least common multiple of all strides. Inside a segment of a
+    group, either all of these tokens belong to the group or none does. So what a token sees changes only at the ends of
+    segments, and these ends cut the tokens into cells.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
     segments = np.concatenate([_segment_cells(group, side) for group in groups])
@@ -406,7 +405,8 @@ def by_head(lines: np.ndarray) -> np.ndarray:
 
 
 def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return buffers for out and lse; rows that no tile writes hold the values of queries that see nothing."""
+    """Return buffers for out and lse. Unless tiles write all rows, they are filled with 0 and -inf, as for no visible
+    key."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))

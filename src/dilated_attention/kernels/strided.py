@@ -7,10 +7,11 @@ A launch is an int32 table with one line per tile:
     start  stride  count  near  far                          span 1:   tokens start + j · stride, 0 <= j < count
     ...                                                      further spans
 
-`first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
-of score and value 0. `list` and INDPTR thin out the one span, see block_lists.py. If CAUSAL, row i of the tile sees key
-j of the span iff j <= i + near and, in a WINDOW, j >= i + far. In dk/dv, where the tile holds keys and the spans
-queries: iff j >= i + near and j <= i + far.
+`first` is 0 if an earlier launch wrote these rows of out and lse; `forward` then continues from them. `phantoms`
+counts keys of score and value 0. With lists of blocks there is one span, of which only the blocks in list number `list`
+are visited (block_lists.py). If CAUSAL, row i of the tile sees key j of the span iff j <= i + near and, in a WINDOW, j
+>= i + far. In dk/dv the tile holds keys and the spans are queries: row i is seen by query j iff j >= i + near and, in a
+WINDOW, j <= i + far.
 
 The loops are inside `if steps > 0`. Where a loop may have no steps, ptxas would let every wgmma end before the next
 one begins (its warning C7515).
@@ -139,9 +140,9 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
 
 @triton.jit
 def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
-    """Return what a step visits: positions in its span, their tokens as base + ahead, which exist, the span's
-    diagonals.
+    """Return the rows that a step visits.
 
+    Returns their positions in the span, their tokens as base + ahead, which of them exist, and the span's diagonals.
     The span is picked by selects, without a branch, so that the loop over all parts of spans is pipelined as one loop.
     """
     _, tile, start, stride, count, near, far = spans[0]

@@ -54,13 +54,13 @@ class _Buffer(Protocol):
         """Return the heads in which the token at a position takes part, its row, and the rows that it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        """Yield what the buffer holds of the first `length` tokens: heads, their tokens, and the row of the first of
-        these."""
+        """Yield what the buffer holds after the first `length` tokens: some heads, a range of tokens, the first token's
+        row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Keep the rows of a branch's current segment.
+    """Describe the buffer of a branch, which keeps the rows of the current segment.
 
     `by_offset`: for each offset, the runs of KV heads that have it.
     """

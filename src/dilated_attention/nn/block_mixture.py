@@ -116,7 +116,8 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(out.flatten(-2))
 
     def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean keys of whole blocks of a sequence, and the blocks that its choosing queries see."""
+        """Return the mean keys of a sequence's whole blocks, and the blocks that each group of `query_block` queries
+        sees."""
         mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
         position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
         return mean, self._choose(q[:, :: self.query_block], position, mean)

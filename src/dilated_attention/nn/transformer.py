@@ -36,7 +36,7 @@ class Memory(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return the attention of these tokens over all tokens so far, shaped like q.
 
-        `attend` covers these tokens alone.
+        `attend` computes the attention of these tokens over themselves, without earlier ones.
         """
 
 

@@ -80,7 +80,7 @@ def _distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys that a rank receives."""
+    """Return the sorted row keys (token * num_heads + head) that a rank receives."""
     return _distinct(
         [
             _keys(sharding, crossing, heads, rows)
@@ -93,7 +93,10 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
+    """Return the row keys that a rank sends, and how many of them go to each peer.
+
+    They are ordered by peer, and sorted for each peer.
+    """
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
         mine, rate, first = _indices(crossing, crossing.own), crossing.own.step, crossing.keys.start
@@ -109,7 +112,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys that a rank sends to anyone."""
+    """Return the sorted row keys of a rank's rows that some other rank needs."""
     return np.unique(sent_keys(sharding, rank)[0])
 
 
@@ -137,7 +140,7 @@ class BlockProblem:
         layout: the layout of the `layout.seq_len` rows that are left; only the rank's own query blocks have lists.
         heads: the KV heads, in the order of the problem's heads.
         tokens, positions: the rank's own rows: tokens of its shard, and where they lie in the sequence.
-        keys, slots: the keys attended, and where they lie: row * len(heads) + index of the head.
+        keys, slots: the row keys of the keys attended, and where they lie: row * len(heads) + index of the head.
         hidden: rows of listed blocks that must not be seen, `(rows,)`, or None.
     """
 

@@ -395,7 +395,10 @@ class Link:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Turn a failure of the group into an error that names rank, place and plan; then refuse the group."""
+        """Catch a failure of the group inside the `with` block, and raise an error that names rank, place and plan.
+
+        Later calls on the group are refused.
+        """
         self.require_alive()
         try:
             yield

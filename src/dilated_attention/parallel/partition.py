@@ -14,10 +14,10 @@ contiguous run of the class, and so are the keys that they see. The attention of
 The rows of a rank's own keys that a peer sees follow in the same way, for all peers at once. `plan.sights` says what a
 branch shows; this module does not distinguish windows and leading tokens.
 
-Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one KV head:
-token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that
-several branches show is received once. Rows are counted in closed form, as unions of arithmetic progressions, by
-inclusion and exclusion.
+Everything before the exchange can therefore be computed on the shard alone. A *row key* names one row of one KV
+head: token * num_heads + head. Row keys ascend by token, hence by owner, so a sorted list of row keys is a list of
+messages. `keys` and `_keys` in names of this module mean row keys. A row that several branches show is received once.
+Rows are counted in closed form, as unions of arithmetic progressions, by inclusion and exclusion.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Crossing:
 
     Attributes:
         queries, keys: the rows of the segment, over all ranks.
-        band: low, high.
+        band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
         before, after: the keys of other ranks that `own` sees.
     """
@@ -143,7 +143,7 @@ def clip(rows: range, start: int, stop: int) -> range:
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return the keys that a run of neighbouring queries sees."""
+    """Return the keys that a run of neighbouring queries sees, as a range of tokens."""
     if not queries:
         return keys[:0]
     low, high = band
@@ -171,7 +171,7 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
-    """Return the crossing segments in which a rank has rows, by branch and offset."""
+    """Return the crossing segments in which a rank has rows, ordered by branch and offset."""
     return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
 
 
@@ -231,8 +231,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the key held by each filled slot.
-        slots: int64, the slot, row * num_heads + head, of each of `keys`. No group reads the other slots.
+        keys: int64, the row key (token * num_heads + head) of each filled slot.
+        slots: int64, the slots of these row keys in the key tensor, row * num_heads + head. No group reads the other
+            slots.
     """
 
     plan: Plan
@@ -295,7 +296,10 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the keys that a rank receives: int64, sorted, without repeats, hence grouped by owner."""
+    """Return the row keys that a rank receives, token * num_heads + head: int64, sorted, each once.
+
+    Sorting groups them by the rank that owns them.
+    """
     return _union(
         sharding,
         (
@@ -307,7 +311,8 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -> Integers:
-    """Return the sorted keys of the union of all parts; a part is a range of tokens and the heads that have them."""
+    """Return the sorted row keys of the union of all parts. A part is a range of tokens and the heads that have
+    them."""
     keys = [
         (_numbers(part)[:, None] * sharding.num_heads + np.array(heads)).ravel() for part, heads in parts if len(part)
     ]
@@ -315,7 +320,7 @@ def _union(sharding: Sharding, parts: Iterable[tuple[range, tuple[int, ...]]]) -
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
-    """Return how many of some sorted keys each rank owns."""
+    """Return, for each rank, how many of some sorted row keys belong to tokens of its shard."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
@@ -341,9 +346,9 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the keys that a rank sends, int64, and how many go to each peer.
+    """Return the row keys that a rank sends, int64, and how many of them go to each peer.
 
-    Keys are ordered by peer, and sorted for each peer.
+    They are ordered by peer, and sorted for each peer.
     """
     lower, upper = sharding.shard(rank)
     span = max((upper - lower) * sharding.num_heads, 1)
@@ -390,7 +395,7 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """Count how many numbers of a union of arithmetic progressions lie between neighbouring edges.
+    """Count how many numbers of a union of arithmetic progressions lie between each two neighbouring edges.
 
     Returns int64, one count fewer than `edges`.
     """
@@ -457,7 +462,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 
 def crosses(sharding: Sharding) -> bool:
-    """Return whether any rank may see another rank's rows: the same answer on every rank."""
+    """Return whether any rank may see another rank's rows. The answer is the same on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
         for segment in sharding.branches.segment_lengths
@@ -468,7 +473,8 @@ def crosses(sharding: Sharding) -> bool:
 def doubling_refusal(sharding: Sharding) -> str | None:
     """Return why recursive doubling cannot serve a sharding, or None if it can.
 
-    It needs equal shards and aligned power-of-two segments.
+    Doubling needs a power of two of equal shards, one segment grid, neither windows nor layouts, and segments that
+    divide a shard or consist of 1, 2, 4, ... shards.
     """
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size
@@ -502,9 +508,10 @@ def doubling_rounds(sharding: Sharding) -> int:
 
 
 def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Yield the rows that a block of ranks passes on in round `level`.
+    """Yield the rows that a block of ranks passes on in round `level` of doubling.
 
-    The block has 2^level ranks, `block` the first. It passes on its rows of segments that are not complete yet.
+    The block has 2^level neighbouring ranks; `block` is the first. It passes on its rows of segments of which it does
+    not yet hold all rows.
     """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
@@ -518,15 +525,16 @@ def _doubling_parts(sharding: Sharding, block: int, level: int) -> Iterator[tupl
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted keys that each rank of a block sends to its sibling in round `level`.
+    """Return the sorted row keys that each rank of a block sends to its sibling rank in round `level` of doubling.
 
-    The block has 2^level ranks, `block` the first.
+    The block has 2^level neighbouring ranks; `block` is the first.
     """
     return _union(sharding, _doubling_parts(sharding, block, level))
 
 
 def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
-    """Return the number of `doubling_keys`, in closed form."""
+    """Return the number of rows that each rank of a block sends in round `level`,
+    in closed form (see `doubling_keys`)."""
     parts = list(_doubling_parts(sharding, block, level))
     edges = np.array([0, sharding.seq_len])
     return sum(
@@ -545,12 +553,12 @@ def _contributed(sharding: Sharding, rank: int) -> Iterator[tuple[range, tuple[i
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys of a rank's rows that some other rank sees."""
+    """Return the sorted row keys of a rank's rows that some other rank sees."""
     return _union(sharding, _contributed(sharding, rank))
 
 
 def contributed_rows(sharding: Sharding, rank: int) -> int:
-    """Return the number of `contributed_keys`, in closed form."""
+    """Return the number of rows that a rank contributes to an all-gather, in closed form (see `contributed_keys`)."""
     parts, edges = list(_contributed(sharding, rank)), np.array(sharding.shard(rank))
     return sum(
         number * int(count_union((rows for rows, heads in parts if head in heads), edges)[0])

@@ -64,7 +64,7 @@ def statistic(dtype: torch.dtype) -> torch.dtype:
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """Return the positions of the keys `wanted` in `held`, a list of distinct keys in any order."""
+    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -90,8 +90,8 @@ class Gather:
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather | None:
-        """Make a Gather for a buffer that holds the keys `held` in rows `positions`;
-        None if the remote plan is empty."""
+        """Make a Gather for a buffer that holds the row keys `held` in rows `positions`; None if the remote plan is
+        empty."""
         if not remote.plan.groups:
             return None
         rows = positions[locate(held, remote.keys)]
@@ -277,7 +277,7 @@ def gathers_of(
 ) -> Gathers:
     """Return the gathers for the parts that attend to other ranks' rows among `tokens`.
 
-    The buffer holds the keys `held` in rows `positions`.
+    The buffer holds the row keys `held` in rows `positions`.
     """
     if not sharding.layouts:
         wanted_rows = [(c, [partition.clip(part, *tokens) for part in (c.before, c.after)]) for c in found]

@@ -3,9 +3,9 @@ gradients.
 
 A schedule is a pair of coroutines, forward and backward, over *parts* (keys, values, plan). Forward yields the parts
 of a call and lets the caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's
-(dk, dv), and returns the gradients of the shard's own k and v. The local part is yielded first in forward, while rows
-travel, and last in backward, while partial gradients return; these are float32 (float64 for float64) and added at the
-owner.
+(dk, dv), and returns the gradients of the shard's own k and v. Forward yields the local part first, while rows travel.
+Backward yields it last, while partial gradients return. These are float32 (float64 for float64), and the rank that owns
+a row adds them up.
 
 A message's row is the key and the value of one token of one KV head: `(2, batch, head_dim)`.
 """
