@@ -458,9 +458,10 @@ class Sequence:
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: _Group, dtype: torch.dtype) -> Tensor | None:
-        """Return 0 or -inf per score, from the key bias and the diagonal.
+        """Return what is added to each score of a group, 0 or -inf; None if nothing is hidden.
 
-        The diagonal is included where it does not run through the corners of the blocks.
+        It hides the keys that the key bias hides. It also hides the keys after each query, unless the diagonal runs
+        from corner to corner of the blocks: then the operator's own causal mask is used.
         """
         bias = None
         if self.key_bias is not None:

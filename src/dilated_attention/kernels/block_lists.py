@@ -29,9 +29,10 @@ SPAN = tl.constexpr(8)
 @triton.jit
 def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return which part of a tile's list one pass visits; passes are as in `read_spans`.
+    """Return the part of a tile's list of blocks that one pass visits (see `read_spans` for the passes).
 
-    Returns the number of steps, and the part: its address, and start, stride, count and diagonal `near` of the span.
+    Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
+    `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)

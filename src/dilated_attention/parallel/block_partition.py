@@ -185,7 +185,10 @@ def problem(sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[
     rows = len(units) * unit - (-length % unit if units[-1] == (length - 1) // unit else 0)
 
     def moved(block: Integers, size: int) -> Integers:
-        """Return the numbers of blocks of `size` rows after the rows of other units have been removed."""
+        """Renumber blocks of `size` rows, as counted in the sequence in which only the rows of `units` are left.
+
+        A unit is a run of rows that both query blocks and key blocks divide.
+        """
         per_unit = unit // size
         return np.searchsorted(units, block // per_unit) * per_unit + block % per_unit
 
