@@ -1,4 +1,4 @@
-"""Run `python -m dilated_attention`: the command, which another distribution provides."""
+"""Run `python -m dilated_attention`. The command itself is in another distribution, dilated-attention-lab."""
 
 import signal
 import sys

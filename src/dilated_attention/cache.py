@@ -1,4 +1,4 @@
-"""The cache of plans, layouts and device tables, bounded by bytes, and the names of tables that its keys hold."""
+"""Cache plans, layouts and device tables, up to a limit in bytes; and give tables names for use in cache keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 
 def name_of(thing: Any) -> int:
-    """Return a number that stands for `thing` as long as it lives, or for a tensor until it is written to.
+    """Return a number that identifies `thing` as long as it lives; a tensor gets another number after it is written to.
 
-    Layouts are named by their tables: a tensor is the same object on both sides of the dispatcher, a layout is not.
+    A layout is identified by the names of its tables, because a tensor stays the same object when it passes through
+    PyTorch's dispatcher, and a layout does not.
     """
     version = _version(thing)
     name, named = _names.get(thing, (0, None))
@@ -34,9 +35,9 @@ def name_of(thing: Any) -> int:
 
 
 def is_named(table: Tensor) -> bool:
-    """Return whether a table has a name and is unchanged.
+    """Return whether `name_of` has named this table and it has not been written to since.
 
-    A table without a name may be written to by whoever made it.
+    A table without a name may still be written to by the code that made it.
     """
     named = _names.get(table)
     return named is not None and named[1] == _version(table)
@@ -79,7 +80,7 @@ class PlanCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, and make it with `make()` if the cache does not hold it.
+        """Return the value of `key`. If the cache does not hold it, make it with `make()`.
 
         `make` runs outside the lock, without gradients, and outside inference mode: tensors made in inference mode
         could not be used in training later.
@@ -135,7 +136,7 @@ class PlanCache:
 
 
 plan_cache = PlanCache(max_bytes=256 << 20)
-"""Plans, layouts and their device tables, for the whole process.
+"""The cache of plans, layouts and their device tables, for the whole process.
 
 The triton backend's tables take about 36 bytes per token for 16 heads and four branches, forward and backward.
 """

@@ -1,4 +1,4 @@
-"""A call in normal form: checked once, its backend chosen once.
+"""Represent a call in normal form: its arguments are checked once, and its backend is chosen once.
 
 The public functions make a `Call`. `explain` prints it, `operators` carries it through PyTorch's dispatcher, and
 `execution` runs it on one device, `parallel.over_mesh` over a mesh.
@@ -93,16 +93,19 @@ class Call:
     """Hold the checked arguments of one call.
 
     Attributes:
-        branches: the dilated pattern for the KV heads of k; for a block layout alone, one branch of all tokens.
+        branches: the pattern in normal form for the KV heads of k; for a block layout alone, one branch of all
+            tokens.
         layouts: the block layouts inside segments, one for each number of tokens that a segment has; empty without
             blocks.
-        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh, `shards` has the packed ones.
+        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh, `shards` has the edges of
+            packed samples.
         first_head: global index of the first query head.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
         softcap: the bound of scores; 0: no bound.
-        layout_function: the name of the function that gives `layouts` when an exported call runs; "": they are here.
+        layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
+            `layouts`.
     """
 
     branches: Branches
@@ -169,12 +172,12 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Return the factor by which q is multiplied, so that the rest of the scale is positive."""
+        """Return the factor by which q is multiplied before the call, so that the remaining scale is positive."""
         return split_scale(self.scale)[0]
 
     @property
     def positive_scale(self) -> float:
-        """Return the rest of the scale, which multiplies the scores of q * factor."""
+        """Return the remaining scale, by which the scores of q * factor are multiplied."""
         return split_scale(self.scale)[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
@@ -188,7 +191,7 @@ class Call:
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
         """Return the (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
 
-        Raises ValueError if the values do not fit: this is the first place that reads them.
+        Raises ValueError if lengths or cu_seqlens do not fit. No earlier place reads their values.
         """
         if self.lengths is not None and is_mapped(self.lengths):
             raise UnsupportedError(
@@ -212,7 +215,8 @@ class Call:
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def row_counts(self, length: int) -> set[int]:
-        """Return the different numbers of participating tokens that the segments of a sample of this length have."""
+        """Return the numbers of participating tokens that the segments of a sample of this length have, each number
+        once."""
         # torch.compile of PyTorch 2.8 does not support a slice of a named tuple.
         segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
         return row_counts(segment_lengths, dilation_rates, offsets, length)
@@ -290,7 +294,7 @@ def in_autocast(device: torch.device) -> bool:
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v as autocast does for `scaled_dot_product_attention`: everything except double precision."""
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is."""
     given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
     if not given or not in_autocast(q.device):
         return q, k, v
@@ -299,7 +303,7 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
-    """Return the dtype of a product of x with a weight: autocast's, unless x is in double precision."""
+    """Return the dtype of a product of x with a weight: the dtype of autocast, unless x is in double precision."""
     if x.dtype == torch.float64 or not in_autocast(x.device):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
@@ -321,9 +325,8 @@ _LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(tor
 def split_scale(scale: float) -> tuple[float, float]:
     """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
 
-    Backends scale scores that they may have set to -inf, which 0 would turn into NaN and a negative number into +inf;
-    so rest is positive, not so small that it is 0 in single precision, and not so great that log2 e times it is
-    infinite there.
+    rest is positive, because backends scale scores that may be -inf, which 0 would turn into NaN and a negative number
+    into +inf. In single precision it does not round to 0, and log2 e times it is finite.
     """
     if abs(scale) < _LEAST_SCALE:
         return scale, 1.0
@@ -332,7 +335,7 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
-    """Return the global length of the sequence of which q is this rank's shard."""
+    """Return the global sequence length, given q, this rank's shard."""
     if group is None:
         if transport != "auto":
             raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
@@ -401,7 +404,8 @@ def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
 
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
-    """Return the factor of a pattern that has branches; for a block layout alone, one segment of all tokens."""
+    """Return the part of a pattern that has branches: of a product, the dilated factor; of a block layout,
+    one segment."""
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):
@@ -415,7 +419,7 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
 
 
 def layout_remedy(given: Any) -> str:
-    """Return how to turn an object of another package into a layout; "" if this library cannot."""
+    """Return a sentence on how to turn another package's object into a layout; "" if this library cannot do it."""
     if isinstance(given, BlockMask):
         return "; give BlockLayout.from_block_mask of it"
     if isinstance(given, Tensor):

@@ -80,7 +80,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _outside() -> int:
-    """Return the stack level of the first function outside this package, for a warning of the caller."""
+    """Return the stack level of the first function outside this package,
+    so that a warning points at the caller's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -177,14 +178,15 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Return whether values can be read without waiting: on the CPU, and not in a graph."""
+    """Return whether values can be read without waiting: tensors on the CPU, outside a graph."""
     if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
         return False
     return all(x.device.type == "cpu" for x in tensors)
 
 
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:
-    """Check for whole numbers in [least, stop), where they can be read without waiting."""
+    """Raise ValueError unless values are whole numbers in [least, stop). Values that cannot be read without waiting
+    pass."""
     if not readable(values):
         return
     low, high = map(int, values.aminmax()) if values.numel() else (least, least)
@@ -193,7 +195,7 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
 
 
 def samples_to_continue(samples: Any, batch: int) -> Tensor:
-    """Return the numbers of samples of a batch as a tensor; ValueError unless each lies in it."""
+    """Return the sample numbers as a tensor. Raises ValueError unless each is a sample of the batch."""
     numbers = integers("samples", samples, "integers, the samples to continue", 0)
     chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     indices("samples", chosen, 0, batch)

@@ -1,4 +1,4 @@
-"""Attend with some of a sequence's tokens over its keys: the newest tokens in decoding, the first in pooling."""
+"""Compute attention for some tokens of a sequence only: the newest ones in decoding, the first one in pooling."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def listed_attention(
 
 
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens `(queries, lists, tokens)` of chosen blocks, and which of them are hidden.
+    """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden.
 
     A token is hidden if a query at its position cannot see it; token 0 then takes its place.
     """

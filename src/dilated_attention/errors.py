@@ -6,7 +6,7 @@ from importlib import import_module
 
 
 class UnsupportedError(ValueError):
-    """Report a correct request that this version, device or backend cannot serve.
+    """Report a valid request that this version, device or backend cannot serve.
 
     The message says what can be served.
     """

@@ -18,7 +18,7 @@ from dilated_attention.plan import Plan
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse, `(batch, seq, heads)`, where the backend is differentiable by itself."""
+    """Return out and lse, `(batch, seq, heads)`, on a backend that autograd differentiates."""
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths
@@ -38,7 +38,10 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return which of n tokens sees which, per head; a shorter ragged sample has the first tokens' lists."""
+    """Return a function (sample, n) that says which of n tokens sees which, per head.
+
+    A shorter ragged sample has the lists of the layout's first tokens.
+    """
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
     longest = max(layouts, key=lambda layout: layout.seq_len)
@@ -101,7 +104,7 @@ def _problem(
     at: tuple[slice, slice] | None = None,
     whole: Dropout | None = None,
 ) -> Problem:
-    """Return the problem of the call, or of one of its samples, which lies at `at`.
+    """Return the problem of the call; or of one of its samples, whose rows are at `at`, (batch, seq) slices.
 
     `whole`: the dropout of all samples.
     """
@@ -167,5 +170,5 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
-    """View (batch, seq, ...) as (1, batch * seq, ...)."""
+    """View tensors (batch, seq, ...) as one sequence, (1, batch * seq, ...)."""
     return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Describe what a call would do, as `explain` returns it. `print` shows it as a table.
+    """Describe what a call would do. `explain` returns it, and `print` shows it as a table.
 
     Attributes:
         backend, reason: the backend that would serve the call, and why.
@@ -32,8 +32,8 @@ class Explanation:
             count the groups before block layouts thin them out.
         bytes: the least memory traffic that the forward needs on the device: rows of q, k and v read, rows of out and
             lse read and written, counted per group, or per call inside a layout.
-        calls: for each number of tokens in a segment, the calls that the native backend makes inside the layout for
-            that many tokens.
+        calls: for each number of tokens that a segment has, the calls that the native backend makes for the layout
+            of that many tokens.
         transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.
         exchange: with a mesh, what this rank sends and receives.
         unserved: one line for each branch in which some tokens take part for no head.
@@ -105,9 +105,9 @@ def explain(
     """Report what `attention(q, k, v, pattern, ...)` would do, without computing it. Tensors on the meta device
     suffice.
 
-    Takes the options of `attention`, where `return_lse` changes nothing in the report, and `compat` as in
-    `dilated_attention`. With a mesh, the groups describe this rank: its own rows and the rows that it receives. With a
-    mesh and lengths, samples are handled one after another, and the traffic is their sum.
+    It takes the options of `attention`, and `compat` as in `dilated_attention`; `return_lse` does not change the
+    report. With a mesh, the groups describe this rank: its own rows and the rows that it receives. With a mesh and
+    lengths, samples are handled one after another, and the traffic is their sum.
 
     Examples:
         >>> from dilated_attention import Dilated, explain
@@ -162,7 +162,8 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Return all layouts, and each group of each sample with its layout and number of batch elements."""
+    """Return the groups of all samples, each with its layout and number of batch elements;
+    and all layouts of the call."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

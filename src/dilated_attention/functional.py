@@ -1,4 +1,4 @@
-"""The public calls: one signature written out, the others on top of it."""
+"""Define the public calls. `attention` has the full signature; the others are built on it."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def attention(
             query, key) from this number. The fused operators of PyTorch have a dropout that no other backend could
             repeat, so with dropout the native backend uses plain products in single precision, in chunks of bounded
             memory. This is slower than without dropout.
-        sinks: `(heads,)` logits: exp(sinks_h) is added to the denominator of out, with no value, so that a head may
-            attend to nothing. lse leaves it out. Differentiable, so it can be learned.
+        sinks: `(heads,)` logits: exp(sinks_h) is added to the denominator of out, without a value, so that a head
+            may attend to nothing. lse does not include it. Differentiable, so it can be learned.
         lengths: `(batch,)` integers: the number of tokens of each sample. Later rows return out 0 and lse -inf and
             affect no other row. With q_start or k_start it is the position at which each sample ends, which may lie
             beyond the tokens of this call.
@@ -200,7 +200,7 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
 
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend in samples that end at positions `lengths`: later keys are hidden, and later queries see nothing."""
+    """Attend in samples that end at positions `lengths`: later keys are hidden, and later queries get out 0."""
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)

@@ -1,4 +1,4 @@
-"""Ctrl-C while `python -m dilated_attention` loads PyTorch: the package is imported before its `__main__` runs.
+"""Handle Ctrl-C while `python -m dilated_attention` loads PyTorch, which is before `__main__` runs.
 
 The process then ends with one line and code 130. Nothing changes for a program that imports the package.
 """

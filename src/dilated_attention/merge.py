@@ -5,9 +5,10 @@ logarithm of the sum of exp(scores). For disjoint sets (or multisets) of keys A 
 
     lse = log(exp(lse_A) + exp(lse_B)),     out = out_A exp(lse_A - lse) + out_B exp(lse_B - lse);
 
-the identity is (0, -inf). Merging is associative and commutative, so branches, blocks, ring steps and cached keys may
-be computed in any order and place. Through a network, the backward of each part with the merged (out, lse) instead of
-its own is the exact gradient of the whole: both enter only through P = exp(s - lse) and delta = sum(out * dout).
+the identity is (0, -inf). Merging is associative and commutative, so branches, blocks, ring steps and cached keys
+may be computed in any order and place. If the backward of each part is run with the merged (out, lse) in place of the
+part's own, the sum of the results is the exact gradient of the whole: out and lse enter only through P = exp(s - lse)
+and delta = sum(out * dout).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def merge_into(
     part_out: Float[Tensor, "*rows dim"],
     part_lse: Float[Tensor, "*rows"],
 ) -> None:
-    """Merge a part into the running (out, lse), in place; both may be strided views."""
+    """Merge a partial result into the running (out, lse), in place. All tensors may be strided views."""
     # The part's share is exp(part_lse - merged) = sigmoid(part_lse - lse). Two empty rows give NaN: their share is 0.
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).unsqueeze(-1)
     if out.dtype == share.dtype:
@@ -100,7 +101,8 @@ def _check_parts(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
 
 
 def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], number: int) -> None:
-    """Merge in place with `number` keys of score 0 and value 0, whose partial result is (0, log number)."""
+    """Merge (out, lse), in place, with `number` keys of score 0 and value 0. Their partial result is (0,
+    log number)."""
     merged = torch.logaddexp(lse, lse.new_tensor(math.log(number)))
     out.mul_(torch.exp(lse - merged).unsqueeze(-1))
     lse.copy_(merged)

@@ -1,4 +1,4 @@
-"""The mesh over which a sequence is sharded, and its process group."""
+"""Handle the mesh over which a sequence is sharded, and its process group."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The differentiable operator, once for one device and for a mesh.
+"""Define the differentiable operator, for one device and for a mesh.
 
 `dilated_attention::forward` and `::backward` are custom operators with fake implementations, so that
 `torch.compile(fullgraph=True)`, `torch.export` and `torch.func` see one opaque step. Operators take numbers, strings
-and tensors: `_pack` and `_unpack` alone know how a `Call` becomes these. The plan is made inside, at the length that
-arrives. Nothing is saved for the backward but q, k, v, out and lse, and over a mesh the rows of other ranks that it
-needs.
+and tensors: `_pack` and `_unpack` alone know how a `Call` becomes these. The plan is made inside the operator, for the
+length of its tensors. Only q, k, v, out and lse are saved for the backward, and over a mesh the rows of other ranks
+that it needs.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def _runs_eagerly(q: Tensor) -> bool:
-    """Return whether the call is run now, and not recorded."""
+    """Return whether the call is run now, rather than recorded in a graph."""
     return not (torch.compiler.is_compiling() or in_torch_func() or q.device.type == "meta")
 
 
 def _differentiated(*tensors: Tensor) -> bool:
-    """Return whether derivatives are wanted.
+    """Return whether a derivative with respect to some of these tensors may be computed.
 
     This includes forward mode, whose tangents the bare operator would silently drop.
     """
@@ -171,9 +171,9 @@ def _bound(number: int) -> int | None:
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    """Return out, contiguous like q; lse, `(batch, seq, heads)`; and over a mesh what the backward needs.
+    """Return out, contiguous like q, and lse, `(batch, seq, heads)`.
 
-    These are other ranks' rows.
+    Over a mesh the list continues with what the backward needs: other ranks' rows.
     """
     return _run(_unpack(k, *packed), q, k, v)
 
@@ -320,7 +320,7 @@ torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward
 
 
 def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments of a call under `torch.func.vmap` as one call whose batch includes the mapped dimension."""
+    """Fold a call under `torch.func.vmap` into one call: the mapped dimension becomes a part of the batch."""
     folded = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:

@@ -1,4 +1,4 @@
-"""Patterns: which tokens attend to which, as small frozen values without a length, a device or tensors.
+"""Describe patterns: small frozen values that say which tokens attend to which, for any length and device.
 
 A pattern's heads are the heads of k and v. With grouped queries, query head h has the offset of the KV head that it
 reads, h // (num_heads // num_kv_heads), so that a KV head shows all its query heads the same strided rows.
@@ -45,7 +45,8 @@ class _Branched:
     """Base class of patterns with a normal form of branches: `Dilated`, `Window`, and sums of them."""
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern in normal form for num_heads KV heads; arguments as in `Dilated.offset_table`."""
+        """Return the pattern as branches (its normal form) for num_heads KV heads; arguments as in
+        `Dilated.offset_table`."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Sum:
@@ -106,8 +107,8 @@ class _Branched:
         """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
-            num_heads: number of KV heads; default: as many as a table of offsets has, else just enough for `head` to
-                exist, with `head_groups` at least one per branch.
+            num_heads: the number of KV heads. Default: as many as the table of offsets has; without a table, just
+                enough for `head` to exist, and with `head_groups` at least one per branch.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
@@ -129,11 +130,10 @@ class Window(_Branched):
     is `Window(w, w)`.
 
     Args:
-        before, after: keys on each side, counted in keys of the token's residue class modulo `rate`; after=None: the
-            same as before.
+        before, after: the number of keys on each side, `rate` tokens apart; after=None: the same as before.
         rate: the distance between neighbouring keys of the window.
-        leading: how many first tokens are global: all tokens see them, and they see all tokens (in a causal call: all
-            before them). A key that is both leading and in the window counts once.
+        leading: the number of first tokens that are global: all tokens see them, and they see all tokens (in a
+            causal call, all before them). A key that is both leading and in the window counts once.
 
     Examples:
         >>> from dilated_attention import Window
@@ -171,7 +171,8 @@ class Window(_Branched):
 
 @dataclass(frozen=True)
 class Dilated(_Branched):
-    """Show a union of branches (w, r), with one softmax over all their keys, counted with multiplicity.
+    """Show dilated segments: a union of branches (w, r), with one softmax over all their keys, counted with
+    multiplicity.
 
     In branch (w, r) token p lies in segment p // w, and takes part for head h iff (p mod w) mod r == o(h). A
     participating query sees the participating keys of its segment. With c(i, j) the number of branches that show key j
@@ -399,7 +400,7 @@ class Sum(_Branched):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Return the terms, those without layouts joined into one."""
+        """Return the terms of the sum. All terms without a layout are joined into one."""
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
@@ -454,7 +455,7 @@ def _offsets(pattern: Dilated) -> Offsets:
 
 
 def _covering(pattern: Dilated) -> str:
-    """Return a remedy: what lets every token of every head see a key."""
+    """Return advice on how to let every token of every head see a key."""
     if pattern.head_groups:  # each head has one branch
         return "With head_groups=True, dilation rate 1 in every branch covers every token"
     return "A branch of dilation rate 1 covers every token"
@@ -463,8 +464,8 @@ def _covering(pattern: Dilated) -> str:
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """Return the layout for `length` tokens.
 
-    `plan_cache` keeps what a callable returns for as long as the callable lives, which a weak reference shows. A
-    callable that cannot have one (`__slots__`) is called every time.
+    `plan_cache` keeps what a callable returns as long as the callable lives, which a weak reference to it tells. A
+    callable that allows no weak reference (`__slots__`) is called every time.
     """
     if isinstance(layout, BlockLayout):
         return layout
@@ -496,13 +497,15 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
     """Return the pattern of a layout function.
 
-    This is its layout, or while the length is a symbol, the function in one segment.
+    This is its layout; or, while a graph is exported and the length is a symbol, a product that applies the function
+    in one segment.
     """
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 
 
 _FUNCTIONS: dict[str, LayoutOfLength] = {}
-"""The layout functions that exported programs of any length call when they run. They are kept permanently."""
+"""The layout functions that exported programs call, when they run, for the length at hand. They are kept permanently.
+"""
 
 
 @constant_when_traced
@@ -529,9 +532,9 @@ class Product:
     Within each segment, the tokens that take part are numbered from 0, and the layout cuts this sequence into blocks.
 
     Args:
-        layout: a `BlockLayout`, if its length is the number of tokens that take part in every segment of every branch;
-            or a callable that returns the layout for n tokens, always the same for the same n, since it is cached. It
-            may have lists per query head, but not per batch element.
+        layout: a `BlockLayout`, if the same number of tokens, its length, takes part in every segment of every
+            branch; or a callable that returns the layout for n tokens. It must always return the same layout for the
+            same n, since layouts are cached. It may have lists per query head, but not per batch element.
 
     Examples:
         >>> from dilated_attention import BlockLayout, Dilated

@@ -22,7 +22,7 @@ PIXELS = 512  # a side of a picture, at most, where a square may stand for sever
 
 
 class Branches(Protocol):
-    """Stand for a pattern of dilated branches, `Dilated`, which this module must not import."""
+    """Describe what this module uses of a `Dilated` pattern, a class that it must not import."""
 
     @property
     def head_groups(self) -> bool: ...
@@ -95,7 +95,7 @@ def plot_counts(
 
 
 def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
-    """Draw the pairs that strided groups show; a few rows per pixel stand for all.
+    """Draw the pairs that strided groups show. Only a few of the rows that share a pixel are drawn.
 
     Args:
         groups: objects of `plan.StridedGroup`, which this module must not import.
@@ -191,10 +191,10 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 
 
 def ink(mean: np.ndarray, most: float) -> np.ndarray:
-    """Return how dark a pixel is drawn, from 0 (white) to 1 (black), for the mean of the counts that it stands for.
+    """Return how dark a pixel is drawn, from 0 (white) to 1 (black), given the mean count of its pairs.
 
-    The law is the same as in the explorer: whatever is shown at all can be seen, however few of a pixel's pairs are
-    shown.
+    The rule is the same as in the explorer: a pixel with any shown pair is visibly dark, even if few of its pairs
+    are shown.
     """
     return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
 

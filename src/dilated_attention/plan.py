@@ -1,6 +1,6 @@
-"""Plans: the closed-form groups of rows that a pattern means at one sequence length.
+"""Compile a pattern into a plan: the groups of rows that the pattern consists of at one sequence length.
 
-A group is a family of equal strided blocks, so a plan stays a few integers at any length. Plans are pure integers:
+A group is a family of equal strided blocks, so a plan is a few integers at any length. Plans are pure integers:
 tables on a device are derived from them elsewhere.
 """
 
@@ -16,7 +16,7 @@ OffsetTable = tuple[tuple[int, ...], ...]
 """The offset of each head in each branch (branch x head), or -1 where the head takes no part in the branch."""
 
 Band = tuple[int | None, int | None]
-"""(low, high): row i sees row j iff low <= j - i <= high; None: no bound."""
+"""(low, high): row i sees row j iff low <= j - i <= high; None means no bound."""
 EVERY: Band = (None, None)
 
 
@@ -100,7 +100,7 @@ class Part(NamedTuple):
     """Describe what some query rows see.
 
     Attributes:
-        keys: rows of keys with their band; each becomes a group.
+        keys: runs of key rows, each with its band; each becomes a group.
         first: no earlier part of the branch holds these queries.
     """
 
@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Hold what one pattern means at one sequence length.
+    """Hold the groups of one pattern at one sequence length.
 
     Attributes:
         covered: the groups marked `first` hold every (row, head), so that nothing needs to be initialised.
@@ -144,7 +144,7 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class Spans(NamedTuple):
-    """Describe the segments of a grid that have tokens in [lower, upper), in equal runs.
+    """Describe the segments of a grid that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
         segment: w', at most the length of the grid.
@@ -159,7 +159,8 @@ class Spans(NamedTuple):
 
 
 def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """Return the segments of w tokens, counted from the start of `grid` [start, stop), that hold some of `tokens`."""
+    """Return the segments that hold some of `tokens`: segments of w tokens, counted from the start of `grid` [start,
+    stop)."""
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:
@@ -177,11 +178,11 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
 
 
 def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
-    """Return, in equal runs, the rows of some tokens that take part in a branch.
+    """Return, as runs of equal segments, the rows that take part in a branch.
 
     Returns:
-        For each run: rows; how many rows of the same segment lie before them; how many fewer than ceil(w' / r) rows the
-            whole segment has; whether the segment reaches beyond the tokens.
+        For each run: its rows; how many rows of the same segment lie before them; how many rows the whole segment lacks
+            to ceil(w' / r); whether the segment reaches beyond the tokens.
     """
     segment, lower, upper, runs = spans
     found = []
@@ -203,7 +204,7 @@ def compile_groups(
     The densest branch goes first: it writes the running output that the others are merged into.
 
     Args:
-        parts: what the heads of a (branch, offset) compute.
+        parts: called as parts(branch, offset); returns what the heads with this offset compute.
         seq_len: the number of query rows.
     """
     groups: list[StridedGroup] = []
@@ -232,14 +233,16 @@ def compile_groups(
 
 
 ALL = -2
-"""An entry of an offset table: the head takes part in the branch with every residue, each attended separately."""
+"""An entry of an offset table: the head takes part in the branch with every residue. Each residue is attended
+separately."""
 
 WHOLE = 2**62
-"""The segment length of a branch that has no segments."""
+"""The segment length of a branch without segments: the whole sequence."""
 
 
 class Sight(NamedTuple):
-    """Describe queries and keys of one stride: a query at p sees the keys at p + i * stride for low <= i <= high."""
+    """Describe queries and keys with a common stride: a query at p sees the keys at p + i * stride for low <= i <=
+    high."""
 
     queries: Rows
     keys: Rows
@@ -250,9 +253,9 @@ class Sight(NamedTuple):
 def sights(
     branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool
 ) -> Iterator[Sight]:
-    """Yield what the queries at positions [start, stop) see of the keys at others, for the heads of one offset.
+    """Yield what the queries at positions `queries` see of the keys at positions `keys`, for the heads of one offset.
 
-    Rows start at positions. A sight may be empty.
+    The `start` of rows is a position here. A sight may be empty.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
@@ -285,7 +288,7 @@ def parts_of(
     is_causal: bool,
     origins: tuple[int, int],
 ) -> Iterator[Part]:
-    """Yield the parts in which some query sees some key; arguments as in `sights`.
+    """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`.
 
     Args:
         origins: the positions of row 0 of q and of row 0 of k.
@@ -313,7 +316,7 @@ def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int]
 
 
 def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
-    """Return the plan of self-attention over segments, in a tenth of the time that positions and bands cost."""
+    """Return the plan of self-attention over segments. This takes a tenth of the time of the general `_compile`."""
     cuts = [spans(segment, (0, seq_len), (0, seq_len)) for segment in branches.segment_lengths]
     counts_zeros, causal = branches.compat is not None and not is_causal, (None, 0)
 
@@ -346,7 +349,10 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
-    """Return the numbers of first + stride * {0, 1, ...} in [lower, upper), and in as many segments after it."""
+    """Return the numbers first, first + stride, ... that lie in [lower, upper), and the same rows of the next segments.
+
+    `segments`: the number of segments, which are `segment` tokens apart.
+    """
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
 
@@ -369,7 +375,7 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Leave out rows that see no column, columns that no row sees, and bounds that hide nothing.
+    """Remove rows that see no column, columns that no row sees, and bounds that hide nothing.
 
     Returns None if nothing is left.
     """
@@ -395,9 +401,9 @@ def plan_of(
     """Return the plan of a pattern in normal form, from the cache.
 
     Args:
-        queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows of
-            the plan are numbered from these starts. With compat="torchscale", which needs all tokens, groups that are
-            not causal count ceil(w' / r) keys per segment, w' = min(w, stop), however many of them are real.
+        queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows
+            of the plan are numbered from these starts. compat="torchscale" needs all tokens. Its groups that are not
+            causal then count ceil(w' / r) keys per segment, w' = min(w, stop), padding included.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(

@@ -9,8 +9,8 @@ from torch import Tensor
 def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return values and indices of the `number` largest entries of each row, descending.
 
-    Among equals the first come first. `torch.topk` chooses among equals by the width of the rows and by `number`. What
-    is chosen for a token must depend on neither, since both reveal later tokens.
+    Equal entries come in their order in the row. With `torch.topk` the choice among equal entries depends on the
+    width of the rows and on `number`. Both reveal later tokens, so a token's choice must not depend on them.
     """
     if x.dtype == torch.float64:
         values, indices = x.sort(dim=-1, descending=True, stable=True)

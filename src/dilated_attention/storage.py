@@ -1,4 +1,5 @@
-"""Write files so that they are the old or the new version, never a mixture; store tensors without pickle, and digests.
+"""Write files atomically: after a crash a file is the old or the new version. Store tensors without pickle, and
+digests.
 
 `SHA256SUMS` in a folder, in the format of the command `sha256sum`, has a line for each file that was written with it.
 """
@@ -90,7 +91,7 @@ def require_file(path: Path) -> None:
 
 
 def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless both have the same names and shapes."""
+    """Raise ValueError unless `found` has the same names as `expected`, and the same shape for each name."""
     require_names(expected, found, where)
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
@@ -98,7 +99,7 @@ def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], wh
 
 
 def require_names(expected: Mapping[str, object], found: Mapping[str, object], where: str) -> None:
-    """Raise ValueError unless both have the same names."""
+    """Raise ValueError unless `found` has the same names as `expected`."""
     for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
             raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")
@@ -129,7 +130,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def require_whole(path: Path, digests: Mapping[str, str]) -> None:
-    """Raise ValueError unless the file has the digest that `SHA256SUMS` beside it, read as `digests`, lists."""
+    """Raise ValueError unless the file has the digest that `digests`, from the `SHA256SUMS` beside it, lists."""
     require_file(path)
     if path.name not in digests:
         raise ValueError(f"{path.with_name(SUMS)}: damaged: it does not list {path.name}")
@@ -142,7 +143,7 @@ def require_whole(path: Path, digests: Mapping[str, str]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make new and renamed files of a folder durable."""
     if os.name == "posix":
         directory = os.open(folder, os.O_RDONLY)
         try:
@@ -153,9 +154,9 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a folder beside `path` in which to write what then replaces it.
+    """Yield a temporary folder beside `path`; the file written there then replaces `path`.
 
-    After a kill, a call an hour later removes the folder.
+    If the process is killed, the folder stays; a call at least an hour later removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".new-{glob.escape(path.name)}-*"):

@@ -20,7 +20,8 @@ def suggest_pattern(
     is_causal: bool = False,
     largest_rate: int | None = None,
 ) -> Dilated:
-    """Suggest a pattern for sequences of seq_len tokens that costs at most `budget`; `print` it to see the reasons.
+    """Suggest a dilated pattern for sequences of seq_len tokens that costs at most `budget`. `print` it to see the
+    reasons.
 
     Its first branch has rate 1, its last one spans the sequence, and no rate exceeds the number of heads. Every token
     therefore has a head in every branch, sees a key in every head, and reaches any other token within two layers: the
@@ -81,7 +82,10 @@ class _Problem:
     is_causal: bool
 
     def entries(self, segment: int, rate: int) -> int:
-        """Return the score entries of one branch in all heads: per segment and head m^2, or m (m + 1) / 2 if causal."""
+        """Return the score entries of one branch in all heads: m^2 per segment and head, or m (m + 1) / 2 if causal.
+
+        m is the number of tokens of the segment that take part.
+        """
         total = 0
         whole, tail = divmod(self.seq_len, segment)
         for offset in range(min(rate, self.num_heads)):
@@ -106,7 +110,8 @@ class _Problem:
         )
 
     def budget_of(self, entries: int, like: float) -> str:
-        """Return the smallest budget of the same kind that allows these entries, rounded up."""
+        """Return, as text, the smallest budget that allows these entries, rounded up; of the kind (share or keys) of
+        `like`."""
         if isinstance(like, Integral):
             return f"budget={math.ceil(entries / (self.num_heads * self.seq_len))}"
         share = entries / self.entries(self.seq_len, 1)
@@ -115,11 +120,13 @@ class _Problem:
         return f"budget={float(f'{rounded:.3g}')!r}"  # 1.0, where 1 would be a number of keys
 
     def least_first(self, rate: int) -> int:
-        """Return the shortest first segment that joins the pairs if the last branch has this rate.
+        """Return the shortest first segment with which two layers connect (almost) every pair of tokens.
 
-        Any segment of `rate` tokens has every residue. When causal, the rate (rate - 1) / 2 pairs across a border that
-        lie so close to it that they have no residue in common are never joined (at most 0.5 % of all pairs), and the
-        same number for any two segments are not joined within two layers (at most 5 %).
+        `rate`: the rate of the last branch. Without causality a first segment of `rate` tokens is enough, because it
+        has a token of every residue. When causal, a pair can fail close to a border between two first segments, if no
+        token between the two has the right residue. rate (rate - 1) / 2 pairs at each border are never connected; these
+        may be at most 0.5 % of all pairs. The same number for any two segments are not connected within two layers;
+        these may be at most 5 %.
         """
         if not self.is_causal:
             return rate
@@ -128,7 +135,10 @@ class _Problem:
         return max(rate, -(-self.seq_len // segments))
 
     def longest_first(self, allowed: int, last_rates: list[int]) -> Dilated | None:
-        """Return dense attention, or the geometric pattern with the longest first segment."""
+        """Return dense attention if the budget allows it; else the affordable pattern with the longest first segment.
+
+        The patterns are those of `geometric`; None if none of them is affordable.
+        """
         dense = Dilated((self.seq_len,), (1,))
         if self.cost(dense) <= allowed:
             return dense
@@ -139,7 +149,7 @@ class _Problem:
         return max((p for p in fitting if p is not None), key=lambda p: p.segment_lengths[0], default=None)
 
     def geometric(self, rate: int) -> Iterator[Dilated]:
-        """Yield patterns with rates 1, 2, 4, ..., rate; the one with the longest first segment comes first."""
+        """Yield patterns with rates 1, 2, 4, ..., rate, from the longest possible first segment to the shortest."""
         rates = [*(1 << i for i in range((rate - 1).bit_length())), rate]
         first = _round_length(self.seq_len // rate)
         while rate > 1 and first >= self.least_first(rate):
@@ -157,7 +167,7 @@ class _Problem:
         return min(patterns, key=self.cost)
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:
-        """Return the two branches with a longer first segment, as far as the budget allows."""
+        """Return the two branches of `least` with the first segment as long as the budget allows."""
         window = _round_length(self.seq_len // 2)
         while window > least.segment_lengths[0]:
             pattern = Dilated((window, self.seq_len), least.dilation_rates)
@@ -191,6 +201,7 @@ class _Problem:
 
 
 def _round_length(tokens: int) -> int:
-    """Return the longest of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that has at most this many tokens."""
+    """Return the largest of the round lengths 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+    that is at most `tokens`."""
     unit = 1 << max(tokens.bit_length() - 3, 0)
     return tokens // unit * unit

@@ -1,7 +1,7 @@
 """Collect the private names of PyTorch that this library uses, each with its reason.
 
-`tests/test_torch_internals.py` checks that they exist and do what is said here. In the oldest supported PyTorch, no
-name without an underscore serves these purposes.
+`tests/test_torch_internals.py` checks that they exist and do what is said here. The oldest supported PyTorch has no
+public names for these purposes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed import DeviceMesh, ProcessGroup, Store
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context in which operators skip their Autograd kernels: an Autograd kernel calls its own operator."""
+"""A context in which operators skip their Autograd kernels, so that an Autograd kernel can call its own operator."""
 
 flash_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_for_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,13 +29,13 @@ flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
 flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
 efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-"""The operators under `scaled_dot_product_attention`, which itself returns no lse and takes no merged one."""
+"""The operators behind `scaled_dot_product_attention`, which itself neither returns an lse nor takes a merged one."""
 
 
 def constant_when_traced(function: Function) -> Function:
     """Mark `function` so that `torch.compile` calls it once and keeps its result.
 
-    `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler to do so.
+    `torch.compiler.assume_constant_result` sets the same mark, but it imports the whole compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -73,7 +73,10 @@ def not_traced(function: Function) -> Function:
 
 
 def in_torch_func() -> bool:
-    """Return whether a torch.func transform is active: it differentiates a Function, and ignores Autograd kernels."""
+    """Return whether a torch.func transform is active.
+
+    Such a transform differentiates `autograd.Function`s, and ignores Autograd kernels.
+    """
     return torch._C._are_functorch_transforms_active()
 
 
@@ -99,7 +102,8 @@ def in_batched_gradients(*gradients: Tensor | None) -> bool:
 
 
 def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Apply `function` to gradients that autograd maps over, one after another: memory stays as for one."""
+    """Apply `function` to gradients that autograd maps over, one after another,
+    so that memory is as for one gradient."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     # One that is not mapped, which the others share, comes out with a batch of 1.
@@ -119,14 +123,14 @@ def autograd_position() -> tuple[int, int | None]:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Return whether a forward hook waits for what a module, or one inside it, reads or returns."""
+    """Return whether a module, or a module inside it, has a forward hook."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
     return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
 
 
 def observed(*tensors: Tensor) -> bool:
-    """Return whether something follows the operators of eager code.
+    """Return whether something watches the operators of eager code, so that none may be skipped.
 
     It may be a dispatch mode (fake tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor.
     """
@@ -136,7 +140,7 @@ def observed(*tensors: Tensor) -> bool:
 def mapped_indices() -> AbstractContextManager[None]:
     """Let `torch.vmap` map `table[i]` where i is one number, as FlexAttention needs when it maps a mask_mod.
 
-    Before PyTorch 2.9 `table[i]` asks for the number itself.
+    Before PyTorch 2.9 `table[i]` reads the value of i, which vmap does not allow.
     """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
 
@@ -144,7 +148,8 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise if one value of `condition` is false, when a compiled graph runs or a device reaches this place."""
+    """Raise unless `condition`, a single boolean, is true: when a compiled graph runs,
+    or a device reaches this place."""
     torch._assert_async(condition, message)
 
 
@@ -160,5 +165,5 @@ def rendezvous_store() -> Store:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis over all ranks of a mesh of several."""
+    """Return a mesh with a single axis over all ranks of a mesh with several axes."""
     return mesh._flatten(name)

@@ -26,7 +26,9 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute P = c exp(s - lse), with s = scale q kᵀ and c(i, j) how often the pattern shows key j to query i.
+    """Compute the attention probabilities P = c exp(s - lse), as a sparse tensor.
+
+    s = scale q kᵀ, and c(i, j) counts how often the pattern shows key j to query i.
 
     Only pairs that the pattern shows are computed and stored: O(pairs) time and memory. A row sums to 1, or is empty if
     the query sees no key. Differentiable in q and k. Attention itself never forms these weights.
@@ -99,7 +101,7 @@ def attention_weights(
 def _groups(
     pattern: Pattern, seq_len: int, kv_heads: int, is_causal: bool
 ) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
-    """Yield the strided groups of a pattern, each with the layout inside its segments."""
+    """Yield the strided groups of a pattern, each with the layout that applies inside its segments, or None."""
     if isinstance(pattern, BlockLayout):
         (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
         yield group, pattern

@@ -20,22 +20,27 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into
 
 _CHUNK_BYTES = 16 << 20
-"""Bound on the temporaries of one call: gathered keys and values, and partial results."""
+"""The most bytes that one call may use for temporaries: gathered keys and values, and partial results."""
 _GATHER_BYTES = 2 << 20
 """The same bound per thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is
 copied, and the head's keys. It takes 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to
 the keys of all heads, would be 3 to 6 % slower with it."""
 _FOLD_TOKENS = 1 << 20
-"""Elements of a problem below which a batch of problems is folded into heads by a copy, rather than looped over."""
+"""The number of elements of a problem below which a batch of problems is copied into one problem with more heads.
+
+Larger problems are run one after another.
+"""
 
 
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Locate the first `tokens` of blocks `ids` (R, m) of x (seq, heads, ...), for one head each or for all heads.
+    """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), for one head per row or all
+    heads.
 
-    Returns a view of x with a slice (tokens, ...) at each index of its first dimension, and the indices (R * m,). Whole
-    blocks of all heads are the slices of a plain dimension. Otherwise that dimension counts elements, and the slice at
-    an offset is the block that starts there. This copies whole runs of memory at any strides: 3 to 5 times as fast as
-    advanced indexing, above all for a single head, and a tenth to a half slower than the plain dimension.
+    Returns a view of x and indices (R * m,) into its first dimension; at each index lies one block, (tokens, ...).
+    For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements, and the
+    block at an index starts at that element. The latter copies whole runs of memory at any strides. It is 3 to 5 times
+    as fast as advanced indexing, most of all for a single head, and a tenth to a half slower than the view that counts
+    blocks.
     """
     if heads is None and tokens == block:
         return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()
@@ -50,14 +55,14 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 
 
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Return those blocks, copied: (R, heads or 1, m * tokens, ...)."""
+    """Return a copy of the blocks that `_blocks` locates: (R, heads or 1, m * tokens, ...)."""
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
 
 
 def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """Return (R, heads or 1, m * tokens, ...) as slices of `_blocks`, in its second dimension: (tokens, R * m, ...)."""
+    """View (R, heads or 1, m * tokens, ...) as the slices of `_blocks`: (tokens, R * m, ...), slices in dimension 1."""
     x = x.squeeze(1) if per_head else x.transpose(1, 2)
     return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
 
@@ -70,7 +75,7 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
 
 
 def _cut(queries: int) -> int:
-    """Return the number of queries of a piece, the operator's unit of work on CPU."""
+    """Return the number of queries in which the CPU operator works at a time, its unit of work."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
@@ -84,9 +89,9 @@ class Sequence:
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
         """Yield the groups, cut into calls whose temporaries stay bounded, and the heads of each.
 
-        Cut by rows of all heads, and where one such row is too large, by heads too. `by_head`: where keys are gathered,
-        cut by heads first, and cut one head's rows only if they are too many, as long as every thread has work.
-        `token_bytes`: bytes of one token of one head.
+        A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
+        `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
+        long as every thread has work. `token_bytes` is the size of one token of one head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -134,7 +139,8 @@ class Sequence:
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
         """Return 0 or -inf per score, from the key bias and the diagonal.
 
-        The diagonal is included where it does not run through the corners of the blocks.
+        It hides the keys that the key bias hides. It also hides the keys after each query, unless the diagonal runs
+        from corner to corner of the blocks: then the operator's own causal mask is used.
         """
         bias = None
         if self.key_bias is not None:

@@ -1,7 +1,7 @@
-"""Run calls on the CPU with our own C++ kernels (kernels/cpu), over the tables of tiles that the Triton backend uses.
+"""Run calls on the CPU with our own C++ kernels (kernels/cpu). They read the tables of tiles that Triton uses too.
 
-Each turn of a plan is one call of the library: a flat loop over the keys of all spans that a tile of queries sees, one
-softmax. Tables are made once per plan and kernel.
+Each turn of a plan (see `tiles.turns`) is one call of the library. For a tile of queries, a call runs one loop and
+one softmax over the keys of all spans that the tile sees. Tables are made once per plan and kernel.
 """
 
 from __future__ import annotations
@@ -25,26 +25,32 @@ from dilated_attention.plan import Plan
 ARM64 = build.machine() == "arm64"
 X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
 INSTRUCTION_SETS = ("none", "NEON", "NEON with bfloat16") if ARM64 else X86_SETS
-"""The names of the instruction sets of this architecture, by their numbers in kernels/cpu/dispatch.cpp."""
+"""The names of this architecture's instruction sets. The index is the number used in kernels/cpu/dispatch.cpp."""
 AVX512, AMX = map(X86_SETS.index, ("AVX-512", "AMX with bfloat16"))
 HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
-"""The highest set whose products are in float32, whatever the dtype."""
+"""The highest instruction set whose kernels multiply in float32, whatever the dtype of the tensors."""
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 ONE_THREAD = 2**22
-"""Score entries times head_dim that one core finishes before others have joined it."""
+"""The work, in score entries times head_dim, that one core finishes before other cores have joined it."""
 
 MOST_IDLE = 1.3
-"""The largest ratio of a five-product backward's time to the time of even shares. It has few jobs; above this ratio,
-seven products are faster."""
+"""The largest imbalance of threads at which the backward uses its kernel of five products instead of two with seven.
+
+The imbalance is `Launch.idle`: the time with whole jobs relative to perfect balance. The kernel of five products has
+few, large jobs, so threads may idle at the end.
+"""
 
 
 LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
 LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (512, 24, 512)}
-"""The fewest keys per query, with full segments, for which `auto` chooses this backend: on processors with AVX2 only,
-with AVX-512 and with AMX, for a head_dim of up to 64 and for more. With fewer keys, a tile's gathers and edges cost
-more than its products (notebook, 2026-11-22 and 2026-11-24)."""
+"""The fewest keys per query, with full segments, for which `auto` chooses this backend.
+
+LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The three entries are for processors with
+AVX2 only, with AVX-512 and with AMX. With fewer keys, the gathers and edges of a tile cost more than its products
+(notebook, 2026-11-22 and 2026-11-24).
+"""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -78,7 +84,7 @@ def on_request(facts: Facts) -> str | None:
 
 
 def least_keys(dtype: torch.dtype, head_dim: int) -> int:
-    """Return this machine's entry of LEAST_KEYS or LEAST_KEYS_WIDE."""
+    """Return the fewest keys per query for which `auto` chooses this backend on this machine."""
     table = LEAST_KEYS if head_dim <= 64 else LEAST_KEYS_WIDE
     return table.get(dtype, (0, 0, 0))[2 if has_amx() else int(instruction_set() >= AVX512)]
 
@@ -123,10 +129,10 @@ def in_tiles(dtype: torch.dtype) -> bool:
 
 
 def in_halves(dtype: torch.dtype) -> bool:
-    """Return whether a number is multiplied as the sum of two bfloat16, by three products in the tiles of AMX.
+    """Return whether each number is split into a sum of two bfloat16 numbers, which AMX multiplies in three products.
 
-    Float16 is: the sum is exact. Float32 is only if `torch.set_float32_matmul_precision` allows it, "high" or "medium":
-    out and gradients are then within 3e-5.
+    Float16 numbers are split, because the sum is exact. Float32 numbers are split only if
+    `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then within 3e-5.
     """
     if dtype == torch.bfloat16 or instruction_set() != AMX:
         return False
@@ -142,7 +148,7 @@ def _set_of(dtype: torch.dtype) -> int:
 
 
 def has_amx() -> bool:
-    """Return whether the machine multiplies tiles of bfloat16, as PyTorch's operators do there."""
+    """Return whether the machine has AMX for bfloat16, and PyTorch's own operators would use it."""
     return _AMX
 
 
@@ -229,7 +235,7 @@ def launches(
 
     Args:
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: only for the groups of these launches of keys; None: all.
+        which: return only the launches for the groups of these launches of keys; None: all launches.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():
@@ -271,7 +277,7 @@ _INTEGERS = (
 
 
 class _Call(ctypes.Structure):
-    """Mirror the struct of kernels/cpu/call.h."""
+    """Mirror the struct `Call` of kernels/cpu/call.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -329,7 +335,7 @@ class _Arguments:
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Call the library once. Raise MemoryError if its threads get no memory."""
+    """Call the library once. Raise MemoryError if it cannot allocate memory for its threads."""
     table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,

@@ -64,7 +64,7 @@ class Dropout:
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
 
     def packed(self) -> Dropout:
-        """Return the dropout of all samples as one sequence, one after another."""
+        """Return the dropout of all samples joined into one sequence, one sample after another."""
         keys = self.keys.repeat(self.queries.shape[0], 1)
         return replace(self, queries=self.queries.flatten(0, 1).unsqueeze(0), keys=keys)
 
@@ -141,7 +141,7 @@ def _hash(constant: int, *positions: Tensor) -> Tensor:
 
 
 def _word(x: Tensor) -> Tensor:
-    """Return the low 32 bits, as int32."""
+    """Return the low 32 bits of x, as int32."""
     return ((x + (1 << 31)) & 0xFFFFFFFF).sub(1 << 31).to(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""The facts on which the choice of a backend depends."""
+"""Hold the facts of a call on which the choice of a backend depends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Facts(NamedTuple):
     """Hold the facts of a call that decide which backends can serve it.
 
     Attributes:
-        seq_len: number of rows on this device.
+        seq_len: the number of tokens on this device.
         needs: what the call needs beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout", "a
             window", "softcap".
         work: an estimate of the call's score entries times head_dim.
-        over_mesh: whether its sequence is sharded over a mesh.
+        over_mesh: whether the call's sequence is sharded over a mesh.
         keys: how many keys a query sees, summed over its branches, when every segment is full.
     """
 

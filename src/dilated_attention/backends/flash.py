@@ -1,11 +1,12 @@
-"""Wrap FlashAttention's operators in `fused`'s signature, if one of its packages is installed. Never required.
+"""Give FlashAttention's operators the signature of `fused`, if one of its packages is installed. None is required.
 
-FlashAttention reads rows at any stride of whole 16 bytes, so most of the native backend's views pass unchanged. Its
-backward takes the merged out and lse, and is deterministic if `torch.use_deterministic_algorithms` asks for it. It has
-only the causal mask, and a dropout of its own: calls that need more are refused.
+FlashAttention reads rows at any stride that is a multiple of 16 bytes, so most of the native backend's views need no
+copy. Its backward takes the merged out and lse, and is deterministic if `torch.use_deterministic_algorithms` asks for
+it. It has no mask except the causal one, and its dropout differs from this library's. Calls that need other masks or
+dropout are refused.
 
-The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4 (flash_attn.cute).
-Tested against stand-ins with these signatures; not run on a GPU, see results/README.md.
+The signatures are those of flash-attn 2.7 and later, of flash-attn-3 (hopper/) and of flash-attn-4
+(flash_attn.cute). Tests use stand-ins with these signatures. Nothing has run on a GPU yet; see results/README.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_HEAD_DIM = 256
 
 
 def order(capability: tuple[int, int]) -> tuple[int, ...]:
-    """Return the versions that serve a compute capability, the preferred one first."""
+    """Return the versions of FlashAttention that support a compute capability, the preferred one first."""
     if capability < (8, 0):
         return ()
     return {9: (3, 4, 2), 10: (4, 2)}.get(capability[0], (2,))
@@ -64,7 +65,8 @@ def on_request(facts: Facts) -> str:
 
 @cache
 def version(capability: tuple[int, int]) -> int | None:
-    """Return the installed version that serves a compute capability best."""
+    """Return the preferred version of FlashAttention that is installed and supports a compute capability; None if none
+    is."""
     return next((number for number in order(capability) if _installed(MODULES[number])), None)
 
 

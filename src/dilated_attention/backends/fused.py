@@ -1,14 +1,14 @@
-"""PyTorch's fused attention operators, under one signature: (out, lse) forward, and a backward that takes merged
-values.
+"""Give PyTorch's fused attention operators one signature: a forward that returns (out, lse), and a backward that takes
+merged values.
 
-Public `scaled_dot_product_attention` returns no lse, and the gradient that its operators compute from a given (out,
-lse) is just what the merged backward needs; so the `aten` operators under it are called directly. q, k, v are `(batch,
-heads, seq, head_dim)` views with any strides whose last dimension is dense; k and v have as many heads as q. Outputs
-lie in memory as `(batch, seq, heads, head_dim)`.
+The public `scaled_dot_product_attention` returns no lse. The `aten` operators below it do, and they compute a
+gradient from any given (out, lse), which is what the merged backward needs. So they are called directly. q, k, v are
+`(batch, heads, seq, head_dim)` views with any strides whose last dimension is dense; k and v have as many heads as q.
+Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 
-Plain products serve where no operator does, in chunks of bounded memory and in single precision at least: few keys on
-CPU, a bias or an odd head_dim on CUDA, and dropout. The CPU operator has no dropout, and those of CUDA have masks of
-their own, which no other backend and no other rank could repeat.
+Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
+few keys on CPU, for a bias or an odd head_dim on CUDA, and for dropout. The CPU operator has no dropout; those of CUDA
+draw dropout masks that no other backend or rank could repeat.
 
 Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
 """
@@ -33,19 +33,19 @@ Statistic = Float[Tensor, "batch heads queries"]
 Bias = Float[Tensor, "batch #heads #queries keys"]
 
 _CHUNK = 1 << 18
-"""Scores per chunk of plain products: its temporaries, 4 bytes per score each, stay in a cache."""
+"""The number of scores per chunk of plain products. Its temporaries, 4 bytes per score each, stay in a cache."""
 _CHUNK_OF_ACCELERATORS = 1 << 24
-"""The same where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
+"""The same on accelerators, where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
 
 
 class Scores(NamedTuple):
     """Say how the scores of a call are computed.
 
     Attributes:
-        is_causal: query i sees keys up to i; then `bias` has one row for all queries.
+        is_causal: query i sees keys up to i. If True, `bias` has one row for all queries.
         scale: factor of q kᵀ, positive.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
-        pairs: dropout of these queries and keys.
+        pairs: the dropout of these queries and keys; None: no dropout.
         softcap: c > 0 replaces the scores s by c tanh(s / c); only plain products support it.
     """
 
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Return whether no operator of PyTorch computes such scores."""
+        """Return whether only plain products can compute such scores, because no operator of PyTorch can."""
         return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
@@ -109,7 +109,7 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
 
 @constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return what counts as the compute capability of a device with CUDA's interface."""
+    """Return the compute capability of a CUDA device, or its equivalent on other devices with CUDA's interface."""
     return _capability_of(device)
 
 
@@ -165,7 +165,7 @@ def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x, copied if a row of it does not begin at a multiple of 16 bytes.
+    """Return x, or a copy if some row of x does not begin at a multiple of 16 bytes.
 
     The operators of CUDA load 16 bytes at once and check only the last stride; a misaligned address ends the whole CUDA
     context.
@@ -288,9 +288,9 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores, and with a cap their derivative, in single precision (double for double).
+    """Compute the scores of the queries from index `first` on, and with a cap the derivative of the capped scores.
 
-    Row i is `first` + i.
+    Both are in single precision, or double for double.
     """
     statistic = torch.promote_types(q.dtype, torch.float32)
     s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None

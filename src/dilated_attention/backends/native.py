@@ -1,8 +1,8 @@
 """Run calls with PyTorch's fused attention on zero-copy strided views of q, k and v.
 
-A group's rows are an arithmetic progression of tokens, hence a strided view; no row is gathered, padded or transposed.
-A group is cut into tiles, one fused call each, so that a tile's temporaries are a bounded part of the output. Where the
-first group is the whole sequence, one call's result *is* the running output.
+The rows of a group are an arithmetic progression of tokens, hence a strided view. No row is gathered, padded or
+transposed. A group is cut into tiles, and each tile is one fused call whose temporaries are a bounded part of the
+output. If the first group covers the whole sequence, the result of its call *is* the running output.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ TokenStatistic = Float[Tensor, "batch seq heads"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE_BYTES = 16 << 20
-"""Bytes of one tile's output: large against a call's start-up, small enough to be merged from cache and to be allocated
-from memory that the previous tile freed. An accelerator gets at least a quarter of the whole output per call."""
+"""The most bytes of one tile's output. Large compared with a call's start-up cost, yet small enough that the output is
+merged while it is in cache and reuses the memory of the previous tile. An accelerator gets at least a quarter of the
+whole output per call."""
 _BAND_ROWS = 256
-"""Queries of a window per call; with w keys a call computes w + 256 scores per query."""
+"""The number of queries of a window per call. With a window of w keys a call computes w + 256 scores per query."""
 _MOST_PROBLEMS = 65_535
 """The most problems per call. CUDA's operators count them in a launch dimension with this limit; more raise "invalid
 configuration argument" (PyTorch's issue 142228)."""
@@ -57,9 +58,11 @@ def on_request(facts: Facts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Hold groups of one shape, each one token and one KV head after the other: a branch whose offset is h mod r.
+    """Hold groups of one shape, each shifted from the previous one by one token and one KV head.
 
-    Several residues of tokens then fold into one stride, token + head.
+    A branch whose offset is h mod r gives such groups.
+
+    A dimension over these groups is then a view: its stride is one token plus one head.
     """
 
     group: StridedGroup
@@ -67,7 +70,7 @@ class _Family:
 
 
 def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
-    """Join runs of groups that differ by one token and one head per step."""
+    """Join runs of groups in which each group is shifted from the previous one by one token and one head."""
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
@@ -191,16 +194,19 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the most problems times heads of a call with these rows each.
+    """Return the largest product of problems and heads for which one call with these rows is allowed.
 
-    dq of such a call is summed in padded rows and columns.
+    The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
 
 
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
-    """Return a tile that covers every row of every head of a group in one call; its result is the output itself."""
+    """Return a tile that computes all rows and heads of a group in one call, so that its result is the whole output.
+
+    Returns None if no such tile exists.
+    """
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
     every_row = every_row and group.keys == rows
@@ -215,7 +221,7 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
 
 
 def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether batch and segment are one stride in every (batch, seq, ...) tensor."""
+    """Return whether (batch, segment) can be viewed as one dimension in every (batch, seq, ...) tensor."""
     if tensors[0].shape[0] == 1 or group.queries.segments == 1:
         return True
     step = group.queries.segment * group.queries.segments
@@ -225,7 +231,8 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
 def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
     """Return a group's query heads in progressions, each with its KV heads or with the one that it shares.
 
-    The query heads of one KV head are neighbours; taking one query head of each KV head also gives a progression.
+    A progression is either the neighbouring query heads of one KV head, or one query head of each KV head. `ratio` is
+    the number of query heads per KV head.
     """
     step = group.head_stride
     k_heads = range(group.head, group.head + group.heads * step, step)
@@ -257,10 +264,10 @@ def _pieces(indices: range, number: int) -> list[range]:
 
 
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
-    """Cut a group with a band into groups that PyTorch's operators support: a causal mask or a bias.
+    """Cut a group with a band into groups that need only a causal mask or a bias, which PyTorch's operators support.
 
-    Keys that all queries see stay one group, and so do the others where they are a causal square. A window is cut into
-    runs of queries, each with the keys that some of them see, and a bias that is 0 or -inf.
+    The keys that all queries see form one group. The other keys form a group too, if they are a causal square. A
+    window is cut into runs of queries; each run gets the keys that some of its queries see, and a bias of 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group
@@ -280,7 +287,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
-    """Return which keys are hidden from which queries: bool, `(1, 1, queries, keys)`."""
+    """Return which keys a band hides from which queries: bool, `(1, 1, queries, keys)`."""
     row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
     distance = column - row[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -292,16 +299,16 @@ def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Return x, copied only if its last dimension is strided or its tokens overlap.
+    """Return x, or a copy if its last dimension is strided or its tokens overlap.
 
-    The fused operators read rows as dense vectors, and matrix products need the next row at least a row's length away.
+    The fused operators read rows as dense vectors, and matrix products need rows that do not overlap.
     """
     apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Whole:
-    """Hold a problem and its tensors; each tile computes a part of it."""
+    """Hold a problem and its tensors, of which each tile computes a part."""
 
     def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem, self.operators = problem, operators

@@ -1,4 +1,4 @@
-"""The problem that a backend computes."""
+"""Define the problem that a backend computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Problem:
     """Hold everything that a backend needs besides its tensors.
 
     Attributes:
-        plan: which rows see which.
+        plan: which query rows see which key rows.
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head where keys were gathered per head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q, and

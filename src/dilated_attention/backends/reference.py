@@ -1,4 +1,4 @@
-"""The oracle: attention from an integer count matrix, in float64, for any pattern.
+"""Compute attention of any pattern from an integer count matrix, in float64. Tests use this as the oracle.
 
     P_ij = c_ij exp(s_ij) / Z_i,    Z_i = Σ_j c_ij exp(s_ij),    out_i = Σ_j P_ij v_j,    lse_i = log Z_i,
 
@@ -44,8 +44,9 @@ def count_matrix(
 
     In a branch (w, r) token p lies in segment p // w and takes part for head h iff (p mod w) mod r = o(h). A
     participating query sees the participating keys of its segment (causal: those at j <= i). With an offset of
-    `plan.ALL` every token takes part, and sees those of its own residue. In a branch with a band (low, high) a query at
-    p sees a key at p + i * r of these iff low <= i <= high; where n tokens lead, all see them and they see all, once.
+    `plan.ALL` every token takes part, and sees those of its own residue. In a branch with a band (low, high), a query
+    at p sees only the keys at p + i * r with low <= i <= high. If n tokens are leading, all tokens see them and they
+    see all tokens; such a pair counts once.
 
     Args:
         segment_lengths, dilation_rates: w and r of each branch.

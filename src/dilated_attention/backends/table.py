@@ -27,12 +27,13 @@ class Backend:
     """Describe one way to compute attention.
 
     Attributes:
-        merits: why `auto` chooses it, where it does.
+        merits: why `auto` chooses this backend, in the calls in which it does.
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if it does.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
         attend: replaces these two by a function that autograd differentiates; the arguments are those of `reference`.
-        over_mesh: forward and backward continue a running state, as a rank's parts of a call over a mesh need.
+        over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
+            in parts.
         masks_over_mesh: they can also do so with a key mask or dropout, which differ by head in rows from other ranks.
         packs_samples: takes the samples of a ragged call as one sequence with one plan.
         details: what else `explain` should say about a call that it serves.
@@ -51,7 +52,7 @@ class Backend:
     details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return why it cannot serve a call; None if it can."""
+        """Return why this backend cannot serve a call; None if it can."""
         if facts.over_mesh and not self.over_mesh:
             return "it sees one device, and the call has a mesh"
         given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]
@@ -113,7 +114,8 @@ def check_name(name: str) -> None:
 
 
 def choose(name: str, facts: Facts) -> Choice:
-    """Choose the backend for a call: the named one, or for "auto" the first that serves it and is not on request only.
+    """Choose the backend for a call: the named one, or for "auto" the first one whose `refusal` and `on_request` allow
+    it.
 
     Raises BackendError, with every refusal, when none can serve it.
     """

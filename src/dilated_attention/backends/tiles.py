@@ -1,8 +1,9 @@
-"""Turn a plan into tables of tiles: what each program of a kernel launch computes, as plain integers.
+"""Turn a plan into tables of tiles. A table says, in plain integers, what each program of a kernel launch computes.
 
-A table has one int32 line per tile, described in kernels/strided.py: the rows of one head that the tile holds and the
-spans of rows that it sees. It is made from *cells*, lines that are not yet cut into tiles nor given to heads, by numpy
-over all segments at once: no tile is a Python object. This module also makes the buffers that launches write.
+A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
+program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
+tiles hold queries or keys. It is made from *cells*: lines that are not yet cut into tiles or assigned to heads. NumPy
+handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches write.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
 Part = tuple[np.ndarray, Sequence[int]]
-"""Cells, and the key-value heads that have them."""
+"""Cells, and the KV heads that have them."""
 
 TILE_FIELDS, SPAN_FIELDS = 8, 5
 HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
@@ -32,7 +33,7 @@ STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
 COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
 EDGES = slice(TILE_FIELDS + 3, None, SPAN_FIELDS), slice(TILE_FIELDS + 4, None, SPAN_FIELDS)
 UNMASKED = {"queries": (2**30, -(2**30)), "keys": (-(2**30), 2**30)}
-"""Diagonals that hide nothing from the tiles of a side."""
+"""The diagonals that hide nothing, for each side of tiles."""
 
 MAX_SPANS = 8
 MAX_PERIOD = 512
@@ -45,14 +46,14 @@ class Table:
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
-        chain: some tile of queries continues from what an earlier launch wrote.
-        is_causal: the diagonals count.
-        banded: both diagonals of a span count, not just the first.
+        chain: some tile of queries continues results that an earlier launch wrote.
+        is_causal: the diagonals of the spans apply.
+        banded: both diagonals of a span apply, not only the first.
         even: no tile, held or streamed, reaches past its rows.
-        edge: whether tiles that the loop streams need masks: 0 none, -1 all of them, else those at the edges (for
-            lists: this number of blocks).
+        edge: which of the tiles that the loop streams need masks: 0: none; -1: all; else those at the edges of spans
+            (for lists of blocks: this number of blocks).
         reach: the most tokens between the first and the last row of a tile that the loop streams.
-        count: the number of rows of its segments, whose spans the lists thin out; None without layouts.
+        count: the number of rows of the segments, which determines the layout; None without layouts.
     """
 
     lines: Tensor
@@ -75,10 +76,10 @@ def tables(
     *,
     join: bool = True,
 ) -> list[Table]:
-    """Return the launches of a plan with groups, in order.
+    """Return the tables of all launches of a plan, in the order in which they run.
 
-    With layouts they are the launches of their blocks in every segment of every group. `join`: whether to look for
-    turns that can run together.
+    With layouts, the launches compute the blocks that these list in every segment. `join`: look for turns that can run
+    in one launch.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -118,7 +119,7 @@ def _block_table(
 
 
 def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
-    """Return the group with the diagonal of its layout, if it is causal."""
+    """Return the group; if its layout is causal, with the layout's diagonal."""
     return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
@@ -126,7 +127,7 @@ def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
     count: int | None = None,
 ) -> Table:  # fmt: skip
-    """Make a table, with `even` and `edge` of the tiles that the loop streams."""
+    """Make a table from lines. `even` and `edge` describe the tiles that the loop streams, see `Table`."""
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
@@ -134,7 +135,7 @@ def _table(
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
-    """Raise ValueError if a token's number does not fit.
+    """Copy lines to a device. Raises ValueError if a token's number does not fit 32 bits.
 
     Refusals count the tokens of one sample, and a packed batch has more.
     """
@@ -145,7 +146,7 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
-    """Return the most rows that a tile can hold, and the most that a step of its loop can visit."""
+    """Return the most rows that a tile can hold, and the most rows that one step of its loop can visit."""
     sides = [_sides(group, side) for group in plan.groups]
     own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
     if layouts is None:
@@ -155,9 +156,10 @@ def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
-    """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`: a ragged batch is one call.
+    """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`, so that a ragged batch is one
+    call.
 
-    Packed samples lie one after another; the samples of a padded batch do so if it is viewed as one sample.
+    Packed samples lie one after another. So do the samples of a padded batch if the batch is viewed as one sample.
     """
     groups = [
         replace(group, queries=_shift(group.queries, start), keys=_shift(group.keys, start))
@@ -190,10 +192,10 @@ def _heads(group: StridedGroup) -> range:
 
 
 def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
-    """Return the groups in turns: within a turn no two share a (row, head), and groups that share one keep their order.
+    """Sort groups into turns. Groups in the same turn share no (row, head), and groups that share one keep their order.
 
-    A group takes the turn after the last one that touches the tokens of one of its heads. It is taken to touch
-    everything from its first token to its last. This may give one turn too many, which only costs time.
+    A group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to
+    touch everything from its first token to its last. This may give one turn too many, which only costs time.
     """
     out: list[list[StridedGroup]] = []
     touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
@@ -217,7 +219,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch if no launches are joined: those of one turn and one layout."""
+    """Return the groups of each launch when no turns are joined: a launch has the groups of one turn with one
+    layout."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -231,8 +234,8 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
     """Return cells per launch: one launch per turn, or fewer with `join`.
 
-    With `join` consecutive turns become one launch where the loops take hardly more steps for it. Then branches share
-    one softmax and the running state stays in registers. It pays where the residue classes of the sparsest branch fill
+    With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
+    one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch fill
     tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a sparse class spans so
     much of a dense segment that up to half of its scores would lie above the diagonal.
     """
@@ -251,7 +254,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return the steps of the inner loop that the cells take, over all heads."""
+    """Return how many steps of the inner loop the cells take, over all heads."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -262,7 +265,7 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """Return one cell per segment of a group; a cell sees the whole of its one span."""
+    """Return one cell per segment of a group. A cell sees all rows of its only span."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
@@ -280,7 +283,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Return cells cut into blocks of `size` rows, which a layout numbers from 0 in every segment."""
+    """Cut cells into blocks of `size` rows and return these. A layout numbers the blocks from 0 in every segment."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -289,13 +292,13 @@ def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for consecutive runs, which run each element belongs to, and its place in it."""
+    """For elements that lie in consecutive runs of these lengths, return each element's run, and its position there."""
     run = np.repeat(np.arange(len(lengths)), lengths)
     return run, np.arange(len(run)) - (np.cumsum(lengths) - lengths)[run]
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Turn each line into its piece `index` of `size` rows, in place."""
+    """Replace each line, in place, by its piece number `index` of `size` rows."""
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
         lines[:, edges] += masked * (index * size)[:, None]
@@ -304,9 +307,9 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of several turns together.
+    """Return the cells of several turns joined into one launch.
 
-    Returns no cells if tiles would see too many spans or rows fall in too many classes.
+    Returns no cells if tiles would see too many spans, or if the rows fall into too many residue classes.
     """
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
@@ -327,11 +330,13 @@ def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
 
 
 def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
-    """Cut the rows that `groups`, of one head and without masks, hold, so that all rows of a cell see the same spans.
+    """Cut the rows that `groups` hold into cells, so that all rows of a cell see the same spans.
 
-    Take a residue class modulo the least common multiple of the strides. Inside a segment of a group, either all its
-    rows belong to the group or none does. So the ends of segments cut each class into cells, and a segment has those
-    from one of its ends to the other.
+    The groups belong to one head and have no masks.
+
+    Consider the tokens with one residue modulo the least common multiple of all strides. Inside a segment of a
+    group, either all of these tokens belong to the group or none does. So what a token sees changes only at the ends of
+    segments, and these ends cut the tokens into cells.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
     segments = np.concatenate([_segment_cells(group, side) for group in groups])
@@ -364,10 +369,10 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return cells cut into tiles and given to heads.
+    """Return cells cut into tiles and assigned to heads.
 
-    Tiles of one cell and head are neighbours, since they share their loops' rows; in a causal cell the heaviest come
-    first.
+    Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
+    with the most work come first.
     """
     blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
@@ -385,7 +390,7 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
 
 
 def heaviest_first(lines: np.ndarray) -> np.ndarray:
-    """Order tiles so that no long tile is left for the end."""
+    """Order tiles by their work, most work first, so that no long tile is left for the end."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
 
 
@@ -400,7 +405,8 @@ def by_head(lines: np.ndarray) -> np.ndarray:
 
 
 def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return buffers for out and lse; rows that no tile writes hold the values of queries that see nothing."""
+    """Return buffers for out and lse. Unless tiles write all rows, they are filled with 0 and -inf, as for no visible
+    key."""
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
@@ -409,7 +415,8 @@ def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     """Return a buffer for the gradient of x.
 
-    It is float32 zeros if launches add up; otherwise one launch writes the rows it covers.
+    With `add`, launches add to it, so it is zeros in float32. Otherwise a single launch writes each row; it is filled
+    with zeros unless the launches write all rows (`covered`).
     """
     if add or not covered:
         return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)

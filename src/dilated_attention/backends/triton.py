@@ -1,6 +1,6 @@
 """Run calls on GPUs with Triton: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
 
-Kernels continue from the running state where an earlier launch wrote a row, so nothing is gathered, padded or kept per
+Where an earlier launch wrote a row, a kernel continues its running state. So nothing is gathered, padded or kept per
 branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation,
 and may be captured in a CUDA graph.
 """
@@ -30,14 +30,14 @@ from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced
 
 Tensors = Mapping[str, Any]
-"""The arguments of a kernel that every call has anew: tensors, or None."""
+"""The tensors that a kernel gets anew in every call, by name; None where a call has none."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MOST_BOUND = 64  # launches of one kernel over one table that are kept for tensors of one kind each
 WIDE_FROM = 2**31
-"""The number of elements that a streamed tile may span before its offsets need 64 bits."""
+"""The number of elements over which a streamed tile may extend before its offsets need 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rule:
 
     Attributes:
         asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
-        native: what such a call costs on the native backend there, counted and not timed.
+        native: what such a call costs on the native backend on a GPU, counted and not timed.
         least: the number of score entries times head_dim above which this backend is faster, by architecture
             (kernels/configurations.py); None where being right is enough, since native cannot compete.
     """
@@ -64,11 +64,13 @@ RULES = (
     Rule("softcap", "multiplies in hundreds of chunks"),
     Rule("", "makes a call a branch and merges", least={}),
 )  # fmt: skip
-"""The first rule whose `asks` the call needs applies."""
+"""The rules for choosing this backend. The first rule whose `asks` is something that the call needs applies."""
 
 RIGHT: frozenset[str] = frozenset()
-"""Architectures on which every row of `bench gpu --part 1` in results/ was right. Empty: none has run yet. Such a file
-also has what to enter in `least` above, from part 3."""
+"""The architectures on which every row of `bench gpu --part 1` in results/ was right.
+
+It is empty because none has run yet. Part 3 of such a file gives the values of `least` above.
+"""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -86,7 +88,7 @@ def refusal(facts: Facts) -> str | None:
 
 @constant_when_traced
 def _refusal_of(device: torch.device) -> str | None:
-    """Return why this backend cannot serve a device; torch.compile asks once, and need not trace it."""
+    """Return why this backend cannot serve a device; None if it can. torch.compile calls it without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and not _interpreted():
@@ -188,27 +190,28 @@ def backward(
 
 
 def run(kernel: Any, programs: int, **arguments: Any) -> Any:
-    """Launch a kernel and return what was compiled for it.
+    """Launch a kernel and return the compiled kernel.
 
-    Except for filling buffers, `run` and `again` are all that this backend does on a device.
+    Apart from filling buffers, this backend does nothing on a device except through `run` and `again`.
     """
     with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
         return kernel[(programs,)](**arguments)
 
 
 def again(compiled: Any, programs: int, arguments: list[Any], device: torch.device) -> None:
-    """Launch what `run` returned, with all arguments in order, without looking up the compiled kernel again."""
+    """Launch a compiled kernel that `run` returned, with all arguments in order, without looking it up again."""
     with _on(device):
         compiled[(programs, 1, 1)](*arguments)
 
 
 @dataclass(slots=True)
 class Bound:
-    """Hold a launch for tensors of one kind: everything except the tensors is fixed.
+    """Hold a launch with every argument fixed except the tensors, which must be of one kind (dtypes, strides and so
+    on).
 
     Attributes:
-        settled: the other arguments by name; compiled: after the first launch, what it was compiled to.
-        arguments: after that, all arguments in order, with gaps for the tensors at `places`.
+        settled: the fixed arguments by name; compiled: the compiled kernel, set by the first launch.
+        arguments: all arguments in order, with gaps for the tensors at `places`; set by the first launch.
     """
 
     kernel: Any
@@ -236,7 +239,9 @@ class Bound:
 def _bound(
     held: dict[tuple[Any, ...], Bound], tensors: Tensors, also: tuple[Any, ...], settle: Callable[[], Bound]
 ) -> Bound:
-    """Return the launch for these tensors from `held`, which does not grow if every call is of another kind.
+    """Return the launch for these tensors from `held`, or make it with `settle`.
+
+    The size of `held` is bounded, even if every call has tensors of another kind.
 
     `also`: what else the launch depends on, including the shapes that matter.
     """
@@ -255,7 +260,7 @@ class Launch:
     """Hold one kernel launch: its tiles and their shape.
 
     Attributes:
-        bound: the launch bound to tensors, once for each kind of tensors.
+        bound: a `Bound` for each kind of tensors that the launch has seen.
     """
 
     kernel: Kernel
@@ -305,7 +310,10 @@ class Launch:
         }  # fmt: skip
 
     def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-        """Return the kernel's arguments that a layout determines; `indptr`: of the lists that the kernel reads."""
+        """Return the kernel's arguments that a layout determines.
+
+        `indptr`: the offsets of the lists that the kernel reads.
+        """
         if layout is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
         batch, heads, lines = indptr.shape
@@ -315,10 +323,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key.
+    """Hold a plan's launches in the cache. Also keep the plan alive, because its id is part of the cache's key.
 
     Attributes:
-        stats: for a backward, the launch of its statistics, bound to tensors of one kind each.
+        stats: for a backward, the launches that compute its statistics, a `Bound` for each kind of tensors.
     """
 
     plan: Plan
@@ -426,7 +434,7 @@ def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
 
 
 def _row(numbers: dict[str, Any]) -> int:
-    """The most elements from a key to the next in what the loops of forward and dq read."""
+    """Return the most elements between a key and the next one, in the tensors that the loops of forward and dq read."""
     return max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])
 
 
@@ -435,7 +443,10 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, list[list[int]]]:
-    """Strides of sample, token and head in units of their greatest common divisor with 16, and that unit."""
+    """Return a unit, and the strides of sample, token and head of each tensor in this unit.
+
+    The unit is the greatest common divisor of the strides and 16.
+    """
     strides = [[x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)] for x in tensors]
     unit = math.gcd(16, *(stride for three in strides for stride in three))
     return unit, [[stride // unit for stride in three] for three in strides]
@@ -446,7 +457,10 @@ def _padded(head_dim: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """tf32 only where PyTorch's own switch allows it in matrix products; ROCm's Triton has it on some devices only."""
+    """Return the precision of float32 products: tf32 only if PyTorch's own switch allows it in matrix products.
+
+    ROCm's Triton has tf32 on some devices only.
+    """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     matmul = torch.backends.cuda.matmul

@@ -1,4 +1,4 @@
-"""Other libraries' models with dilated attention: `nn.MultiheadAttention` here, transformers in `huggingface`."""
+"""Use dilated attention in other libraries' models: `nn.MultiheadAttention` here, transformers in `huggingface`."""
 
 from dilated_attention.integrations.multihead import convert_attention
 

@@ -1,4 +1,4 @@
-"""Content-chosen blocks in the full layers of a transformers model: what `sparsify` puts on them."""
+"""Attend to blocks that are chosen by content, in the full layers of a transformers model, as `sparsify` asks for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SAMPLED_ROWS = 32
 
 @dataclass(frozen=True)
 class ChosenBlocks:
-    """Attention over the blocks that a selector chooses, in prompts of at least `first` tokens.
+    """Attend to the blocks that a selector chooses, in prompts of at least `first` tokens.
 
     Attributes:
-        selector: called as selector(q, k, is_causal=..., scale=...), such as `topk_blocks` with its density bound by
-            `functools.partial`.
+        selector: called as selector(q, k, is_causal=..., scale=...), such as `functools.partial(topk_blocks,
+            density=0.25)`.
     """
 
     selector: Selector
     first: int
 
     def serves(self, shown: Shown) -> bool:
-        """Whether a call is a whole prompt without padding in a layer that sees everything."""
+        """Return whether a call is a whole prompt without padding, in a layer that sees every token."""
         limited = (shown.window, shown.chunk, shown.samples, shown.blocks, shown.hidden)
         whole = shown.q_start == shown.k_start == 0 and (shown.is_causal or shown.queries == shown.keys)
         return whole and shown.queries >= max(self.first, 2) and all(limit is None for limit in limited)
@@ -38,7 +38,7 @@ class ChosenBlocks:
     def attend(
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any
     ) -> tuple[Tensor, str]:
-        """Return the attention over the chosen blocks, and a few words on how much of the softmax they hold."""
+        """Return the attention over the chosen blocks, and a phrase that says how much of the softmax they hold."""
         k, v = k[:, : shown.queries], v[:, : shown.queries]  # a static cache holds more
         layout = self.selector(q, k, is_causal=shown.is_causal, scale=scale)
         if not isinstance(layout, BlockLayout):
@@ -54,9 +54,9 @@ class ChosenBlocks:
 
 @torch.no_grad()
 def _held(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the share of the softmax that the blocks hold, `(heads,)`: the mean over samples and sampled rows.
+    """Return the share of the softmax that the blocks hold, `(heads,)`, averaged over samples and sampled rows.
 
-    A row's share is exp(lse - dense lse), where lse is over the blocks; neither counts sinks.
+    A row's share is exp(lse - dense lse), where lse runs over the blocks only. Neither value includes sinks.
     """
     tokens, options = q.shape[1], {**options, "dropout_p": 0.0}
     whole = Dilated((tokens,), (1,))

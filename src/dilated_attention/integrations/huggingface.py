@@ -2,23 +2,24 @@
 
     model = AutoModel.from_pretrained(..., attn_implementation="dilated_attention")
 
-computes the model's own attention (its windows, chunks, sinks and caps) at the cost of what it shows, and
+computes the model's own attention (with its windows, chunks, sinks and caps) and pays only for the pairs that it
+shows, and
 
     dilate(model, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
 
-replaces it by a dilated pattern, as `config.dilated_attention = {"segment_lengths": ..., "dilation_rates": ...}` does
-for a model before it is made.
+replaces it by a dilated pattern. Setting `config.dilated_attention = {"segment_lengths": ..., "dilation_rates":
+...}` before the model is made does the same.
 
 A saved configuration holds its pattern and `attn_implementation="dilated_attention"`. Importing this module makes both
 known to transformers, so that the model loads dilated; where it is not imported, transformers raises a `ValueError`
 that names the unknown implementation.
 
-The segment grid counts the tokens that `attention_mask` keeps: wherever a sample's padding lies, its tokens get what
-they would get without it. Padding rows get 0.
+The segment grid counts only the tokens that `attention_mask` keeps. So a sample's tokens get the same output with
+and without padding, wherever the padding lies. Padding rows get 0.
 
-transformers asks an implementation for two functions. The mask function says which keys a query may see; ours returns
-no tensor over pairs but a `Visibility` (of a dilated model) or a `Shown` (of a model's own attention), which the
-attention function reads. A mask that neither can express is refused.
+transformers asks an implementation for two functions, a mask function and an attention function. The mask function
+says which keys a query may see. Ours returns no tensor over pairs; it returns a `Visibility` for a dilated model, or a
+`Shown` for a model's own attention, and the attention function reads it. A mask that neither can express is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _WITHOUT_EFFECT = {
     "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-"""Arguments that models pass to every attention function and that do not affect attention."""
+"""Arguments that models pass to every attention function and that do not change the attention."""
 
 _REMEDIES = {
     "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights on q and k",
@@ -91,11 +92,11 @@ class Visibility(NotATensor):
 
 
 class _Pattern:
-    """`config.dilated_attention` of every transformers configuration: the options of the pattern, a dict.
+    """Provide `config.dilated_attention` on every transformers configuration: a dict with the options of the pattern.
 
-    Setting it, which reading a file does too, asks for dilated attention unless another implementation was asked for
-    by name. The request is written beside the options, where transformers reads it. Since transformers then drops it,
-    a model that was loaded and saved again would be dense without this attribute.
+    Setting it requests dilated attention, unless another implementation was requested by its name. Reading a
+    configuration file sets it too. The request is written beside the options, where transformers reads it. Since
+    transformers then drops it, a model that was loaded and saved again would be dense without this attribute.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -128,7 +129,7 @@ _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_imple
 
 
 def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-    """Do what transformers' own method does, and refuse a model that would never call our implementation."""
+    """Do what transformers' method of this name does, and refuse a model that would never call our implementation."""
     found = _their_implementation(self, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
@@ -136,14 +137,15 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 
 def _post_init(self: PreTrainedModel) -> None:
-    """Do what transformers' own method does when a model has been made, and refuse one that would never call ours."""
+    """Do what transformers' method of this name does after a model is made, and refuse a model that would never call
+    ours."""
     _their_post_init(self)
     if self.config._attn_implementation == NAME:
         _require_own_layers(self)
 
 
 def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
-    """Whether a model makes a module of a class that its implementation names, among classes of its own (SAM)."""
+    """Return whether a model picks the class of a module by the name of its attention implementation, as SAM does."""
     source = sys.modules[kind.__module__]
     return not kind._supports_attention_backend and "[config._attn_implementation]" in inspect.getsource(source)
 
@@ -158,8 +160,10 @@ def _require_own_layers(model: PreTrainedModel) -> None:
 
 
 def register() -> None:
-    """Make `attn_implementation="dilated_attention"` known to transformers, with its mask function, let configurations
-    that hold a pattern ask for it, and refuse the models that would stay dense. Importing this module does so.
+    """Make `attn_implementation="dilated_attention"` known to transformers, together with its mask function.
+
+    Configurations that hold a pattern then request it, and models that would stay dense are refused. Importing this
+    module calls this function.
 
     Examples:
         >>> import transformers
@@ -185,9 +189,9 @@ def dilate(
     backend: str = "auto",
     layers: Literal["all", "full"] = "all",
 ) -> PreTrainedModel:
-    """Let a transformers model use dilated attention, in place; its weights stay. Returns the model.
+    """Change a transformers model, in place, to use dilated attention, and return it. Its weights stay the same.
 
-    The configuration is kept in `model.config.dilated_attention`, which `save_pretrained` writes.
+    The pattern's options are kept in `model.config.dilated_attention`, which `save_pretrained` writes.
 
     Args:
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
@@ -243,17 +247,19 @@ def dilate(
 def sparsify(
     model: PreTrainedModel, selector: Selector | None, *, layers: Sequence[int] | None = None, first: int = 2048
 ) -> PreTrainedModel:
-    """Let the full layers of a transformers model attend to chosen blocks in a prompt, in place; returns the model.
+    """Change a transformers model, in place, to attend to chosen blocks in the full layers of a prompt, and return it.
 
-    An approximation, unlike the model's own attention: after a prompt, `report(model)` says what share of each head's
-    softmax the blocks hold, in 32 rows. Layers with windows or chunks, padded and packed batches, prompts in chunks and
-    new tokens over a cache keep the model's own attention. The choice is not saved with the model.
+    The result approximates the model's own attention. After a prompt, `report(model)` says which share of each
+    head's softmax the blocks hold, measured in 32 rows. Layers with windows or chunks, padded and packed batches,
+    prompts in chunks and new tokens over a cache keep the model's own attention. The choice is not saved with the
+    model.
 
         sparsify(model, partial(topk_blocks, density=0.25))
 
     Args:
         selector: called as selector(q, k, is_causal=..., scale=...) -> `BlockLayout`, such as `routing.topk_blocks`,
-            `topp_blocks` or `vertical_slash` with their density or mass bound; None: dense again.
+            `topp_blocks` or `vertical_slash` with their density or mass bound by `functools.partial`; None: make the
+            layers dense again.
         layers: which attention layers, counted in the order of `model.modules()`; None: all.
         first: prompts below this many tokens keep the model's own attention.
 
@@ -297,17 +303,18 @@ _CHOSEN = "_chosen_blocks"
 
 
 def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
-    """Let a transformers model take `length` tokens, in place; returns the model. Call it before the optimizer is made.
+    """Change a transformers model, in place, to take `length` tokens, and return it. Call it before the optimizer is
+    made.
 
-    Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: place p gets what was trained for p modulo their
-    number, so that neighbours differ as before (as in Longformer, arXiv:2004.05150). Rotary positions need no table:
-    `config.max_position_embeddings` is raised, and the scaling of the rotation, if any, stays as it is: a factor that
-    transformers would compute from the greatest length is written down. Either way, fine-tune the model at the new
-    length.
+    Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: position p gets the vector that was trained for
+    p modulo the number of trained positions, as in Longformer (arXiv:2004.05150). Neighbouring positions then differ as
+    before. Rotary positions need no table: `config.max_position_embeddings` is raised, and the scaling of the rotation,
+    if any, stays the same: where transformers would compute its factor from the greatest length, the present factor is
+    written into the configuration. Either way, fine-tune the model at the new length.
 
-    Raises ValueError, before anything is changed, for a model that has neither, for one whose positions are sinusoids
-    or do not count from 0, for one whose rotation is scaled by the length of a text (`"dynamic"`), and for a length
-    that is not larger.
+    Raises ValueError, before anything is changed, if the model has neither kind of positions, if its positions are
+    sinusoids or do not count from 0, if its rotation is scaled by the length of a text (`"dynamic"`), or if `length` is
+    not larger than before.
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import extend_positions
@@ -355,7 +362,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
 
 def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding]]:
-    """The tables of learned positions that can be repeated, each with its owner."""
+    """Return the tables of learned positions that can be repeated, each with the module that owns it."""
     found = [
         (owner, table)
         for owner in model.modules()
@@ -378,7 +385,7 @@ def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embeddi
 
 
 def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of rotary positions: one set, or one for each kind of layer."""
+    """Return the parameters of rotary positions: one set, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     rotations = [x for x in (parameters, *parameters.values()) if isinstance(x, dict) and "rope_type" in x]
     for rotation in rotations:
@@ -392,16 +399,17 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute attention: named so, and holding no other."""
+    """Return the modules whose class name ends in "Attention" and that have no such module as a child."""
     modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
     return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
 
 
 def _calls_the_interface(part: PreTrainedModel) -> bool:
-    """Whether every attention of a model whose class has no flag for it calls transformers' attention interface.
+    """Return whether every attention of a model calls transformers' attention interface, if its class has no flag for
+    it.
 
-    About 75 files of transformers do and lack the flag, Wav2Vec2 and HuBERT among them; others, such as SAM, hold an
-    attention that does not.
+    About 75 files of transformers do so without the flag, Wav2Vec2 and HuBERT among them. Others, such as SAM, contain
+    an attention that does not.
     """
     own = _attention_layers(part)
     return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
@@ -438,10 +446,10 @@ def _require_no_windows(part: PreTrainedModel) -> None:
 
 
 def _without_windows(config: Any) -> str:
-    """Say how to make a model without windows that computes the same on texts shorter than the window.
+    """Return advice: how to make a model without windows that computes the same for texts shorter than the window.
 
     A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
-    ModernBERT). One type's entry can take the place of another's; several cannot share one.
+    ModernBERT). One type's entry can take the place of another type's, but several types cannot share one entry.
     """
     conflict = "windows cannot be combined with dilated segments"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -477,8 +485,10 @@ def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
 
 
 def _position_table(module: nn.Module) -> nn.Embedding | None:
-    """The learned positions of a model such as BERT or GPT-2, one for each place. (Tables of other classes, and with a
-    row for padding, count the real tokens, which may be fewer.)"""
+    """Return the learned positions of a model such as BERT or GPT-2, one for each position; None if there are none.
+
+    Tables of other classes, and tables with a row for padding, count the real tokens, which may be fewer.
+    """
     for name in ("position_embeddings", "wpe"):
         table = getattr(module, name, None)
         if type(table) is nn.Embedding and table.padding_idx is None:
@@ -487,7 +497,10 @@ def _position_table(module: nn.Module) -> nn.Embedding | None:
 
 
 def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the forward of a module with a table of positions. It is left alone where it is given its positions."""
+    """Check, before the forward of a module with a table of positions, that the table is long enough.
+
+    Nothing is checked if the caller gives the positions.
+    """
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     table = _position_table(module)
@@ -504,7 +517,7 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def pattern_of(config: Any) -> tuple[Dilated, str]:
-    """The pattern and the backend that a model's configuration asks for.
+    """Return the pattern and the backend that a model's configuration requests.
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import dilate, pattern_of
@@ -535,7 +548,7 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
 
 
 def _keeps_windows(options: Any) -> bool:
-    """Whether layers with windows keep their own attention beside dilated ones."""
+    """Return whether layers with windows keep their own attention while others are dilated."""
     return isinstance(options, dict) and options.get("layers") == "full"
 
 
@@ -551,9 +564,10 @@ def visibility(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Visibility | Shown | Refused:
-    """The mask function: takes the arguments of transformers' `sdpa_mask`, and refuses what we cannot honour.
+    """Describe what the queries of a forward may see. This is the mask function that transformers calls.
 
-    Some models make masks for kinds of layers that they do not have, so it is the layer given a window that refuses it.
+    It takes the arguments of transformers' `sdpa_mask`, and refuses what this library cannot compute. Some models make
+    masks for kinds of layers that they do not have; so a mask with a window is refused only by the layer that gets it.
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
@@ -601,7 +615,7 @@ def visibility(
 
 
 def _padded(seen: Visibility, real: Tensor) -> Visibility:
-    """Return what is seen of the real tokens alone; real: `(batch, tokens in the cache and new)`."""
+    """Return what is seen of the real tokens alone; real: `(batch, tokens in the cache and new)`, False at padding."""
     compiling = torch.compiler.is_compiling()  # then values cannot be looked at
     if not compiling and real.all():
         return seen
@@ -614,7 +628,7 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
 
 
 def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
-    """Return what a mask shows, with the places of its queries and keys, and the keys that are padding."""
+    """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding."""
     hidden = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
@@ -652,7 +666,7 @@ def report(model: nn.Module) -> str:
 
 
 def _selection(real: Tensor) -> slice | Tensor:
-    """An index of the real tokens: a slice where they are neighbours, so that no key is copied."""
+    """Return an index of the real tokens: a slice where they are neighbours, so that no key is copied."""
     index = real.nonzero()[:, 0]
     if not len(index):
         return slice(0, 0)
@@ -673,8 +687,17 @@ def attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: query `(batch, heads, new, head_dim)`, key and value `(batch, kv_heads, past + new,
-    head_dim)` -> out `(batch, new, heads, head_dim)`, and no weights. `s_aux`: what transformers calls sinks."""
+    """Compute attention. This is the attention function that transformers calls.
+
+    Args:
+        query: `(batch, heads, new, head_dim)`.
+        key, value: `(batch, kv_heads, past + new, head_dim)`.
+        attention_mask: what our mask function returned.
+        s_aux: what this library calls sinks.
+
+    Returns:
+        out `(batch, new, heads, head_dim)`, and None in place of weights.
+    """
     options = getattr(module.config, NAME, None)
     own = options is None or (isinstance(attention_mask, Shown) and _keeps_windows(options))
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
@@ -716,7 +739,7 @@ def _attend_own(
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
-    """Refuse what a model passes to its attention and that would change it."""
+    """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute."""
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT:
             continue
@@ -729,7 +752,7 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
 
 
 def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
-    """Attend from new tokens to those in a cache, too."""
+    """Attend from new tokens to the tokens in the cache and to themselves."""
     q, k, v = as_autocast(q, k, v)  # as attention does by itself
     if seen.samples is None:
         return cached_attention(q, k, v, pattern, **options)
@@ -746,7 +769,7 @@ Mask = Visibility | Shown | Refused | Tensor | None
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether a layer without a mask, such as one of images, is causal."""
+    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask."""
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if not isinstance(causal, bool):
         raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
@@ -754,7 +777,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
-    """The error for a mask that is not what our mask function gave."""
+    """Return the error for a mask that our mask function did not make."""
     if isinstance(mask, Refused):
         return mask.error
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

@@ -1,12 +1,12 @@
-"""Longformer, LED's encoder and BigBird of transformers: their own attention, computed here.
+"""Compute the attention of transformers' Longformer, LED (encoder) and BigBird with this library.
 
-Both families are older than transformers' attention interface, and hold attention modules of their own:
+Both families are older than transformers' attention interface, and have attention modules of their own:
 
-- Longformer (arXiv:2004.05150): token i sees the tokens within w of it and the global tokens, in one softmax; a global
-  token sees all, by projections of its own.
-- BigBird (arXiv:2007.14062): a block of queries sees its neighbours, the first and the last block, and r random blocks,
-  which the module draws; the first and the last block see all. A block that is named twice counts twice: outside
-  training transformers draws block 0 for every row, r times.
+- Longformer (arXiv:2004.05150): token i sees the tokens within w of it and the global tokens, in one softmax; a
+  global token sees all tokens, through separate projections.
+- BigBird (arXiv:2007.14062): a block of queries sees its neighbouring blocks, the first and the last block, and r
+  random blocks that the module draws. The first and the last block see all. A block that is named twice counts twice:
+  outside training transformers draws block 0 for every row, r times.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from dilated_attention import BlockLayout, Dilated, Sum, UnsupportedError, Windo
 
 
 def replace_attention(model: nn.Module) -> list[str]:
-    """Let Longformer, LED's encoder or BigBird compute its attention by this library, in place.
+    """Change a Longformer, LED or BigBird model, in place, to compute its attention with this library.
 
-    Parameters, buffers and the state_dict stay. The modules' class changes, to one that inherits from theirs.
+    For LED this concerns the encoder. Parameters, buffers and the state_dict stay the same. The attention modules
+    get a class that inherits from their own.
 
     Returns:
-        The names of the modules.
+        The names of the changed modules.
 
     Raises:
-        ValueError: for a model without such modules. The forward refuses `output_attentions`.
+        ValueError: the model has no such modules. A later forward refuses `output_attentions`.
 
     Examples:
         >>> from dilated_attention.integrations.longformer_bigbird import replace_attention
@@ -54,7 +55,7 @@ def replace_attention(model: nn.Module) -> list[str]:
 
 
 class _WindowAndGlobals(LongformerSelfAttention):
-    """Longformer's attention; the arguments are those of transformers' module."""
+    """Compute Longformer's attention. The arguments are those of transformers' module."""
 
     def forward(
         self,
@@ -73,7 +74,7 @@ class _WindowAndGlobalsOfLED(LEDEncoderSelfAttention):
 
 
 class _Blocks(BigBirdBlockSparseAttention):
-    """BigBird's attention; the arguments are those of transformers' module."""
+    """Compute BigBird's attention. The arguments are those of transformers' module."""
 
     def forward(
         self,
@@ -139,7 +140,7 @@ def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any
 
 
 def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of the chosen tokens of each sample, `(batch, most)`, and where a sample has fewer."""
+    """Return the positions of each sample's chosen tokens, `(batch, most)`, and which entries are filling."""
     counts = chosen.sum(1)
     most = int(counts.max())
     order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
@@ -147,12 +148,12 @@ def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _taken(x: Tensor, place: Tensor) -> Tensor:
-    """Return the tokens at `place`, `(batch, most)`, of x, `(batch, seq, ...)`."""
+    """Return the tokens of x `(batch, seq, ...)` at the positions `place` `(batch, most)`."""
     return x[torch.arange(len(x), device=x.device)[:, None], place]
 
 
 def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Sum:
-    """Return what BigBird shows: a layout, or a sum of layouts, where blocks are named several times."""
+    """Return what BigBird shows: a layout, or a sum of layouts if blocks are named several times."""
     drawn = torch.from_numpy(_drawn(module, seq_len)).long()
     heads, blocks = len(drawn), seq_len // module.block_size
     row = torch.arange(blocks)
@@ -168,9 +169,9 @@ def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Su
 
 
 def _drawn(module: Any, seq_len: int) -> np.ndarray[Any, Any]:
-    """Return the random blocks that the module draws for all rows but the first and the last, `(heads, rows, r)`.
+    """Return the random blocks that the module draws, `(heads, rows, r)`, for all rows except the first and the last.
 
-    Seeds NumPy's generator in training, as the module does, so that it is left in the same state.
+    In training this seeds NumPy's generator as the module does, so that the generator ends in the same state.
     """
     size, heads = module.block_size, module.num_attention_heads
     if module.training:

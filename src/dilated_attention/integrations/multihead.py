@@ -1,4 +1,4 @@
-"""Models with `torch.nn.MultiheadAttention`."""
+"""Convert models with `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def convert_attention(
     backend: str = "auto",
     choose: Callable[[str, nn.MultiheadAttention], bool] | None = None,
 ) -> list[str]:
-    """Replace a model's self-attention, `nn.MultiheadAttention`, with `MultiheadDilatedAttention`, in place.
+    """Replace the `nn.MultiheadAttention` modules of a model with `MultiheadDilatedAttention`, in place.
 
     The parameters stay the same objects: an optimizer keeps working, and the state_dict keeps its keys. Afterwards
     `forward` returns weights only when called with need_weights=True.
@@ -29,13 +29,15 @@ def convert_attention(
     Args:
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
         backend: as in `dilated_attention`.
-        choose: which modules, by name and module; default: all but the cross-attention of `nn.TransformerDecoderLayer`.
+        choose: called as choose(name, module); True: replace the module. Default: replace all except the
+            cross-attention of `nn.TransformerDecoderLayer`.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        ValueError: before anything is replaced; names the module that cannot be, or says that there is none.
+        ValueError: a module cannot be replaced, or there is none. The message names the module, and nothing has been
+            replaced.
 
     Examples:
         >>> from dilated_attention.integrations import convert_attention

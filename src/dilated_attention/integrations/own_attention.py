@@ -1,8 +1,8 @@
-"""The attention that a transformers model has by itself, computed at the cost of what it shows.
+"""Compute the attention that a transformers model has by itself, at the cost of the pairs that it shows.
 
 transformers describes what a layer's queries may see by a mask function: `causal_mask_function`, or closures that
-combine it with a window, with chunks, or with packed samples. `read_mask` reads the description back, so that no mask
-over pairs of tokens is ever formed; `attend` computes it.
+combine it with a window, with chunks, or with packed samples. `read_mask` turns such a function into a `Shown`, so that
+no mask over pairs of tokens is ever formed, and `attend` computes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
 class _NoTensorError(UnsupportedError, AttributeError):
-    """Raised when a model uses our mask as a tensor; an AttributeError too, so that `hasattr` answers no."""
+    """Report that a model uses our mask as a tensor. It is also an AttributeError, so that `hasattr` returns False."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class _NoTensorError(UnsupportedError, AttributeError):
 
 
 class NotATensor:
-    """Stand in a mask's place where transformers hands it from the mask function to the attention function.
+    """Take the place of a mask that transformers passes from the mask function to the attention function.
 
     A model that computes with its mask gets an error that says so.
     """
@@ -57,7 +57,7 @@ class NotATensor:
 
 @dataclass(frozen=True)
 class Refused(NotATensor):
-    """Stand in the place of a mask that we cannot honour: the layer that is given it raises the error."""
+    """Take the place of a mask that we cannot compute. The layer that gets it raises the error."""
 
     error: UnsupportedError
 
@@ -67,11 +67,11 @@ class Refused(NotATensor):
 
 @dataclass(frozen=True)
 class Shown(NotATensor):
-    """The keys that the queries of one forward see.
+    """Describe the keys that the queries of one forward see.
 
-    A query at position p sees the key at position j iff j <= p where `is_causal`, unless both lie in one block, and
-    j > p - window (without causality: |p - j| <= window), both lie in one chunk, both belong to one sample, and the key
-    is not hidden.
+    A query at position p sees the key at position j iff all of these hold: j <= p if `is_causal`, unless both lie in
+    one of `blocks`; j > p - window (without causality: |p - j| <= window); both lie in one chunk; both belong to one
+    sample; and the key is not hidden.
 
     Attributes:
         window: as in `config.sliding_window`; None: no window.
@@ -79,8 +79,8 @@ class Shown(NotATensor):
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
         blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
-        q_start, k_start: positions of the first query and of the first key.
-        queries, keys: how many there are; a static cache holds more keys than have been written.
+        q_start, k_start: the positions of the first query and of the first key.
+        queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
     """
 
@@ -98,7 +98,7 @@ class Shown(NotATensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of the mask tensor that this replaces; transformers reads it before it reuses a mask."""
+        """Return the shape of the mask tensor that this replaces. transformers reads it before it reuses a mask."""
         return (1, 1, self.queries, self.keys)
 
     def contiguous(self) -> Shown:
@@ -108,8 +108,8 @@ class Shown(NotATensor):
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
     """Return what a mask function of transformers shows.
 
-    Raises UnsupportedError for a mask that is not a combination of causality, one window, chunks and packed samples, or
-    a causal one with blocks of tokens that see one another.
+    Supported are combinations of causality, one window, chunks and packed samples, and causal masks with blocks of
+    tokens that see one another. Raises UnsupportedError for any other mask.
     """
     limits = _limits(mask_function)
     before, after = limits.pop("before", None), limits.pop("after", None)
@@ -182,8 +182,8 @@ def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
 
-    So Gemma 3 makes an encoder of its decoder: what the causal mask shows, or a window on both sides. Blocks of tokens
-    are shown besides.
+    Gemma 3 turns its decoder into an encoder in this way: it combines the causal mask with a window on both sides.
+    Blocks of tokens that see one another are shown in addition.
     """
     if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
         return parts[0] | parts[1]
@@ -197,14 +197,16 @@ def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def read_arguments(
     mask_function: Callable[..., Any], local_size: int | None, config: Any, mask: Tensor | None, arguments: Any
 ) -> Shown | None:
-    """Return what a plain mask (causal, bidirectional, a window, chunks) shows, by its arguments; None for any other.
+    """Return what a plain mask (causal, bidirectional, a window, chunks) shows, read from its arguments; None for
+    others.
 
-    A graph that torch.compile traces cannot look into a function, as `read_mask` does.
+    It is used under torch.compile, which cannot trace how `read_mask` looks into a function.
 
     Args:
         local_size: the size of the window or of the chunks.
         mask: `(batch, seq)`, True for real tokens.
-        arguments: the others of transformers' `sdpa_mask`, which tell a mask that was combined with a further one.
+        arguments: the remaining arguments of transformers' `sdpa_mask`, which show whether another mask was combined
+            with it.
     """
     if mask_function is causal_mask_function:
         return Shown(is_causal=True)
@@ -273,7 +275,7 @@ def describe(shown: Shown) -> str:
 
 
 def _first_visible(shown: Shown) -> int:
-    """The position of the first key that a query of a causal call sees."""
+    """Return the position of the first key that any query of a causal call sees."""
     if shown.window is not None:
         return max(0, shown.q_start - shown.window + 1)
     return 0 if shown.chunk is None else shown.q_start // shown.chunk * shown.chunk
@@ -289,7 +291,7 @@ def _pattern(shown: Shown, first: int) -> Dilated | Window:
 
 
 def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in each sample of the batch by itself, its positions counted from its first real token."""
+    """Attend in each sample of the batch separately, with positions counted from its first real token."""
     assert shown.first_tokens is not None
     parts = []
     for i, first in enumerate(shown.first_tokens.tolist()):
@@ -311,7 +313,7 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
 
 
 def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in a batch whose samples are moved to begin with their first real token, and move the results back."""
+    """Attend in a batch whose samples are shifted to begin with their first real token, and shift the results back."""
     assert shown.first_tokens is not None
     if shown.q_start or shown.k_start or shown.queries != shown.keys:
         raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {_REMEDY}")
@@ -324,7 +326,8 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
 
 
 def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in all rows without blocks, then again in the rows of each block, to all keys up to its end."""
+    """Attend in all rows as if there were no blocks, then again in the rows of each block,
+    to all keys up to its end."""
     assert shown.blocks is not None
     out = attend(replace(shown, blocks=None), q, k, v, **options).clone()
     for i, first, stop in _runs(shown.blocks):

@@ -1,1 +1,2 @@
-"""Triton kernels: `online` holds one tile step, `strided` loops over spans, `block_lists` over lists of blocks."""
+"""Triton kernels: `online` computes one step on tiles, `strided` loops over spans,
+`block_lists` over lists of blocks."""

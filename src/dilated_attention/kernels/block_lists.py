@@ -29,9 +29,10 @@ SPAN = tl.constexpr(8)
 @triton.jit
 def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The part of a tile's list that one pass visits; passes as in `read_spans`.
+    """Return the part of a tile's list of blocks that one pass visits (see `read_spans` for the passes).
 
-    Returns the number of steps, and: the address of the part, start, stride, count and diagonal `near` of the span.
+    Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
+    `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -51,7 +52,7 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """As `locate` in strided.py, for layouts without `far`; ceil(SIZE / R) steps a block."""
+    """Do what `locate` in strided.py does, for layouts without `far`. A block takes ceil(SIZE / R) steps."""
     LISTED, start, stride, count, near = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R
@@ -66,10 +67,10 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
 
 @triton.jit
 def tokens(start, stride, low, R: tl.constexpr, WIDE: tl.constexpr):
-    """The tokens at positions low, ..., low + R - 1 of a span as base + ahead.
+    """Return the tokens at positions low, ..., low + R - 1 of a span, as base + ahead.
 
-    One number of 64 bits a tile and, unless WIDE, offsets of 32 bits: of a step of forward at head_dim 128 the products
-    of 64 bits took 50 of 405 instructions (sm_90).
+    base is one 64-bit number per tile; ahead has 32 bits, unless WIDE. With 64-bit products everywhere, these products
+    would take 50 of the 405 instructions of a forward step at head_dim 128 (sm_90).
     """
     base = start.to(tl.int64)
     if WIDE:

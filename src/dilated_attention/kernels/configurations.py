@@ -1,7 +1,7 @@
-"""Tile shapes per architecture, kernel, element size and head_dim.
+"""List tile shapes per architecture, kernel, element size and head_dim.
 
-Chosen by what compiles well (no spills; shared memory; results/aot/), not by time: unmeasured on every architecture. A
-tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
+They are chosen by what compiles well (no spills, shared memory that fits; results/aot/). No time has been measured
+on any architecture. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 Kernel = Literal["forward", "dq", "dkdv"]
 
 Side = Literal["queries", "keys"]
-"""Which rows the tiles of a kernel hold; the loop streams the other side's."""
+"""The rows that the tiles of a kernel hold: queries or keys. The kernel's loop streams the other ones."""
 
 
 def side_of(kernel: Kernel) -> Side:
@@ -20,11 +20,13 @@ def side_of(kernel: Kernel) -> Side:
 
 
 FUSED = {"enable_fp_fusion": True}
-"""Multiply and add in one instruction. Triton 3.9 warns where this is left to its default, which 3.10 turns round."""
+"""Compile a multiplication and an addition to one instruction. Triton 3.9 warns if this option is not given, because
+its default changes in 3.10."""
 
 
 class Shape(NamedTuple):
-    """A program holds a tile of `own` rows of its kernel's side and streams tiles of `loop` rows of the other."""
+    """Describe the tiles of a program: it holds `own` rows of its kernel's side and streams `loop` rows of the other
+    side."""
 
     own: int
     loop: int
@@ -32,32 +34,42 @@ class Shape(NamedTuple):
     stages: int
 
     def cut(self, own: int, loop: int) -> Shape:
-        """The shape for no more than so many rows, at least 16 a tile. The warps stay: with fewer most shapes spill."""
+        """Return the shape for at most `own` held rows and `loop` streamed rows; a tile has at least 16 rows.
+
+        The number of warps stays the same, because most shapes spill registers with fewer.
+        """
         own, loop = (
             min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False)
         )
         return Shape(own, loop, self.warps, self.stages)
 
     def options(self, target: str) -> dict[str, int]:
-        """How Triton launches and compiles it. Left alone, ptxas spills some kernels to make room for two or three
-        programs on a multiprocessor; of those for sm_90 with all registers none leaves room for fewer."""
+        """Return the options with which Triton launches and compiles the kernel.
+
+        Without a limit on registers, ptxas spills some of them in order to fit two or three programs on a
+        multiprocessor. For sm_90, allowing all registers lets just as many programs fit.
+        """
         registers = {} if target == "gfx942" else {"maxnreg": 255}
         return {"num_warps": self.warps, "num_stages": self.stages} | registers | FUSED
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shapes by (kernel, bytes per element), for a head_dim of at most 64, 128 and 256.
+    """Hold the tile shapes of an architecture by (kernel, bytes per element), for a head_dim of at most 64, 128 and
+    256.
 
     Attributes:
-        of_lists: where they differ for lists of blocks.
+        of_lists: the shapes that differ for lists of blocks.
     """
 
     shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
     of_lists: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]] = field(default_factory=dict)
 
     def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
-        """Dropout, hidden keys and caps take registers: `masked` by one, the streamed tile is half as long."""
+        """Return the shape of a kernel's tiles.
+
+        `masked`: the kernel needs registers for dropout, hidden keys or caps, so the streamed tile is half as long.
+        """
         shapes = self.of_lists if has_lists and (kernel, element_size) in self.of_lists else self.shapes
         shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
         return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What every attention kernel does with one tile of queries and one tile of keys.
+"""Compute one step of attention, with one tile of queries and one tile of keys. All Triton kernels use these functions.
 
 Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are [M, N] ([N, M] in dk/dv).
   q, k, v, do      queries, keys, values, gradient of out
@@ -25,7 +25,7 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
-    """The rows of X at offsets `rows`, a tile [R, D']; zeros where not `inside` (if MASKED) and beyond D."""
+    """Load the rows of X at offsets `rows` as a tile [R, D']; zeros where not `inside` (if MASKED) and beyond D."""
     at = X + rows[:, None] + d[None, :]
     if MASKED and d.shape[0] > D:
         return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -39,7 +39,7 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
-    """k and v of the tokens base + ahead, and which of them are seen: those that the bias, if any, does not hide."""
+    """Load k and v of the tokens base + ahead, and return which of them are seen: those that no mask hides."""
     k = load_rows(K + base * ksn, ahead * ksn, d, seen, D, MASKED)
     v = load_rows(V + base * vsn, ahead * vsn, d, seen, D, MASKED)
     return k, v, shown(HIDDEN, sample + base + ahead, seen)
@@ -47,7 +47,7 @@ def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.conste
 
 @triton.jit
 def shown(HIDDEN, keys, seen):
-    """Which keys are seen and not hidden by the mask, if there is one."""
+    """Return which of the keys that are `seen` the mask HIDDEN leaves visible; all of them if there is no mask."""
     if HIDDEN is not None:
         seen &= tl.load(HIDDEN + keys, mask=seen, other=0) == 0
     return seen
@@ -60,10 +60,10 @@ def store_rows(X, rows, d, inside, x, D: tl.constexpr):
 
 @triton.jit
 def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
-    """X[rows] = x, or += x (CHAIN).
+    """Write X[rows] = x, or with CHAIN add to it.
 
-    Atomic addition needs no registers for the old value. It is deterministic where launches add up, since one program
-    of a launch holds a row.
+    The addition is atomic, so no registers are needed for the old value. It is still deterministic: in each launch a
+    single program adds to a row.
     """
     if CHAIN:
         tl.atomic_add(X + rows[:, None] + d[None, :], x, mask=inside[:, None] & (d < D)[None, :], sem="relaxed")
@@ -73,7 +73,8 @@ def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
 
 @triton.jit
 def survives(a, b, k, threshold):
-    """Which pairs survive dropout; the words of queries, a and b, and of keys broadcast to the tile of scores."""
+    """Return which pairs survive dropout. The words a and b of queries, and k of keys,
+    broadcast to the tile of scores."""
     x = a.to(tl.uint32, bitcast=True) ^ k.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15) ^ b.to(tl.uint32, bitcast=True)) * 0xD35A2D97
@@ -82,10 +83,10 @@ def survives(a, b, k, threshold):
 
 @triton.jit
 def load_pairs(X, rows, inside, R: tl.constexpr):
-    """X[rows, 0] and X[rows, 1] of R rows; zeros where not `inside`.
+    """Return X[rows, 0] and X[rows, 1] of R rows; zeros where not `inside`.
 
-    A load of fewer elements than there are threads is repeated by every thread that uses a part of it: 32 gathers a
-    thread for 64 rows. Hence a tile wide enough for 256 threads, of which two columns are read.
+    If a load has fewer elements than there are threads, every thread that uses a part of it repeats it: 32 gathers per
+    thread for 64 rows. So a tile wide enough for 256 threads is loaded, and two of its columns are used.
     """
     c = tl.arange(0, 256 // R if R < 128 else 2)
     pair = tl.load(X + (2 * rows)[:, None] + c[None, :], mask=inside[:, None] & (c < 2)[None, :], other=0)
@@ -94,14 +95,15 @@ def load_pairs(X, rows, inside, R: tl.constexpr):
 
 @triton.jit
 def load_stats(STATS, stats, inside, R: tl.constexpr):
-    """lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0."""
+    """Return lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0."""
     lse, delta = load_pairs(STATS, stats, inside, R)
     return tl.where(inside, lse, INF), delta
 
 
 @triton.jit
 def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
-    """(m, z, acc) of a tile: what an earlier launch left, or the identity; then the phantoms, zero keys."""
+    """Return the initial (m, z, acc) of a tile: what an earlier launch wrote, or the identity, then merged with the
+    phantoms."""
     if CHAIN:
         before = inside & (tl.broadcast_to(first, inside.shape) == 0)  # the interpreter has no masks of scalars
         m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E
@@ -120,7 +122,7 @@ def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CH
 
 @triton.jit
 def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
-    """Write out = acc / z and lse = m + log z; rows that saw nothing get 0 and -inf, a NaN stays one."""
+    """Write out = acc / z and lse = m + log z. Rows that saw nothing get 0 and -inf; a NaN stays a NaN."""
     some = z != 0.0
     z = tl.where(some, z, 1.0)
     store_rows(OUT, rows, d, inside, acc / z[:, None], D)
@@ -129,7 +131,7 @@ def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
 
 @triton.jit
 def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
-    """The scores of two tiles, short of a factor, and that factor; with a softcap they are hyperbolic tangents."""
+    """Return (s, factor) for two tiles: their scores are s * factor. With a softcap, s holds hyperbolic tangents."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if softcap is None:
         return s, scale * LOG2E
@@ -139,7 +141,7 @@ def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh x; near 0, where 1 - 2^y would cancel, by the polynomial of tanhf in Cephes (Moshier)."""
+    """Return tanh x. Near 0, where 1 - 2^y would cancel, it uses the polynomial of tanhf in Cephes (Moshier)."""
     size = tl.abs(x)
     square = x * x
     y = (-0.00570498872745 * square + 0.0206390887954) * square - 0.0537397155531
@@ -152,7 +154,7 @@ def tanh(x):
 @triton.jit
 def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
            DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One step of the online softmax; needs scale > 0."""
+    """Run one step of the online softmax and return the new (m, z, acc). The scale must be positive."""
     s, scale = scores(q, k, scale, softcap, PRECISION)
     if MASKED:
         s = tl.where(visible, s, -INF)
@@ -173,7 +175,10 @@ def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED
 @triton.jit
 def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do vᵀ - delta), times the slope of a cap."""
+    """Add ds k to dq, without the scale, where p = exp(s - lse) and ds = p (do vᵀ - delta).
+
+    With a cap, ds is also multiplied by the slope of the cap.
+    """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
     if MASKED:
@@ -191,7 +196,7 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
 @triton.jit
 def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dv += pᵀ do and dk += dsᵀ q (short of the scale); scores, `visible` and `keep` are transposed."""
+    """Add pᵀ do to dv and dsᵀ q to dk, without the scale. Scores, `visible` and `keep` are transposed."""
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
     if MASKED:
@@ -213,9 +218,10 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
 def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """lse (inf in rows that saw nothing: their p is 0) and delta, side by side, of the `size` = B · N · H rows of out.
+    """Write lse and delta side by side, for the `size` = B · N · H rows of out.
 
-    out is contiguous, dout has the strides (sb, sn, sh) · UNIT.
+    Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous; dout has the strides (sb, sn, sh) ·
+    UNIT.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

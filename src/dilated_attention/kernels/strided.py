@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Attention over strided rows: one flat loop over the key tiles of all spans that a tile of queries sees, one softmax.
+"""Compute attention over strided rows: for a tile of queries, one loop and one softmax over the keys of all its spans.
 
 A launch is an int32 table with one line per tile:
 
@@ -7,13 +7,14 @@ A launch is an int32 table with one line per tile:
     start  stride  count  near  far                          span 1:   tokens start + j · stride, 0 <= j < count
     ...                                                      further spans
 
-`first` is 0 if an earlier launch wrote these rows of out and lse: `forward` continues from them. `phantoms` counts keys
-of score and value 0. `list` and INDPTR thin out the one span, see block_lists.py. If CAUSAL, row i of the tile sees key
-j of the span iff j <= i + near and, in a WINDOW, j >= i + far. In dk/dv, where the tile holds keys and the spans
-queries: iff j >= i + near and j <= i + far.
+`first` is 0 if an earlier launch wrote these rows of out and lse; `forward` then continues from them. `phantoms`
+counts keys of score and value 0. With lists of blocks there is one span, of which only the blocks in list number `list`
+are visited (block_lists.py). If CAUSAL, row i of the tile sees key j of the span iff j <= i + near and, in a WINDOW, j
+>= i + far. In dk/dv the tile holds keys and the spans are queries: row i is seen by query j iff j >= i + near and, in a
+WINDOW, j <= i + far.
 
-The loops stand in `if steps > 0`, since where a loop may not run at all, ptxas lets every wgmma end before the next one
-begins (its warning C7515).
+The loops are inside `if steps > 0`. Where a loop may have no steps, ptxas would let every wgmma end before the next
+one begins (its warning C7515).
 
 Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
@@ -60,7 +61,8 @@ INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 
 @triton.jit
 def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
-    """This program's line of the table (its address), sample, KV head, and query head within it."""
+    """Return the address of this program's line of the table, its sample, its KV head,
+    and the query head within that."""
     program = tl.program_id(0)
     T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
     return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
@@ -68,10 +70,10 @@ def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
 
 @triton.jit
 def read_rows(T, i):
-    """The tokens of a tile's rows i, and which rows exist.
+    """Return the tokens of a tile's rows i, and which rows exist.
 
-    The kernels ask before their loop and after it, and `volatile` makes them read twice: else 20 to 50 registers per
-    thread would keep the answer through the loop (results/aot).
+    The kernels call this before and after their loop, and `volatile` makes them read the table twice. Otherwise 20
+    to 50 registers per thread would hold the result through the loop (results/aot).
     """
     start = tl.load(T + 1, volatile=True).to(tl.int64)
     stride = tl.load(T + 2, volatile=True).to(tl.int64)
@@ -81,10 +83,10 @@ def read_rows(T, i):
 @triton.jit
 def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
                KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The tiles of R tokens that one pass over the spans of a line visits.
+    """Return which tiles of R tokens one pass over the spans of a line visits.
 
-    One pass visits the tiles that need no mask, the pass MASKED the others, on a diagonal or past the end. Spans hold
-    KEYS or queries; only diagonals mask queries (past the end their p is 0).
+    One pass visits the tiles that need no mask; the pass MASKED visits those on a diagonal or at the end of a span.
+    Spans hold KEYS or queries; only diagonals mask queries (past the end their p is 0).
 
     Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, near, far. In a
     WINDOW the pass MASKED has two such parts per span: the tiles before those without a mask, and those after.
@@ -138,9 +140,10 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
 
 @triton.jit
 def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
-    """The positions in its span that a step visits, their tokens as base + ahead, which exist, the span's diagonals.
+    """Return the rows that a step visits.
 
-    The span is picked by selects, without a branch, so that the loop over all parts of spans pipelines as one.
+    Returns their positions in the span, their tokens as base + ahead, which of them exist, and the span's diagonals.
+    The span is picked by selects, without a branch, so that the loop over all parts of spans is pipelined as one loop.
     """
     _, tile, start, stride, count, near, far = spans[0]
     tile += step
@@ -165,7 +168,10 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
             EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """out and lse, contiguous. HIDDEN (B, M), bytes: not 0 hides a key. WQ (B, N, H · G, 2), WK: dropout."""
+    """Compute out and lse, both contiguous.
+
+    HIDDEN (B, M) has bytes, and a nonzero one hides its key. WQ (B, N, H · G, 2) and WK are the words of dropout.
+    """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -214,7 +220,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
                 EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                 WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dq, contiguous: the tiles and the loop of `forward`."""
+    """Compute dq, contiguous, with the tiles and the loop of `forward`."""
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -265,7 +271,8 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """dk and dv, contiguous: tiles hold keys, spans the queries that see them, one query head after another."""
+    """Compute dk and dv, contiguous. Tiles hold keys; spans are the queries that see them, one query head after
+    another."""
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)

@@ -1,4 +1,4 @@
-"""Block layouts: for every block of queries, the sorted list of key blocks that it sees."""
+"""Describe block layouts: for every block of queries, the sorted list of key blocks that it sees."""
 
 import torch
 

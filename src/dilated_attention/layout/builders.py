@@ -1,7 +1,7 @@
-"""Block patterns: for each query block, the intervals of keys that a rule over tokens shows.
+"""Build block patterns: for each query block, the intervals of keys that a rule over tokens shows.
 
 **Rounding.** A block is active iff the rule holds for at least one of its (query, key) pairs (causal: a pair with key
-<= query); an active block shows all its pairs. Time and memory are O(active blocks): no dense mask is made.
+<= query). An active block shows all its pairs. Time and memory are O(active blocks): no dense mask is made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
 
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
-    """Show some leading tokens, or those at the positions; NumPy numbers and 0-d tensors count as numbers."""
+    """Show the first `tokens` tokens, or the tokens at these positions.
+    A number may be a NumPy number or a 0-d tensor."""
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
         return leading(grid, tokens, density)
     try:
@@ -164,7 +165,8 @@ def _size(
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """Draw `wanted[i]` distinct numbers below `visible[i]`, uniform, ascending: (counts, flat list)."""
+    """Draw `wanted[i]` distinct numbers below `visible[i]`, uniformly and in ascending order, as (counts,
+    flat list)."""
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

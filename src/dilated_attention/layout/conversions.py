@@ -1,4 +1,4 @@
-"""Lists of key blocks to and from masks, compressed rows, `torch.sparse` and FlexAttention, and the checks of each."""
+"""Convert lists of key blocks to and from masks, compressed rows, `torch.sparse` and FlexAttention, with checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _few(x: Tensor) -> str:
 
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    """Return int64, and never the caller's own tensor, which may change."""
+    """Return values as a new int64 tensor. The caller may later change its own."""
     tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole and tensor.numel():
@@ -215,7 +215,7 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that looks a block up by bisection, in `steps` steps."""
+    """Return a mask_mod that finds a block in its list by bisection, in `steps` steps."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
@@ -257,19 +257,20 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
 
 
 def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
-    """Return row and column of blocks given as row * columns + column."""
+    """Return row and column of blocks that are numbered row * columns + column."""
     return blocks // grid.columns, blocks % grid.columns
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """Turn BlockMask lists into row * columns + column, ascending."""
+    """Turn the lists of a BlockMask into ascending block numbers, row * columns + column."""
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
     return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
 
 
 def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
-    """Return whether the mask_mod shows all pairs of these blocks, and whether just those with key <= query."""
+    """Return whether the mask_mod shows all pairs of these blocks, and whether it shows exactly those with key <=
+    query."""
     is_whole = is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
     last = grid.seq_len - 1

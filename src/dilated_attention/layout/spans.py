@@ -1,4 +1,4 @@
-"""The grid of blocks over a sequence, and the arithmetic of lists: intervals of keys to key blocks, rows to offsets."""
+"""Describe the grid of blocks over a sequence, and turn intervals of keys into lists of key blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dilated_attention.torch_internals import in_torch_func
 MAX_BLOCK = 2**16
 
 BlockSize = int | tuple[int, int]
-"""Tokens of a block, or of a query block and of a key block."""
+"""The number of tokens per block, or a pair (query block, key block)."""
 
 Spans = Sequence[tuple[Tensor, Tensor]]
-"""First and last key, inclusive, of intervals of keys; both broadcast to `(query blocks, intervals)`."""
+"""The first and last key, inclusive, of intervals of keys. Both broadcast to `(query blocks, intervals)`."""
 
 Lists = tuple[Tensor, Tensor]
-"""The number of key blocks that each query block sees, and the key blocks, list after list, each ascending."""
+"""The number of key blocks that each query block sees; and the key blocks, list after list, each list ascending."""
 
 
 def check_share(name: str, value: float) -> None:
@@ -52,7 +52,7 @@ class BlockGrid:
 
     @classmethod
     def of(cls, seq_len: int, block_size: BlockSize, is_causal: bool) -> BlockGrid:
-        """Check a caller's numbers and return their grid."""
+        """Check a caller's numbers and return the grid that they describe."""
         seq_len = checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         return BlockGrid(seq_len, *block_pair(block_size), is_causal)
@@ -77,7 +77,8 @@ class BlockGrid:
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return which blocks lie wholly above the diagonal; row numbers may continue over several lists."""
+        """Return which blocks lie wholly above the diagonal. Row numbers may continue over the lists of several
+        heads."""
         last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
         return column * self.k_block > last_query
 
@@ -90,7 +91,7 @@ class BlockGrid:
 
 
 def row_offsets(counts: Tensor) -> Tensor:
-    """Turn (b, h, rows) counts into (b, h, rows + 1) offsets into one flat list."""
+    """Turn the numbers of entries per row, (b, h, rows), into offsets (b, h, rows + 1) into one flat list."""
     ends = counts.flatten().cumsum(0).view_as(counts)
     return torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)
 
@@ -102,9 +103,9 @@ def rows_of(counts: Tensor, entries: int) -> Tensor:
 
 
 def kept_before(keep: Tensor) -> Tensor:
-    """Count the entries kept before each entry, and in all.
+    """Count the kept entries before each entry, and in all.
 
-    This turns offsets into the list into offsets into the rest.
+    This turns offsets into a list into offsets into what is kept of it.
     """
     before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
     torch.cumsum(keep, 0, out=before[1:])
@@ -112,16 +113,16 @@ def kept_before(keep: Tensor) -> Tensor:
 
 
 def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists:
-    """Turn ascending row * columns + column into lists for (batch, heads) = `lead`."""
+    """Turn ascending block numbers, row * columns + column, into lists for (batch, heads) = `lead`."""
     row = keys // grid.columns
     counts = torch.bincount(row, minlength=lead[0] * lead[1] * grid.rows).reshape(*lead, grid.rows)
     return counts, row.mul_(-grid.columns).add_(keys)
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Sort ascending; on the CPU in place.
+    """Sort in ascending order; on the CPU in place.
 
-    "stable" is a merge there: linear for a few sorted lists one after another.
+    There, kind "stable" merges sorted runs, which takes linear time for a few sorted lists one after another.
     """
     if keys.device.type != "cpu" or in_torch_func():  # whose tensors have no memory that NumPy could sort
         return keys.sort().values

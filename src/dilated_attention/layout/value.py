@@ -1,8 +1,8 @@
-"""The layout as a value: its lists, what follows from them, and its algebra.
+"""Represent a layout as a value: its lists, what can be derived from them, and its algebra.
 
 A layout cuts a sequence of N tokens into query blocks of `q_block` and key blocks of `k_block` tokens (the last ones
-may be partial) and stores, as compressed sparse rows, the key blocks of each query block. Query i sees key j iff block
-j // k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block may have an empty list: its
+may be partial). It stores the key blocks of each query block as compressed sparse rows. Query i sees key j iff block j
+// k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block may have an empty list: its
 queries get out 0 and lse -inf.
 """
 
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 
 class Runs(NamedTuple):
-    """Hold maximal runs of consecutive key blocks: row (b, h, i) owns runs indptr[b, h, i] to indptr[b, h, i + 1]."""
+    """Hold maximal runs of consecutive key blocks.
+
+    Row (b, h, i) has the runs with numbers indptr[b, h, i] to indptr[b, h, i + 1] - 1.
+    """
 
     indptr: Tensor
     start: Tensor
@@ -51,7 +54,10 @@ class Runs(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """List each key block's query blocks: (b, h, j) owns indices[indptr[b, h, j] : indptr[b, h, j + 1]], ascending."""
+    """List the query blocks of each key block, ascending.
+
+    The list of key block j is indices[indptr[b, h, j] : indptr[b, h, j + 1]], for batch element b and head h.
+    """
 
     indptr: Tensor
     indices: Tensor
@@ -59,12 +65,15 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
-    """List the key blocks that each query block sees. Immutable, compared by content.
+    """List the key blocks that each query block sees. A layout is immutable and is compared by content.
 
-    Lists may be shared or differ by head, and be shared or differ by batch element. indptr: int64 `(batch or 1, heads
-    or 1, query blocks + 1)`; row (b, h, i) owns `indices[indptr[b, h, i] : indptr[b, h, i + 1]]`. All rows lie one
-    after the other: the flattened lists form one CSR matrix of batch * heads * query blocks rows. indices: int64
-    `(blocks,)`, key blocks, strictly ascending within a row.
+    Most layouts are made by a class method: `local`, `global_`, `strided`, `longformer`, `from_mask`, `from_topk`
+    and others. `a | b` has the blocks of both, `a & b` the common ones.
+
+    Heads and batch elements may share their lists or have separate ones. indptr: int64 `(batch or 1, heads or 1,
+    query blocks + 1)`; the list of query block i for batch element b and head h is `indices[indptr[b, h, i] : indptr[b,
+    h, i + 1]]`. indices: int64 `(blocks,)`, key blocks, strictly ascending within a list. All lists lie one after the
+    other, so they form one CSR matrix with batch * heads * query blocks rows.
 
     The constructor copies both tables, so writing to the originals later does not change the layout. It checks dtypes
     and shapes, and on the CPU also the lists. `from_indices` checks the lists on every device.
@@ -177,9 +186,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """Build a dilated sliding window: for every rate, block i sees the blocks i + m * rate with |m| <= reach.
 
-        A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give the logarithmic
-        pattern: O(reach * len(rates)) blocks per row, and every distance lies within a power of two. Give `reach`
-        (default 1) or `density`, which picks the reach with the nearest density.
+        A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give a logarithmic
+        pattern: a row has O(reach * len(rates)) blocks, at distances that double. Give `reach` (default 1) or
+        `density`, which picks the reach with the nearest density.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.dilated(grid, rates, reach, density))
@@ -269,9 +278,10 @@ class BlockLayout:
         *,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Build a layout from compressed sparse rows and check them: `indptr` `([batch,] [heads,] query blocks + 1)`.
+        """Build a layout from compressed sparse rows, and check them.
 
-        The class describes both tables. With `is_causal` no block may lie wholly above the diagonal.
+        indptr is `([batch,] [heads,] query blocks + 1)`; `BlockLayout` describes both tables. With `is_causal` no
+        block may lie wholly above the diagonal.
         """
         q_block, k_block = block_pair(block_size)
         layout = cls(*conversions.from_indices(indptr, indices), seq_len, q_block, k_block, is_causal)
@@ -284,8 +294,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """Build a layout from an indexer's choice: row i of `indices` names the key blocks of query block i.
 
-        Shorter rows are padded with -1. The order within a row does not matter, and a block that is named twice is seen
-        once. An indexer chooses for each query, so a query block is one token by default.
+        Shorter rows are padded with -1. The order within a row does not matter, and a block that is named twice is
+        seen once. An indexer chooses for each query, so query blocks and key blocks have one token by default.
 
         Args:
             indices: int64 or int32 `(query blocks, k)`, `(batch, query blocks, k)` or `(batch, heads, query blocks,
@@ -381,7 +391,8 @@ class BlockLayout:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a key for caches. Equal layouts that were made separately have different keys."""
+        """Return a key for caches. It names the tables, so equal layouts that were made separately have different
+        keys."""
         return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
@@ -396,7 +407,7 @@ class BlockLayout:
 
     @property
     def row(self) -> Tensor:
-        """Return the row of each entry of `indices`, int64, in the flattened (batch, head, query block) order."""
+        """Return, for each entry of `indices`, the number of its row in (batch, head, query block) order, int64."""
         return rows_of(self.counts, self.nnz)
 
     @cached_property
@@ -413,7 +424,7 @@ class BlockLayout:
 
     @cached_property
     def transposed(self) -> Transposed:
-        """Return the lists as seen from the key blocks, for the gradients of k and v."""
+        """Return the query blocks that list each key block, for the gradients of k and v."""
         return lasting(self._transpose, self.device)
 
     def _transpose(self) -> Transposed:
@@ -431,7 +442,7 @@ class BlockLayout:
 
     @cached_property
     def masked(self) -> Tensor:
-        """Return which entries of `indices` the diagonal cuts, booleans `(blocks,)`; False where all pairs are seen."""
+        """Return which blocks in `indices` the diagonal cuts: booleans `(blocks,)`, False where all pairs are seen."""
         return self.grid.cut(self.row, self.indices)
 
     @cached_property
@@ -451,8 +462,8 @@ class BlockLayout:
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """Return the number of keys that each token sees, per head: int64 `(num_heads, seq_len)`.
 
-        With lists per batch element the shape is `(batch, num_heads, seq_len)`. A layout with fewer heads than
-        num_heads, which they must divide, has its lists per KV head.
+        With lists per batch element the shape is `(batch, num_heads, seq_len)`. If the layout has fewer heads than
+        num_heads, its lists are per KV head, and its heads must divide num_heads.
 
         Warns with their number if some tokens of some heads see no key at all: their output is 0.
         """
@@ -470,8 +481,8 @@ class BlockLayout:
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Return the floating-point operations of a forward: 4 head_dim per score entry.
 
-        An entry costs two products of head_dim multiplications and additions. Counts one batch element, or all of them
-        if each has its own lists. Heads as in `coverage`.
+        Each score entry costs head_dim multiplications and additions twice, for q kᵀ and for P v. The count is for
+        one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -502,7 +513,7 @@ class BlockLayout:
             self.check_batch(batch_size)
 
     def _require_unchanged(self) -> None:
-        """Raise if a table was written to: everything derived from it belongs to its old content."""
+        """Raise if a table was written to, since everything derived from it describes its old content."""
         if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
             raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
 
@@ -590,7 +601,8 @@ class BlockLayout:
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
-        """Return this layout made causal: drop the blocks above the diagonal, mask by token those that it cuts."""
+        """Return this layout made causal: without the blocks above the diagonal, and with those that it cuts masked by
+        token."""
         self._require_unchanged()
         if self.is_causal:
             return self
@@ -615,13 +627,14 @@ class BlockLayout:
         return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
 
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
-        """Pickle without derived values: `key` names tables of this process, and hashes differ between processes."""
+        """Pickle only the lists, without derived values: `key` names tables of this process, and hashes differ
+        elsewhere."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
 
     def __setstate__(self, state: object) -> None:
-        """Refuse a state.
+        """Refuse a pickled state.
 
-        `__reduce__` writes none, and a file that has one would put lists past the constructor's checks.
+        `__reduce__` writes none. A file that contains one would bring in lists that the constructor has not checked.
         """
         raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
@@ -659,9 +672,9 @@ class BlockLayout:
     def to_torch_sparse(self) -> Tensor:
         """Return the blocks as a `torch.sparse_bsr` tensor of ones.
 
-        Its shape is `([batch, heads,] q_block * rows, k_block * columns)`. It holds whole blocks: the causal triangle
-        and the length of a partial last block are lost. The values are one expanded element. BSR has one list length
-        for a whole batch, so lists of unequal total length are refused.
+        Its shape is `([batch, heads,] q_block * rows, k_block * columns)`. It holds whole blocks: the causal
+        triangle and the length of a partial last block are lost. All values share the memory of one element. In the BSR
+        format every batch element has the same number of blocks, so layouts whose totals differ are refused.
         """
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 
@@ -689,8 +702,8 @@ class BlockLayout:
     def from_block_mask(cls, m: BlockMask) -> BlockLayout:
         """Build a layout from the blocks of a FlexAttention `BlockMask`.
 
-        The layout is causal if the partial blocks hold the lower triangle. The mask_mod is evaluated on the partial
-        blocks; one that hides anything except the causal triangle is an error.
+        The layout is causal if the partial blocks show exactly their lower triangle. The mask_mod is evaluated on
+        the partial blocks; one that hides anything except the causal triangle is an error.
         """
         return cls._of(*conversions.from_block_mask(m))
 
@@ -719,7 +732,7 @@ class BlockLayout:
         return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 
     def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
-        """Return this layout with new tables, which no one else holds."""
+        """Return this layout with new tables that no other code refers to."""
         return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
 
     @classmethod
@@ -727,7 +740,7 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of each block, ascending, the lists repeated to `lead`."""
+        """Return the numbers row * key_blocks + column of all blocks, ascending, with the lists repeated to `lead`."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
@@ -755,7 +768,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
 
 
 def _named(table: Tensor) -> Tensor:
-    """Name a table that no one else holds, so that a layout takes it without a copy."""
+    """Name a table that no other code refers to (see `cache.name_of`), so that a layout takes it without a copy."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -764,7 +777,8 @@ def _named(table: Tensor) -> Tensor:
 def _own(table: Tensor) -> Tensor:
     """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
 
-    A table without a name belongs to the caller, or lies in a buffer that a compiled graph uses again: it is copied.
+    A table that `cache.name_of` has not named may belong to the caller, or lie in a buffer that a compiled graph
+    reuses, so it is copied.
     """
     if torch.compiler.is_compiling():
         return table.contiguous()

@@ -31,9 +31,10 @@ class TileAttention:
     Attributes:
         heads: `(batch, layers, heads, tiles)`: the share of the slide embedding's attention that each tile gets, by
             layer and head.
-        rolled_up: `(batch, tiles)`: the same, followed through all layers. What is missing from 1 stayed at the cls
-            token, or went to the padding that `compat="torchscale"` attends.
-        coords: `(batch, tiles, 2)`, as given.
+        rolled_up: `(batch, tiles)`: the attention that each tile gets through all layers together. A slide's values
+            sum to less than 1: the rest stays at the cls token, or goes to the padding that `compat="torchscale"`
+            attends.
+        coords: `(batch, tiles, 2)`, the coordinates given to `tile_attention`.
         lengths: the number of tiles of each slide.
         tile_size: the side of a tile, in the unit of `coords`.
 
@@ -56,7 +57,7 @@ class TileAttention:
     ) -> Axes:
         """Draw one slide's tiles at their places, brighter for more attention, in colours that also work in grey.
 
-        The colour scale ends at the 99th percentile of the tiles; the few tiles above it get its brightest colour.
+        The colour scale ends at the 99th percentile of the values; the few tiles above it get the brightest colour.
 
         Args:
             layer: the layer whose attention is drawn; None: attention rolled up over all layers.
@@ -84,16 +85,17 @@ def tile_attention(
     lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     global_pool: bool | None = None,
 ) -> TileAttention:
-    """Compute how much a slide's embedding attends to each tile: exact, in memory linear in the number of tiles.
+    """Compute exactly how much a slide's embedding attends to each tile, in memory linear in the number of tiles.
 
-    With P_l,h the attention probabilities of head h in layer l, over the cls token and the tiles, and u the weight of
-    each in the embedding (1 for the cls token; with global_pool 1 / tiles for each tile), `heads` holds uᵀ P_l,h.
-    `rolled_up` (Abnar and Zuidema 2020, arXiv:2005.00928) holds uᵀ A_L ... A_1, with A_l = (I + mean over h of P_l,h) /
-    2, where I stands for the residual path. P is never formed: its rows are summed from the log-sum-exp of the forward.
+    Let P_l,h be the attention probabilities of head h in layer l, over the cls token and the tiles, and u the weight
+    of each token in the embedding (1 for the cls token; with global_pool, 1 / tiles for each tile). Then `heads` holds
+    uᵀ P_l,h. `rolled_up` (Abnar and Zuidema 2020, arXiv:2005.00928) holds uᵀ A_L ... A_1, with A_l = (I + mean over h
+    of P_l,h) / 2, where I stands for the residual path. P is never formed: its rows are summed from the log-sum-exp of
+    the forward.
 
     Queries and keys of all layers are written to a temporary file of 2 x layers x tiles x embed_dim numbers (in the
-    folder that TMPDIR names), so that memory does not grow with the number of layers. It takes as long as encoding
-    once, plus one more attention per layer.
+    folder that TMPDIR names), so that memory does not grow with the number of layers. It takes as long as one encoding
+    plus one more attention per layer.
 
     Args:
         encoder: the slide encoder, in evaluation mode.
@@ -149,9 +151,9 @@ def tile_attention(
 
 
 class _Layer:
-    """Compute the attention of one layer, and store its queries, keys and lse.
+    """Compute the attention of one layer and store its queries and keys in `file`, its lse in the tensor `lse`.
 
-    Queries and keys go to `file`, lse, `(heads, tokens)`, to the tensor `lse`.
+    lse is `(heads, tokens)`.
     """
 
     def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:
@@ -167,7 +169,7 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, `(tokens, heads, head_dim + _MORE)`, whose product is the logarithm of P."""
+        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is P."""
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
@@ -183,7 +185,7 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the layers over one slide, the last one as far as its attention."""
+    """Run the layers over one slide; of the last layer only the attention is run."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []
@@ -199,9 +201,10 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
 
 
 def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
-    """Return weights @ P of every head, `(sums, heads, tokens)`: the rows of P = exp(q kᵀ), weighted and added.
+    """Return weights @ P for every head, `(sums, heads, tokens)`, where P = exp(q kᵀ).
 
-    With keys and queries exchanged and the weights as values, the sum is the numerator of the softmax.
+    This is attention with keys and queries exchanged and the weights as values; each sum is the numerator of its
+    softmax.
 
     Args:
         q, k: `(tokens, heads, head_dim)`.

@@ -1,8 +1,8 @@
 """Load weights of other implementations: torchscale's LongNet, Prov-GigaPath, LongViT.
 
-Files are never unpickled (`weights_only=True`), and a model is returned whole or not at all: an error lists what is
-missing, surplus and of the wrong shape. Channels of xPos are reordered, since torchscale rotates neighbours (2i, 2i +
-1) and this library rotates halves (i, i + head_dim / 2); scores are sums over channels, and do not change.
+Files are never unpickled (`weights_only=True`). A model is never loaded partially: an error lists the weights that
+are missing, surplus or of the wrong shape. Channels of xPos are reordered, since torchscale rotates neighbours (2i, 2i
++ 1) and this library rotates halves (i, i + head_dim / 2); scores are sums over channels, and do not change.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ Compat = Literal["torchscale"] | None
 Model = TypeVar("Model", bound=Pretrained)
 ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
-"""Names under which training scripts put a state_dict into their files."""
+"""The names of the entries under which training scripts put a state_dict into their files."""
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
-"""Parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
+"""The parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
 _ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
-"""First parts of names that every known model has: of a part alone, and of a model made of parts."""
+"""The first parts of weight names by which known models are recognised: of a single model, and of a model with halves.
+"""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
@@ -143,7 +144,8 @@ def _read_file(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return, in plain characters, what PyTorch found in a pickle that is not a tensor, or its error's first line."""
+    """Return, without control characters, what PyTorch found in a pickle that is not a tensor, or its error's first
+    line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     found = re.search(r"(?:GLOBAL|Unsupported class|Unsupported operand)\s+(\S+)", text)
     lines = text.splitlines()
@@ -161,10 +163,8 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 class _Taken:
-    """Collect the tensors of a checkpoint and those that a model gets, by the model's names.
-
-    Also notes what is wrong with them.
-    """
+    """Collect the tensors of a checkpoint, those that a model gets (by the model's names),
+    and what is wrong with them."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self.tensors = read_weights(source, prefix)
@@ -228,21 +228,22 @@ def load_torchscale(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
-    """Load the weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both into a new model.
+    """Load weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both halves into a new
+    model.
 
     Widths, layers, sub-LN and xPos are read from the weights. The model computes pre-norm and gelu, torchscale's
-    defaults. A checkpoint with neither sub-LN nor a final norm is taken to be post-norm, and refused.
+    defaults. A checkpoint with neither sub-LN nor a final norm is considered post-norm and is refused.
 
     Args:
         source: a state_dict, or a path to a safetensors file or one written by `torch.save`.
         segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which the weights do not
             contain.
         num_heads: the number of attention heads; with xPos it is read from the weights.
-        architecture: which model to make; None: recognised from the names. Names under `encoder.` and `decoder.` mean
-            an encoder-decoder, embed_tokens with output_projection a decoder, other layers an encoder. For an encoder
-            that has both, give `"encoder"` and surplus=`"warn"`, since it has no place for the output.
-        compat: `"torchscale"`: the outputs that torchscale computes with these weights, attended padding included.
-            None: the corrected outputs, exact attention with the offsets that the weights were trained with.
+        architecture: the model to make; None: recognise it from the names. Names under `encoder.` and `decoder.`
+            mean an encoder-decoder, embed_tokens with output_projection a decoder, other layers an encoder. For an
+            encoder that has both, give `"encoder"` and surplus=`"warn"`, since it has no place for the output.
+        compat: `"torchscale"`: compute what torchscale computes with these weights, attended padding included. None:
+            compute exact attention, with the offsets that the weights were trained with.
         norm_eps: epsilon of the model's LayerNorms.
         prefix: the beginning of the names if the weights are part of a larger model's, such as `"LongNet_encoder."`.
         surplus: `"warn"`: skip weights that the model does not use, with a warning.
@@ -298,7 +299,9 @@ def load_gigapath(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> GigaPathSlideEncoder:
-    """Load Prov-GigaPath's slide encoder (`slide_encoder.pth`) of any width; the rest as in `load_torchscale`.
+    """Load Prov-GigaPath's slide encoder (`slide_encoder.pth`), of any width.
+
+    Other arguments, and errors, are as in `load_torchscale` and `GigaPathConfig`.
 
     The segment lengths are those that the released code computes for max_wsi_size=262144 and tile_size=256. If the file
     holds a fixed table of positions, only its shape is checked: the model computes its own.
@@ -335,10 +338,12 @@ def load_longvit(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongViT:
-    """Load torchscale's LongViT, pretrained or with a classifier; the rest as in `load_torchscale`.
+    """Load torchscale's LongViT, pretrained or with a classifier. Other arguments, and errors, are as in
+    `load_torchscale`.
 
     Args:
-        segment_lengths: the segment lengths; None: those released for the image size that the weights' positions fit.
+        segment_lengths: the segment lengths; None: the released ones for the image size, which is read from the
+            weights.
     """
     taken = _Taken(source, prefix)
     tensors, part = taken.tensors, "model." if "model.pos_embed" in taken else ""  # a classifier's backbone is `model`
@@ -380,10 +385,8 @@ def load_longvit(
 
 
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
-    """Return a pattern with offsets by head block.
-
-    The weights of a head were trained with these offsets, whatever the padding does.
-    """
+    """Return a pattern with offsets by head block, with or without compat,
+    because the weights were trained with them."""
     return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
 
 
@@ -479,7 +482,7 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate weights, one below the other; without storage if one of them is missing."""
+    """Concatenate weights along the rows. If one of them is missing, the result has no storage."""
     return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
 
 

@@ -1,4 +1,4 @@
-"""Configurations: frozen, checked when they are made, written to JSON and read from it without `eval`."""
+"""Describe models by configurations: frozen, checked when they are made, written to JSON and read without `eval`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Some = TypeVar("Some", bound="Configuration")
 
 
 class Configuration:
-    """Write the fields of a frozen dataclass as JSON and read them. A field of `nested` is an object, or null."""
+    """Write the fields of a frozen dataclass as JSON, and read them.
+
+    The fields named in `nested` are objects in the JSON text, or null.
+    """
 
     nested: ClassVar[Mapping[str, Any]] = {}
     """For each nested field, the dataclass of its object, or a function that reads it."""
     newer: ClassVar[frozenset[str]] = frozenset()
-    """Fields that files of earlier versions lack; their defaults say what those versions did."""
+    """The fields that files of earlier versions lack. Their defaults reproduce what those versions did."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def to_json(self) -> str:
@@ -29,7 +32,8 @@ class Configuration:
 
     @classmethod
     def from_json(cls: type[Some], text: str) -> Some:
-        """Read a configuration; ValueError for text that is not JSON, and for an unknown, missing or mistyped field."""
+        """Read a configuration. Raises ValueError if the text is not JSON, or a field is unknown, missing or of a wrong
+        type."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -119,7 +123,7 @@ def require_number(
 
 
 MOST, MOST_TOKENS = 1024, 1 << 48
-"""Limits of layers, heads, branches, and tokens of a segment, so that a damaged or hostile file is refused early."""
+"""The most layers, heads and branches, and the most tokens of a segment: a damaged or hostile file is refused early."""
 
 PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 """The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""

@@ -1,15 +1,15 @@
 """Generate text: a cache of the keys and values that later tokens can still see, and sampling.
 
-A token's attention is the merge of partial results over the rows of its branches' buffers, whose sizes do not depend on
-the length of the text:
+A token's attention merges partial results over the rows of several buffers, whose sizes do not depend on the length of
+the text:
 
-    segments  In branch (w, r) a token at p is seen only by later tokens of its segment p // w, and only where it takes
-              part, p mod w mod r == o(h). There are ceil(w / r) rows per KV head: row (p mod w) // r holds the token
-              at p, and a new segment overwrites the last one.
-    ring      In a window the token at p is seen up to p + before * rate. There are (before + 1) * rate rows, in which
-              the token at p overwrites the one that has left the window; p sees the rows of its residue modulo the
-              rate.
-    leading   The leading tokens of a window are seen by all: a row for each. The ring holds those after them.
+- segments: In branch (w, r) a token at p is seen only by later tokens of its segment p // w, and only in heads h in
+  which it takes part, (p mod w) mod r == o(h). There are ceil(w / r) rows per KV head. Row (p mod w) // r holds the
+  token at p, and a new segment overwrites the last one.
+- ring: In a window the token at p is seen by tokens up to p + before * rate. There are (before + 1) * rate rows, in
+  which the token at p overwrites the one that has left the window; p sees the rows of its residue modulo the rate.
+- leading: The leading tokens of a window are seen by all later tokens, so each has a row. The ring holds the tokens
+  after them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ class _Buffer(Protocol):
 
     @property
     def heads(self) -> HeadRuns:
-        """All heads that the buffer holds."""
+        """Return all heads that the buffer holds."""
 
     def rows(self, max_len: int | None) -> int:
-        """The size of the buffer, for texts of at most this many tokens."""
+        """Return the number of rows of the buffer, for texts of at most `max_len` tokens."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         """Return the heads in which the token at a position takes part, its row, and the rows that it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        """Iterate over what the buffer holds of a text's first tokens: heads, their tokens, and the first one's row."""
+        """Yield what the buffer holds after the first `length` tokens: some heads, a range of tokens, the first token's
+        row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Keep the rows of one segment at a time.
+    """Describe the buffer of a branch, which keeps the rows of the current segment.
 
-    by_offset: for each offset, the runs of KV heads that have it.
+    `by_offset`: for each offset, the runs of KV heads that have it.
     """
 
     segment: int
@@ -132,9 +133,10 @@ class _Span:
 
     Attributes:
         samples: the samples of the cache.
-        batch, start: the tensors' samples, and where in them token 0 lies; over a mesh, before the shard.
+        batch, start: the same samples in the tensors, and where token 0 lies there; over a mesh it may lie before
+            the shard.
         length: the number of tokens of each sample.
-        held: the tokens [first, last) that are there.
+        held: the tokens [first, last) that the tensors hold.
     """
 
     samples: slice
@@ -228,17 +230,17 @@ def _shifted(heads: slice, first: int) -> slice:
 
 
 class KeyValueCache:
-    """Keep the keys and values that a causal LongNet needs of the tokens so far, for a batch of samples of any lengths.
+    """Keep the keys and values of earlier tokens that a causal LongNet still needs, for samples of any lengths.
 
-    Made by `LongNetLM.prefill`, used and updated by `LongNetLM.decode`.
+    `LongNetLM.prefill` makes it; `LongNetLM.decode` uses and updates it.
 
     Attributes:
-        positions: how many tokens each sample has.
+        positions: the number of tokens of each sample so far.
         max_len: the most tokens that a sample may have; None: any number.
-        nbytes: bytes of the keys and values, fixed when the cache is made: 2 layers x batch x sum (rows x heads) x
-            head_dim x bytes of the dtype, summed over branches and windows. rows: ceil(min(w, max_len) / r) for a
-            branch (w, r), min((before + 1) rate, max_len) and `leading` for a window. heads: the KV heads that take
-            part in the branch: all of them, except with head groups or an offset of -1.
+        nbytes: the size of the keys and values in bytes, fixed when the cache is made: 2 x layers x batch x head_dim
+            x bytes per number x the sum of rows x heads over branches and windows. A branch (w, r) has ceil(min(w,
+            max_len) / r) rows; a window has min((before + 1) rate, max_len) rows, and `leading` more. All KV heads
+            count, except in branches in which some take no part (head groups, or an offset of -1).
 
     Examples:
         >>> from dilated_attention.models import LongNetConfig, LongNetLM
@@ -297,7 +299,8 @@ class KeyValueCache:
     def begin(self, lengths: Sequence[int], *, packed: bool = False, shard: tuple[int, int] | None = None) -> None:
         """Prepare for the first call of the layers, with the first tokens of all samples.
 
-        They come as batch x seq, `packed` one after another, or as a `shard`: the tokens [start, stop) of every sample.
+        The tokens come as (batch, seq); or `packed`, one sample after another; or as a `shard`, the tokens [start,
+        stop) of every sample.
         """
         self._check(max(lengths))
         if packed:
@@ -317,7 +320,7 @@ class KeyValueCache:
         self.positions = [a + b for a, b in zip(self.positions, lengths, strict=True)]
 
     def join(self, mesh: Mesh) -> None:
-        """Share the rows of the ranks' shards between ranks, so that each has all of them."""
+        """Exchange the rows of the ranks' shards, so that every rank has all of them."""
         for layer in self.layers:
             for *_, keys, values in layer.buffers:
                 for rows in (keys, values):  # 0 where others fill
@@ -337,7 +340,8 @@ class KeyValueCache:
         return positions
 
     def move(self, distances: Sequence[int]) -> None:
-        """Count xPos of each sample's keys from an origin that lies `distances` tokens later."""
+        """Move the origin from which xPos counts the keys of each sample by `distances` tokens,
+        towards later tokens."""
         rotary = self.config.rotary
         if rotary is None or rotary.scale_base is None or not any(distances):
             return
@@ -354,7 +358,7 @@ class KeyValueCache:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ValueError naming the argument that `sample` cannot take."""
+    """Raise a ValueError that names the argument that `sample` cannot take, if there is one."""
     if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature!r}: must be a finite number >= 0")
     if top_k is not None:
@@ -371,7 +375,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " batch"]:
-    """Draw one token per row from softmax(logits / temperature), limited to the most likely tokens and renormalised.
+    """Draw one token per row from softmax(logits / temperature), restricted to the most likely tokens and renormalised.
 
     Args:
         temperature: the sampling temperature; 0 always picks the most likely token.
@@ -414,14 +418,15 @@ def stream(
     stop_token: int | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
-    """Yield new tokens, one of every sample at a time, as soon as they are drawn.
+    """Yield new tokens as soon as they are drawn, one per sample at a time.
 
     Args:
         decode: `LongNetLM.decode`, which gives the logits after a token.
         logits, cache: from `LongNetLM.prefill`.
         draw: `sample` with its options.
-        stop_token: a sample that draws it repeats it afterwards; the stream ends once all samples have drawn it.
-        mesh: the ranks that do the same, and take the tokens that the first one draws.
+        stop_token: the token that ends a sample. The sample repeats it until all samples have drawn it; then the
+            stream ends.
+        mesh: the ranks that run the same stream. They all take the tokens that the first rank draws.
     """
     stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for i in range(max_new_tokens):

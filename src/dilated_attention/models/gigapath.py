@@ -28,10 +28,14 @@ from dilated_attention.models.stack import require_one_device
 from dilated_attention.nn import grid_sines
 
 _MOST_AT_A_PLACE = 8
-"""Tiles per place on average, beyond which coordinates are likely in another unit: overlapping by half gives four."""
+"""The mean number of tiles per grid place above which coordinates are probably in another unit.
+
+Tiles that overlap by half give four per place.
+"""
 
 PATTERN = Dilated((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block")
-"""The branches of the published weights: five lengths from 1,024 tiles to 1,024 x 1,024, evenly in their logarithm."""
+"""The branches of the published weights. The five segment lengths run from 1,024 to 1,024 x 1,024 tiles in equal
+ratios."""
 
 
 def _encoder(embed_dim: int, num_layers: int) -> LongNetConfig:
@@ -97,7 +101,9 @@ class GigaPathConfig(Configuration):
 
 
 class GigaPathSlideEncoder(Pretrained):
-    """Encode a slide: LN of the cls token, or of the mean over tiles, of LongNet([cls, W x + b + sines of the place]).
+    """Encode a slide as one embedding: run LongNet over [cls, W x + b + sines of the place], then apply a LayerNorm.
+
+    The embedding is made from the cls token, or with global_pool from the mean over tiles.
 
     forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies at
         place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
@@ -133,7 +139,7 @@ class GigaPathSlideEncoder(Pretrained):
         nn.init.normal_(self.cls, std=0.02)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse: the cls token and the mean are those of a whole slide, which a shard does not hold."""
+        """Refuse a mesh: the cls token and the mean belong to a whole slide, and a shard holds only a part of it."""
         require_one_device(self, mesh)
 
     def forward(
@@ -151,9 +157,9 @@ class GigaPathSlideEncoder(Pretrained):
             lengths: number of tiles of each slide. The other entries of x and coords are padding, which costs nothing
                 and does not affect the result: each slide gets the embedding that it would get alone.
             global_pool: replaces the configuration's value.
-            all_layers: return `(layers + 1, batch, embed_dim)`: the slide's embedding before the first layer and after
-                each layer. All pass through this model's last LayerNorm but not through the encoder's own, so the last
-                one differs from the result without all_layers.
+            all_layers: return `(layers + 1, batch, embed_dim)`: the embedding made from the states before the first
+                layer and after each layer. They pass through this model's last LayerNorm, but not through the encoder's
+                own, so the last of them differs from the result without all_layers.
         """
         mean = self.config.global_pool if global_pool is None else global_pool
         first_only = not (mean or all_layers)  # then the last layer computes the cls tokens alone
@@ -171,9 +177,9 @@ class GigaPathSlideEncoder(Pretrained):
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         all_layers: bool = False,
     ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
-        """Return the encoder's states of the cls token and the tiles, 0 at padding.
+        """Return the encoder's states of the cls token and the tiles, with zeros at padding.
 
-        The result is a list with the last states alone, or with all_layers what `LongNetEncoder` returns.
+        The result is a list that holds the last states only, or with all_layers what `LongNetEncoder` returns.
         """
         states, counts = self._states(x, coords, lengths, all_layers)
         kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)

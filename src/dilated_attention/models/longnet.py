@@ -1,4 +1,4 @@
-"""LongNet: encoder, language model, encoder-decoder; and the attention of one layer."""
+"""Provide LongNet as encoder, language model and encoder-decoder, and the attention of one layer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dilated_attention.plumbing import checks, dtype_of_products, from_rank, hel
 class LongNetAttention(Pretrained):
     """Compute the self-attention of one LongNet layer with its positions (see `SelfAttention`).
 
-    Returns W_o LN A(R W_q x, R W_k x, W_v x). forward: `(batch, seq, embed_dim)` -> the same shape. Only the attention
-    settings of the configuration are read.
+    It computes W_o LN A(R W_q x, R W_k x, W_v x) for x `(batch, seq, embed_dim)`; the result has the same shape.
+    Only the attention settings of the configuration are used.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -56,7 +56,7 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, the attention inside included; `parallel.set_context_parallel` calls this."""
+        """Run over `mesh`, with the attention inside. `parallel.set_context_parallel` calls this method."""
         self.mesh = held_mesh(mesh)
 
     def forward(
@@ -76,8 +76,8 @@ class LongNetAttention(Pretrained):
 class LongNetEncoder(LongNetStack):
     """Encode sequences with a bidirectional LongNet.
 
-    forward: tokens `(batch, seq)`, or vectors `(batch, seq, embed_dim)` with `vocab_size=None`, -> states
-    `(batch, seq, embed_dim)`.
+    forward takes tokens `(batch, seq)`, or vectors `(batch, seq, embed_dim)` if `vocab_size=None`, and returns
+    states `(batch, seq, embed_dim)`.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -135,13 +135,12 @@ class LongNetEncoder(LongNetStack):
 class LongNetLM(LongNetStack):
     """Predict the next token with a causal LongNet: embedding, blocks, norm, and an output projection.
 
-    The output projection is the embedding, or a matrix of its own. forward: tokens `(batch, seq)` integers -> logits
-    `(batch, seq, vocab_size)`; logits at t see tokens <= t. With `config.pattern=None` it is the same model (same
-    parameters, same draws) with dense attention.
+    The output projection is the embedding, or a separate matrix. forward takes tokens `(batch, seq)`, integers, and
+    returns logits `(batch, seq, vocab_size)`; the logits at t see the tokens up to t. With `config.pattern=None` the
+    model has the same parameters, with the same initial values, and dense attention.
 
     Args:
-        cross_attention: add cross-attention, which makes it the decoder of a `LongNet`. The `LongNet` gives it a
-            source.
+        cross_attention: add cross-attention. The model is then the decoder of a `LongNet`, which gives it a source.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -261,7 +260,7 @@ class LongNetLM(LongNetStack):
 
     @staticmethod
     def _two_tokens(lengths: Sequence[int] | Tensor, tokens: Tensor) -> list[int]:
-        """Return lengths after checking that some token has one before it."""
+        """Return lengths as a list. Raises ValueError unless some sample has at least two tokens."""
         values = checked_lengths(lengths, *tokens.shape)
         if max(values, default=0) < 2:
             raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
@@ -398,8 +397,9 @@ class LongNetLM(LongNetStack):
 class LongNet(Pretrained):
     """Join a `LongNetEncoder` and a causal decoder with dense cross-attention to the encoder's states.
 
-    forward: source (tokens, or vectors where the encoder has `vocab_size=None`) and target tokens `(batch, seq)` ->
-    logits `(batch, seq, vocab_size)` of the decoder; those at t see the whole source and the target up to t.
+    forward takes a source (tokens, or vectors if the encoder has `vocab_size=None`) and target tokens `(batch,
+    seq)`. It returns the decoder's logits `(batch, seq, vocab_size)`; the logits at t see the whole source and the
+    target up to t.
 
     Only self-attention is dilated: the paper defines no dilated cross-attention, and torchscale has none.
 

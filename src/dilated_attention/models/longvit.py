@@ -1,4 +1,4 @@
-"""LongViT (Wang et al. 2023, arXiv:2312.03558): a LongNet over the patches of a large image."""
+"""Provide LongViT (Wang et al. 2023, arXiv:2312.03558): a LongNet over the patches of a large image."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEGMENTS = {
     16384: (1024, 4096, 16384, 65536, 262144),
     32768: (1024, 4096, 32768, 262144, 1048576),
 }
-"""Segment lengths of the released models by image size."""
+"""The segment lengths of the released models, by image size."""
 
 
 def _encoder(image_size: int) -> LongNetConfig:
@@ -87,11 +87,12 @@ class LongViTConfig(Configuration):
 class LongViT(Pretrained):
     """Encode images with a vision transformer whose attention is LongNet's, and classify them if it has a classifier.
 
-    forward: images `(batch, in_chans, rows, columns)` -> states of the patches `(batch, patches, embed_dim)`, row by
-    row; with `num_classes` logits `(batch, num_classes)` of LN(mean over patches).
+    forward takes images `(batch, in_chans, rows, columns)` and returns the states of the patches, row by row,
+    `(batch, patches, embed_dim)`. With `num_classes` it returns logits `(batch, num_classes)`, computed from LN(mean
+    over patches).
 
     For an image of another size than the configuration's, the positions are interpolated bicubically, as in the
-    released code. Sides are multiples of the patch size.
+    released code. The sides of an image must be multiples of the patch size.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -120,7 +121,8 @@ class LongViT(Pretrained):
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse: patches, positions and the mean are those of a whole image, which a shard does not hold."""
+        """Refuse a mesh: patches, positions and the mean belong to a whole image,
+        and a shard holds only a part of it."""
         require_one_device(self, mesh)
 
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Handle ragged batches, samples of different lengths, padded or packed one after another; and check inputs."""
+"""Handle samples of different lengths, padded or packed one after another, and check inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PACK = 8192
 
 
 def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
-    """Return runs of samples of at most `PACK` tokens together, or one sample: their counts and their tokens."""
+    """Group neighbouring samples into runs of at most `PACK` tokens, or of one longer sample.
+
+    Returns for each run the number of tokens of each of its samples, and the slice of its tokens.
+    """
     packs: list[tuple[list[int], slice]] = []
     start = stop = 0
     pack: list[int] = []

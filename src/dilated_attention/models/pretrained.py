@@ -19,9 +19,10 @@ FILES = ("model.safetensors", "config.json")
 
 
 class Pretrained(nn.Module):
-    """Save and load a module that is made from one configuration.
+    """Save and load a module that is made from a single configuration.
 
-    `type(self)(config, backend=...)` draws its initial weights.
+    Base class of all models here. A subclass draws its initial weights when it is made, as `subclass(config,
+    backend=...)`.
 
     Examples:
         >>> import tempfile
@@ -41,8 +42,8 @@ class Pretrained(nn.Module):
         """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
 
         Raises:
-            ValueError: `from_pretrained` could not read the result. The weights must be those of the configuration,
-                whole tensors of one floating dtype. Nothing has been written then.
+            ValueError: `from_pretrained` could not read the result. The weights must be those that the configuration
+                gives, whole tensors of one floating dtype. If it raises, nothing has been written.
         """
         state = self.state_dict()
         try:

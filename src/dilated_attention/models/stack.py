@@ -1,4 +1,4 @@
-"""The parts that all LongNets share: an embedding, blocks, a final norm."""
+"""Provide the parts that all LongNets share: an embedding, blocks, a final norm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, 
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
-    """Raise over a mesh, for models around an encoder, `model.encoder`, that embed and pool whole samples."""
+    """Raise if a mesh is given, for models that embed and pool whole samples around an encoder, `model.encoder`."""
     if mesh is not None:
         raise UnsupportedError(
             f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
@@ -41,12 +41,12 @@ def require_one_device(model: nn.Module, mesh: Any) -> None:
 
 
 Places = tuple[Tensor, Tensor]
-"""The position of every token, and the origin of xPos for it, the middle of its sample."""
+"""The position of every token, and the origin from which its xPos counts, the middle of its sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Hold what a call of the layers gets besides its tokens: see `LongNetStack.hidden`."""
+    """Hold what a call of the layers gets in addition to its tokens; see `LongNetStack.hidden`."""
 
     is_causal: bool
     seq_len: int | None
@@ -105,11 +105,12 @@ class LongNetStack(Pretrained):
     def reset_parameters(self) -> None:
         """Draw all parameters as the constructor does, for example those of a model that was made on the meta device.
 
-        Normal, deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for what adds to the residual stream.
+        Weights are normal with standard deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for projections
+        whose output is added to the residual stream.
 
-        With sub_ln, MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for values, outputs and
-        the MLP (in an encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and sqrt(log(3 decoder
-        layers))), and with gain 1 for everything else.
+        With sub_ln they follow MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for
+        values, outputs and the MLP (in an encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and
+        sqrt(log(3 decoder layers))), and with gain 1 for everything else.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
@@ -167,11 +168,11 @@ class LongNetStack(Pretrained):
         first_only: bool = False,
         **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
-        """Return the normed last states as [last], or with `all_layers` [x, after each block, last].
+        """Return the normed last states as [last], or with `all_layers` as [x, states after each block, last].
 
         x is the embedding. With lengths, samples are packed one after another for all layers, so that padding costs
-        nothing and no sample sees another; states are 0 at padding. With cu_seqlens they are packed already, and stay
-        so.
+        nothing and no sample sees another; states are 0 at padding. With cu_seqlens the samples are packed already, and
+        the result is packed too.
 
         Args:
             first_only: return each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples, embed_dim)`
@@ -269,7 +270,8 @@ class LongNetStack(Pretrained):
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
     ) -> Places | None:
-        """Return the same as `places_of`, `(tokens,)` each, for samples that are packed one after another."""
+        """Return the places of the tokens of samples that are packed one after another, as `places_of` does:
+        `(tokens,)` each."""
         if self.config.rotary is None:
             return None
         if positions is not None:
@@ -325,7 +327,7 @@ def places_of(
 
 
 def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
-    """Return tables that rotate the queries and keys made from x; None in a model without positions."""
+    """Return the tables that rotate queries and keys computed from x; None in a model without positions."""
     if places is None or config.rotary is None:
         return None
     return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))

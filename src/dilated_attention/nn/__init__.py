@@ -1,4 +1,4 @@
-"""Modules: attention, attention that selects, rotary positions, the transformer block."""
+"""Modules for attention: dilated, block-sparse, and selecting its keys; rotary positions; a transformer block."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,

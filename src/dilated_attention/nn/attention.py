@@ -1,4 +1,4 @@
-"""Dilated attention as modules."""
+"""Provide dilated attention as modules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dilated_attention.torch_internals import require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
-"""This many samples of one token each, or more, are more likely one sample in another layout."""
+"""A batch of at least this many one-token samples is more likely one sample whose dimensions are in another order."""
 
 
 class DilatedAttention(nn.Module):
-    """Run `attention` as a module that holds its pattern and options; no parameters.
+    """Run `attention` as a module that holds its pattern and options. It has no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
     Attention dropout acts in training only. A block layout follows q to its device.
@@ -251,11 +251,11 @@ class MultiheadDilatedAttention(nn.Module):
     """Replace `torch.nn.MultiheadAttention` with dilated attention: out = W_o A(W_q query, W_k key, W_v value) + b.
 
     Constructor, forward, parameters, their initialisation and the state_dict are the same as in
-    `nn.MultiheadAttention`, and its trained weights load unchanged. `UnsupportedError` names what this attention cannot
-    do: an attn_mask that is not the causal one, add_bias_kv, add_zero_attn, a key whose length is not the query's. The
-    defaults differ from PyTorch's: `batch_first` is True; need_weights is False, and gives a sparse tensor if True.
-    `is_causal=True` is not a hint: it masks, and needs no attn_mask. The other arguments are those of
-    `DilatedAttention`.
+    `nn.MultiheadAttention`, and its trained weights load unchanged. What this attention cannot do raises an
+    `UnsupportedError`: an attn_mask other than the causal one, add_bias_kv, add_zero_attn, and a key that is longer or
+    shorter than the query. The defaults differ from PyTorch's: `batch_first` is True; need_weights is False, and gives
+    a sparse tensor if True. `is_causal=True` applies the causal mask by itself, without an attn_mask. The other
+    arguments are those of `DilatedAttention`.
 
     Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
 
@@ -503,7 +503,7 @@ def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
 
 
 def _require(condition: Tensor, message: str) -> None:
-    """Raise UnsupportedError unless the one value of `condition` is true; in a compiled graph, when it runs."""
+    """Raise UnsupportedError unless `condition`, a single boolean, is true. A compiled graph raises when it runs."""
     if torch.compiler.is_compiling():
         require_when_run(condition, message)
     elif not condition:

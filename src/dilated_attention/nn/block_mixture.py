@@ -1,4 +1,4 @@
-"""Mixture of block attention: every query sees its own block and the blocks whose mean keys it scores highest."""
+"""Mix block attention: every query sees its own block and the blocks whose mean keys it scores highest."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from dilated_attention.parallel.choosing import choose_blocks
 
 
 class BlockAttentionMixture(SelectingAttention):
-    """Causal self-attention over blocks that each query and head choose (MoBA, Lu et al. 2025, arXiv:2502.13189).
+    """Compute causal self-attention over blocks that each query and head chooses (MoBA, Lu et al. 2025,
+    arXiv:2502.13189).
 
         out_t = W_o softmax(q_t K[S_t]ᵀ / sqrt(head_dim)) V[S_t],        S_t = {j <= t: block of j in B_t},
 
-    where B_t holds t's own block and, of the blocks before it, the `top_k - 1` with the largest q_t · mean(K of the
+    where B_t holds the block of token t and the `top_k - 1` earlier blocks with the largest q_t · mean(K of the
     block). q and k are R W_q x and R W_k x with rotary positions R. The choice has no gradient.
 
-    Memory is O(seq): the scores of choosing queries are formed a bounded piece at a time.
+    Memory is O(seq), because the scores from which queries choose are computed in pieces of bounded size.
 
     Args:
-        block_size: tokens of a block.
-        top_k: blocks that a query sees, including its own.
-        query_block: this many neighbouring queries share the blocks that the first of them chooses (the choice of a
-            later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
-            are read for it alone: slow on a CPU.
-        bias: of the projections.
+        block_size: the number of tokens per block.
+        top_k: the number of blocks that a query sees, including its own.
+        query_block: this many neighbouring queries share the blocks that the first of them chooses; a later query's
+            choice would depend on tokens that the first must not see. It must divide `block_size`. With 1, as in the
+            paper, each query chooses and reads its keys by itself, which is slow on a CPU.
+        bias: add a bias to the projections.
         backend: as in `attention`.
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
@@ -115,13 +116,14 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(out.flatten(-2))
 
     def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean keys of whole blocks of a sequence, and the blocks that its choosing queries see."""
+        """Return the mean keys of a sequence's whole blocks, and the blocks that each group of `query_block` queries
+        sees."""
         mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
         position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
         return mean, self._choose(q[:, :: self.query_block], position, mean)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one more token."""
+        """Return the output row of one more token."""
         q, k, v = self._project(x, rotary)
         if cache.length % self.query_block == 0:
             position = torch.tensor([cache.length], device=x.device)
@@ -144,7 +146,7 @@ class BlockAttentionMixture(SelectingAttention):
 
     @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """The mean keys of whole blocks, in at least single precision."""
+        """Return the mean keys of all whole blocks, in at least single precision."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
 
@@ -155,7 +157,7 @@ class BlockAttentionMixture(SelectingAttention):
         position: Int[Tensor, " queries"],
         mean: Float[Tensor, "batch blocks kv_heads head_dim"],
     ) -> Int[Tensor, "batch heads queries chosen"]:
-        """The blocks that these queries see, -1 for none."""
+        """Return the blocks that these queries see, -1 where there are fewer than `top_k`."""
         own = position // self.block_size
         blocks = int(own[-1]) + 1
         mean = mean[:, :blocks].permute(0, 2, 3, 1)[:, :, None]

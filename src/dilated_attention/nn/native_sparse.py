@@ -1,4 +1,4 @@
-"""Native sparse attention: compressed, selected and nearby keys, mixed by gates."""
+"""Compute native sparse attention: compressed, selected and nearby keys, mixed by gates."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from dilated_attention.patterns import Dilated, layout_for
 
 
 class BlockPooling(nn.Module):
-    """One row for every block of rows: y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
+    """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
 
-    l is the length of a block, d the stride; only whole blocks give a row. W_1 has columns of its own for every
-    position in the block. Vectors added to the positions, as in the paper, would add a constant to b_1.
+    Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. W_1 has
+    separate columns for every position in the block. The paper also adds a vector to each position; that would only add
+    a constant to b_1.
     """
 
     def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
@@ -41,7 +42,7 @@ class BlockPooling(nn.Module):
         self.row = nn.Linear(head_dim, head_dim, **factory)
 
     def number(self, seq_len: int) -> int:
-        """The number of whole blocks."""
+        """Return the number of whole blocks in a sequence."""
         return max(0, (seq_len - self.length) // self.stride + 1)
 
     def forward(
@@ -57,33 +58,35 @@ class BlockPooling(nn.Module):
 
 
 class NativeSparseAttention(SelectingAttention):
-    """Causal self-attention by native sparse attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
+    """Compute causal native sparse self-attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
 
         out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),       g_t = sigmoid(W_g x_t + b_g), one per head and branch,
 
-    over three branches c, each with its own keys and values, which the query heads of a group share.
+    with three branches c. Each has its own keys and values, which the query heads of a group share.
 
-    - compressed: key i is W_2 gelu(W_1 [k_{id}; …; k_{id + l - 1}]), and likewise its value; l is `compress_block`, d
-      `compress_stride`. A query sees those that end at or before it; if there are none, this branch gives 0.
+    - compressed: key i is W_2 gelu(W_1 [k_{id}; …; k_{id + l - 1}]), and its value is made in the same way; l is
+      `compress_block`, d is `compress_stride`. A query sees the compressed keys whose blocks end at or before it; if
+      there are none, this branch gives 0.
     - selected: tokens j <= t of `num_selected` blocks of `block_size` tokens. The probabilities of the compressed
-      branch, summed over the query heads of a key-value head, give a block its importance: each d-token piece of it
-      adds the probabilities of the compressed keys that cover it. The first block and the `local_blocks` up to t's own
-      are always taken.
-    - window: tokens j <= t of t's block and of those that hold a key less than `window` tokens before its first token.
-    - with `pattern` a fourth: dilated attention of that pattern.
+      branch, summed over the query heads of a key-value head, give a block its importance: each d-token piece of the
+      block adds the probabilities of the compressed keys that cover it. The first block, and the last `local_blocks`
+      blocks up to the block of t, are always selected.
+    - window: tokens j <= t in the block of t, and in earlier blocks that hold a token less than `window` tokens
+      before the first token of that block. Blocks have `block_size` tokens.
+    - pattern: dilated attention with `pattern`, a fourth branch that exists only if `pattern` is given.
 
-    The selection has no gradient; the scores behind it learn through the compressed branch. R are rotary positions; a
-    compressed key is pooled first, then rotated to the position of its last token.
+    The selection has no gradient; the scores behind it learn through the compressed branch. R stands for rotary
+    positions. A compressed key is pooled first and then rotated to the position of its last token.
 
-    Memory is O(seq): score matrices are formed for the selecting queries only, a bounded piece at a time.
+    Memory is O(seq), because scores are computed for the selecting queries only, in pieces of bounded size.
 
     Args:
-        num_selected: blocks that a query selects, including those that are always taken.
-        query_block: this many neighbouring queries share the blocks that the first of them selects (the choice of a
-            later one would look ahead). Divides `block_size`. With 1, as in the paper, each query chooses, and its keys
-            are read for it alone: slow on a CPU.
-        pattern: of the fourth branch.
-        bias: of the projections W_q, W_k, W_v and W_o.
+        num_selected: the number of blocks that a query selects, including those that are always selected.
+        query_block: this many neighbouring queries share the blocks that the first of them selects; a later query's
+            choice would depend on tokens that the first must not see. It must divide `block_size`. With 1, as in the
+            paper, each query selects and reads its keys by itself, which is slow on a CPU.
+        pattern: the pattern of the fourth branch; None: three branches.
+        bias: add a bias to the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
@@ -156,7 +159,7 @@ class NativeSparseAttention(SelectingAttention):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh, over which a rank would pool and select its own shard's tokens alone."""
+        """Refuse a mesh: a rank would pool and select among the tokens of its own shard alone."""
         if mesh is not None:
             raise UnsupportedError(
                 f"{type(self).__name__} runs on one device; over a mesh use nn.BlockAttentionMixture"
@@ -186,7 +189,7 @@ class NativeSparseAttention(SelectingAttention):
         return self._mix(x, outs)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one more token."""
+        """Return the output row of one more token."""
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)
@@ -214,7 +217,10 @@ class NativeSparseAttention(SelectingAttention):
         return self._mix(x, outs)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Queries, and keys and values of each branch; rotated, except the keys that are pooled first."""
+        """Return the queries, and the keys and values of each branch.
+
+        They are rotated, except the keys that are pooled first.
+        """
         sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
         q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
         if rotary is not None:
@@ -241,7 +247,11 @@ class NativeSparseAttention(SelectingAttention):
         return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
 
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """d queries after one another see equally many keys: as d heads they attend causally, a key a row."""
+        """Attend to the compressed keys.
+
+        Each run of d queries sees the same number of compressed keys. With the d queries of a run as d heads, this is
+        causal attention with one key per run.
+        """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
         if not number:
             return torch.zeros_like(q)
@@ -261,7 +271,7 @@ class NativeSparseAttention(SelectingAttention):
         position: Int[Tensor, " queries"],
         key: Float[Tensor, "batch blocks kv_heads head_dim"],
     ) -> Int[Tensor, "batch kv_heads queries chosen"]:
-        """The blocks that these queries select, -1 for none."""
+        """Return the blocks that these queries select, -1 where there are fewer than `num_selected`."""
         own = position // self.block_size
         blocks = int(own[-1]) + 1
         seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
@@ -280,7 +290,11 @@ class NativeSparseAttention(SelectingAttention):
         )
 
     def _importance(self, q: Tensor, seen: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """The probability of the first `seen` compressed keys, by the blocks that they cover, summed over a group."""
+        """Return the importance of each block: the probabilities of the compressed keys that cover it.
+
+        `seen`: how many of the first compressed keys each query sees. Probabilities are summed over the query heads of
+        a KV head.
+        """
         dtype = torch.promote_types(q.dtype, torch.float32)
         number = int(seen[-1])
         if not number:
@@ -300,7 +314,7 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the cache
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
-        """Keys and values of each branch, of tokens that are new."""
+        """Append the keys and values of each branch of new tokens to the cache."""
         keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
         names = ("pooled", "selected", "window", "pattern")[: self.branches]
         for i, name in enumerate(names):

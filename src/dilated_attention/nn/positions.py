@@ -1,4 +1,4 @@
-"""Positions: rotary, xPos, and the fixed sines of a point on a grid."""
+"""Encode positions: rotary, xPos, and the fixed sines of a point on a grid."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor
 from dilated_attention import checks
 
 Tables = tuple[Tensor, ...]
-"""Tables for `rotate`: (cos, sin), or (cos, sin, key_cos, key_sin) where queries and keys have different tables."""
+"""The tables that `rotate` takes: (cos, sin), or (cos, sin, key_cos, key_sin) if those of queries and keys differ."""
 
 
 def rotary_tables(
     positions: Int[Tensor, "*batch seq"], head_dim: int, base: float = 10_000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "*batch seq 1 head_dim"], Float[Tensor, "*batch seq 1 head_dim"]]:
-    """Return cos and signed sin of p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al. 2021).
+    """Return the cosines and signed sines of the angles p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al.
+    2021).
+
+    p is a position and i numbers the channel pairs.
 
     The angles are computed and reduced in float64: at position 2^30 a float32 angle is off by whole turns.
 
@@ -43,7 +46,7 @@ def rotary_tables(
 def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`, in at least float32.
 
-    <rotate(q, m), rotate(k, n)> depends on m - n only.
+    The product of a query rotated to position m and a key rotated to position n depends on m - n only.
 
     Examples:
         >>> from dilated_attention.nn import rotary_tables, rotate
@@ -62,14 +65,14 @@ def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Floa
 class Rotary:
     """Describe a model's rotary positions; with `scale_base`, xPos (Sun et al. 2022, arXiv:2212.10554).
 
-    xPos multiplies channel pair i of a query at m by zeta_i^((m - origin) / scale_base), of a key at n by the inverse
-    power, zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1. Their product decays as zeta_i^((m - n) / scale_base) with the
-    distance to an earlier key, whatever the origin. Each factor alone leaves the range of a dtype when a position is
-    too far from the origin (`check`).
+    xPos multiplies channel pair i of a query at position m by zeta_i^((m - origin) / scale_base), and of a key at
+    position n by zeta_i^((origin - n) / scale_base), where zeta_i = (2i / head_dim + 0.4) / 1.4 <= 1. For any origin,
+    the product of query and key decays as zeta_i^((m - n) / scale_base) with the distance to an earlier key. Each
+    factor alone leaves the range of a dtype when a position is too far from the origin (`check`).
 
     Attributes:
         base: wavelengths run from 2 pi to 2 pi base tokens.
-        scale_base: tokens over which the fastest channel decays by 1 / 3.5; None: no decay.
+        scale_base: the distance in tokens at which the fastest channel has decayed to 1 / 3.5; None: no decay.
 
     Examples:
         >>> from dilated_attention.nn import Rotary, rotate
@@ -90,9 +93,10 @@ class Rotary:
         origin: Int[Tensor, "*batch_or_one seq_or_one"] | int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tables:
-        """Return the tables of queries and keys at `positions`.
+        """Return the tables that rotate queries and keys to `positions`: `rotate(q, tables[:2])`, `rotate(k,
+        tables[-2:])`.
 
-        Call `rotate(q, tables[:2])` and `rotate(k, tables[-2:])` with them.
+        `origin`: the position from which xPos counts.
         """
         cos, sin = rotary_tables(positions, self.head_dim, self.base, dtype)
         if self.scale_base is None:
@@ -110,7 +114,7 @@ class Rotary:
         return torch.cat((power, power), -1)
 
     def reach(self, dtype: torch.dtype) -> int | None:
-        """Return how far from the origin a position may lie in this dtype; None: any distance."""
+        """Return how far from the origin a position may lie in this dtype; None if it may lie anywhere."""
         if self.scale_base is None:
             return None
         # The factor may fill the range of the dtype except 2^12, which queries, keys and their product need.
@@ -130,10 +134,13 @@ class Rotary:
 def grid_sines(
     points: Integer[Tensor, "*shape 2"], size: int, embed_dim: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*shape embed_dim"]:
-    """Return fixed 2-D positions on a size x size grid: those of points[..., 1], then those of points[..., 0].
+    """Return the fixed position encodings of points on a size x size grid.
 
-    A coordinate p gives sin(p / 10000^(4i / embed_dim)), 0 <= i < embed_dim / 4, then the cosines. This is the table of
-    masked autoencoders (He et al. 2021, arXiv:2111.06377), without storing its size^2 rows.
+    The first half of an encoding depends on points[..., 1], the second half on points[..., 0].
+
+    A coordinate p gives the sines sin(p / 10000^(4i / embed_dim)) for 0 <= i < embed_dim / 4, followed by the
+    cosines. This is the table of masked autoencoders (He et al. 2021, arXiv:2111.06377), without storing its size^2
+    rows.
 
     Raises:
         ValueError: points are not pairs of whole numbers, or on the CPU, one lies outside the grid.

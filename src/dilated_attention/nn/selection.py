@@ -1,4 +1,4 @@
-"""Blocks that queries select, and what modules that select remember of earlier tokens."""
+"""Select blocks for queries, and remember what attention that selects needs of earlier tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dilated_attention.nn.positions import Tables
 from dilated_attention.ranking import stable_topk
 
 CHUNK = 2**24
-"""Scores of selecting queries that are held at a time."""
+"""The most scores that are in memory at a time while queries select."""
 
 
 def largest_blocks(
@@ -33,11 +33,12 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """The `number` most important blocks of each query, of equal ones the first, none after its own; -1 where it sees
-    fewer.
+    """Return the `number` most important blocks of each query, none after its own; -1 where it sees fewer.
 
-    own: the block that a query lies in. The last `local` blocks up to it, and with `first` the first block, come before
-    all others.
+    Among equally important blocks the first ones are taken. The last `local` blocks up to the query's own, and with
+    `first` the first block, are taken before all others.
+
+    `own`: the block in which each query lies.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
     own = own[:, None]
@@ -50,14 +51,15 @@ def largest_blocks(
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:
-    """So many queries at a time that `CHUNK` holds their scores, `scores` of one."""
+    """Yield slices of queries. Each slice is as large as `CHUNK` allows for queries with `scores` scores each."""
     step = max(1, CHUNK // max(1, scores))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
 
 
 class Rows:
-    """Rows `(batch, tokens, ...)` that are appended to; the last `keep` of them, or all, can be read."""
+    """Hold rows `(batch, tokens, ...)`, to which more can be appended. The last `keep` rows, or all rows,
+    can be read."""
 
     def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
@@ -84,7 +86,7 @@ class Rows:
         return found
 
     def last(self, number: int | None = None) -> Tensor:
-        """The last `number` rows, or all that are kept."""
+        """Return the last `number` rows, or all that are kept."""
         assert self.buffer is not None
         number = self.keep if number is None else number
         rows = self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
@@ -92,7 +94,10 @@ class Rows:
 
 
 class _State(NamedTuple):
-    """A cache at some length. Later rows are appended behind its own, or to a copy."""
+    """Hold what a cache contained at some length.
+
+    Later rows are written after its own rows, or to a copy, so its rows do not change.
+    """
 
     length: int
     chosen: Tensor | None
@@ -100,16 +105,16 @@ class _State(NamedTuple):
 
 
 class SelectionCache:
-    """Hold what a layer remembers of the tokens so far. Start with an empty one; each layer needs its own.
+    """Hold what an attention layer remembers of the tokens so far. Start with an empty cache; each layer needs its own.
 
     Args:
-        croppable: how many tokens that came after the prompt `crop` can take back.
+        croppable: how many tokens after the prompt `crop` can remove again.
 
     Attributes:
-        length: how many tokens there are.
-        rows: what it keeps of them, by name.
-        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, -1 for none.
-        nbytes: size of the rows, including room for later ones.
+        length: the number of tokens so far.
+        rows: the rows kept for these tokens, such as keys and values, by name.
+        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, filled up with -1.
+        nbytes: the size of the rows in bytes, including memory reserved for later ones.
 
     Examples:
         >>> from dilated_attention.nn import BlockAttentionMixture, SelectionCache
@@ -130,7 +135,10 @@ class SelectionCache:
         self.chosen: Tensor | None = None
 
     def used_by(self, layer: object, batch: int) -> bool:
-        """Whether it holds tokens already. ValueError if they belong to another layer or a batch of another size."""
+        """Return whether the cache already holds tokens.
+
+        Raises ValueError if they belong to another layer, or to a batch of another size.
+        """
         if self.user is None or not self.length:
             self.user = ref(layer), batch
         if self.user[0]() is not layer:
@@ -141,7 +149,7 @@ class SelectionCache:
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Go back to the tokens held before the block if it raises: later queries must not see a refused token."""
+        """Restore the tokens held before the `with` block if it raises: later queries must not see a refused token."""
         before, earlier = self._state(), self.earlier.copy()
         try:
             yield
@@ -153,14 +161,14 @@ class SelectionCache:
         return _State(self.length, self.chosen, {name: copy(rows) for name, rows in self.rows.items()})
 
     def keep_for_crop(self) -> None:
-        """Let `crop` return to the tokens so far."""
+        """Record the current state, so that `crop` can return to it."""
         if self.earlier.maxlen:
             self.earlier.append(self._state())
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on, such as rejected ones of speculative decoding.
+        """Forget the tokens at positions `length` and later, such as the rejected tokens of speculative decoding.
 
-        Raises ValueError where these are more than `croppable`, or some of the prompt's.
+        Raises ValueError if these are more than `croppable` tokens, or if some of them belong to the prompt.
         """
         length = checks.integer("length", length, 0, self.length)
         least = self.earlier[0].length if self.earlier else self.length
@@ -173,9 +181,10 @@ class SelectionCache:
             self.length, self.chosen, self.rows = self.earlier.pop()
 
     def reorder(self, samples: Tensor | Sequence[int]) -> None:
-        """Continue these samples of the batch, such as the beams that survive; one may be continued several times.
+        """Continue with these samples of the batch, such as the surviving beams; a sample may be continued several
+        times.
 
-        What came before cannot be cropped after this.
+        `crop` cannot go back to earlier tokens after this.
         """
         if self.user is None:
             return
@@ -197,12 +206,12 @@ class SelectionCache:
 
 
 def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
-    """The tables of some of the tokens."""
+    """Return the rotary tables of some of the tokens."""
     return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
 
 
 class SelectingAttention(nn.Module):
-    """What causal self-attention over selected keys shares; a subclass has `output`, `_whole` and `_next`."""
+    """Base class of causal self-attention over selected keys. A subclass defines `output`, `_whole` and `_next`."""
 
     output: nn.Linear
 
@@ -247,14 +256,17 @@ class SelectingAttention(nn.Module):
         *,
         cache: SelectionCache | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """rotary: tables for x's tokens, from `Rotary.tables` or `rotary_tables`; None: no positions.
+        """Return the attention's output, shaped like x.
 
-        cache: x then continues the tokens in the cache, attends to them as well, and is added to it; the rows equal
-        those of one forward over all tokens. The first call computes its tokens all at once, later calls one by one.
-        No gradient flows into the cache. If the call raises, the cache is as it was before; those of a model's earlier
-        layers, whose calls returned, hold x's tokens already.
+        Args:
+            rotary: tables for the tokens of x, from `Rotary.tables` or `rotary_tables`; None: no positions.
+            cache: the earlier tokens, which x continues. The tokens of x attend to them too and are added to the cache;
+                the rows equal those of one forward over all tokens. The first call computes its tokens together, later
+                calls one by one. No gradient flows into the cache. If the call raises, the cache is as it was before;
+                but the caches of a model's earlier layers, whose calls returned, hold the tokens of x already.
 
-        Raises ValueError where x is not `(batch, seq, embed_dim)`, or rotary not of its tokens.
+        Raises:
+            ValueError: x is not `(batch, seq, embed_dim)`, or the rotary tables do not belong to its tokens.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, embed_dim={self.embed_dim}); got shape {tuple(x.shape)}")
@@ -282,9 +294,9 @@ class SelectingAttention(nn.Module):
             return torch.cat(outs, 1)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        """The rows of the first tokens."""
+        """Return the output rows of the first tokens."""
         raise NotImplementedError
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one more token."""
+        """Return the output row of one more token."""
         raise NotImplementedError

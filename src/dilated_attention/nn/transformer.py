@@ -1,4 +1,4 @@
-"""The pre-norm transformer block: self-attention, cross-attention, MLP."""
+"""Provide the pre-norm transformer block: self-attention, cross-attention, MLP."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PLACES = 3  # what a block adds to x: attention, cross-attention, MLP
 
 @runtime_checkable
 class Memory(Protocol):
-    """Remember earlier tokens of a layer: the interface of a KV cache."""
+    """Remember earlier tokens of a layer: the interface of a KV cache to `SelfAttention`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return the attention of these tokens over all tokens so far, shaped like q.
 
-        `attend` covers these tokens alone.
+        `attend` computes the attention of these tokens over themselves, without earlier ones.
         """
 
 
@@ -172,14 +172,14 @@ class SelfAttention(nn.Module):
 
 
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
-    """Return the first token of each sample: of (batch, seq, ...), or of samples packed as (1, tokens, ...)."""
+    """Return the first token of each sample, for x of shape (batch, seq, ...) or packed samples (1, tokens, ...)."""
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
 class Source:
-    """Hold what a decoder reads: the states of an encoder, `(batch, keys, embed_dim)`.
+    """Hold the encoder states that a decoder reads, `(batch, keys, embed_dim)`.
 
-    keep: let each layer keep the keys and values that it makes of them, for decoding.
+    keep: let each layer keep the keys and values that it computes from the states, for decoding.
 
     Examples:
         >>> from dilated_attention.nn import CrossAttention, Source
@@ -194,7 +194,7 @@ class Source:
         self._kept: dict[CrossAttention, tuple[Tensor, Tensor]] = {}
 
     def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that `layer` makes of the states."""
+        """Return the keys and values that `layer` computes from the states."""
         found = self._kept.get(layer)
         if found is None:
             found = layer.project(self.states)
@@ -262,8 +262,8 @@ class CrossAttention(nn.Module):
 class ShardDropout:
     """Apply the residual stream's dropout over a mesh.
 
-    What is dropped is a hash of sample, token and channel, as in attention (`backends.dropout`), so that it depends
-    neither on the number of ranks nor on their random states.
+    Which entries are dropped is a hash of sample, token and channel, as in attention (`backends.dropout`). So it
+    depends neither on the number of ranks nor on their random states.
 
     Attributes:
         seed: int64, the same on every rank.
@@ -278,7 +278,7 @@ class ShardDropout:
     def __call__(
         self, x: Float[Tensor, "batch shard embed_dim"], p: float, place: int
     ) -> Float[Tensor, "batch shard embed_dim"]:
-        """Drop entries of x with probability p; `place` tells apart what a block adds."""
+        """Drop entries of x with probability p. `place` distinguishes the outputs that one block adds."""
         tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
         channels = torch.arange(x.shape[2], device=x.device)[:, None]
         words = dropout_of(p, self.seed, x.shape[0], 1, tokens, channels, _PLACES * self.layer + place)
@@ -288,10 +288,12 @@ class ShardDropout:
 
 
 class TransformerBlock(nn.Module):
-    """Compute x + A(LN x), then x + C(LN x, source) in a decoder with a source, then x + W_2 LN gelu(W_1 LN x).
+    """Compute a pre-norm block: x + A(LN x), then x + C(LN x, source), then x + W_2 LN gelu(W_1 LN x).
+
+    A is `SelfAttention` and C is `CrossAttention`, which only a decoder with a source has.
 
     Args:
-        bias, sub_ln: as in `SelfAttention`; sub_ln also includes the LN inside the MLP.
+        bias, sub_ln: as in `SelfAttention`; sub_ln also adds the LN inside the MLP.
         dropout: dropout, in training, of what is added to x.
         attention_dropout: dropout, in training, of the attention probabilities.
         cross_attention: include C.

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that is sharded contiguously over the ranks of a group."""
+"""Context parallelism: compute attention over a sequence that is sharded contiguously over the ranks of a group."""
 
 from dilated_attention.parallel.choosing import choose_blocks
 from dilated_attention.parallel.modules import set_context_parallel

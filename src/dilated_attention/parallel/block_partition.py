@@ -68,7 +68,7 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield KV heads that share lists, and the layout's heads whose lists these are."""
+    """Yield groups of KV heads that share lists, each with the layout's heads that hold these lists."""
     if layout.num_heads == 1:
         yield crossing.heads, [0]
         return
@@ -108,7 +108,10 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
+    """Return the row keys that a rank sends, and how many of them go to each peer.
+
+    They are ordered by peer, and sorted for each peer.
+    """
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
         mine = [_rows_of(crossing, crossing.own)]
@@ -122,7 +125,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys that a rank sends to anyone."""
+    """Return the sorted row keys of a rank's rows that some other rank needs."""
     return np.unique(sent_keys(sharding, rank)[0])
 
 

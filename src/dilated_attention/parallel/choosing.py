@@ -1,4 +1,4 @@
-"""Blocks chosen by content over a mesh."""
+"""Choose blocks by content over a mesh."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from dilated_attention.parallel.sharding import agreed_length
 def choose_blocks(
     choose: Callable[[Tensor, Tensor], BlockLayout], q: Tensor, k: Tensor, mesh: Mesh, *, seq_len: int | None = None
 ) -> BlockLayout:
-    """Choose blocks of a sequence that is sharded over `mesh`: the same layout on every rank as on one device.
+    """Choose blocks of a sequence that is sharded over `mesh`. Every rank gets the layout that one device would choose.
 
-    Each rank chooses for its share of the key-value heads, of which it receives all tokens of q and k: 1 / size of what
-    all ranks hold, however many they are. Then the ranks exchange their lists. `attention` over the same mesh moves
-    exactly the rows of k and v that the lists of a rank's queries name, once each, and returns their gradients.
+    The key-value heads are divided among the ranks. Each rank receives q and k of all tokens for its heads, which is
+    1 / size of the whole q and k, and chooses blocks for them. Then the ranks exchange their lists. `attention` with
+    this layout over the same mesh moves exactly the rows of k and v that the lists of a rank's queries name, once each,
+    and returns their gradients.
 
     Args:
-        choose: a selector with its options, `partial(topk_blocks, density=0.1, is_causal=True)`; or any function of q
-            and k, each head's lists from that head alone.
+        choose: a selector with its options, `partial(topk_blocks, density=0.1, is_causal=True)`; or any function of
+            q and k that makes each head's lists from that head alone.
         q, k: this rank's shards, `(batch, shard, heads, head_dim)` and `(batch, shard, kv_heads, head_dim)`.
         seq_len: the global length; default: equal shards.
 
-    Raises ValueError on every rank where the shards make no sequence, or `choose` raises it on any.
+    Raises ValueError on every rank if the shards do not make one sequence, or if `choose` raises a ValueError on
+    some rank.
     """
     group = context_group(mesh)
     link, problem = link_of(group), _misfit(q, k)

@@ -1,4 +1,4 @@
-"""Move rows between the ranks of one process group: framed, sealed and counted, and refused once the group has failed.
+"""Move rows between the ranks of one process group, in sealed messages; refuse a group that has failed.
 
 `torch.distributed` moves the bytes. Gloo hands over whatever arrives: a message shorter than expected leaves the rest
 of the buffer as it was, without an error. So every message ends in a *seal*, which the receiver compares before it uses
@@ -37,7 +37,7 @@ _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**16
 """The most descriptions kept. The oldest is dropped first, at the same call on every rank."""
 _MOST_FORWARDS = 2**12
-"""The number of a layer's last forwards among which a recomputation is looked up."""
+"""The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
 
 def seal_rows(row_bytes: int) -> int:
@@ -95,7 +95,7 @@ class Traffic:
     """Count what one rank has moved, where tensors are handed to `torch.distributed`.
 
     Attributes:
-        rounds: transfers that depend on nothing in flight: collectives, or batches of sends and receives.
+        rounds: collectives, and batches of sends and receives that are posted together.
         agreements: comparisons of fingerprints; no counter includes their bytes.
         waited: seconds spent waiting for transfers.
     """
@@ -131,11 +131,11 @@ class Transfer:
 
 @dataclass
 class Forwards:
-    """Number the forwards of one layer under one plan, with the same numbers on every rank that is in step.
+    """Number the forwards of one layer under one plan. Ranks that run the same program get the same numbers.
 
     Attributes:
         places: autograd's sequence number at each of the last forwards, ascending.
-        again: the node in which forwards were last recomputed, and how many.
+        again: the autograd node in which forwards were last recomputed, and how many.
     """
 
     count: int = 0
@@ -167,7 +167,7 @@ class Agreed:
 
 @dataclass(eq=False)
 class Link:
-    """Move rows as one rank of a process group.
+    """Send and receive rows for one rank of a process group.
 
     A link does not keep the group alive; its threads end when the group is destroyed.
     """
@@ -209,12 +209,13 @@ class Link:
             )
 
     def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> Agreed:
-        """Compare a call's description over the ranks, once for each description, before any row moves.
+        """Compare a call's description between the ranks, once for each description, before any row moves.
 
         Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
 
         Args:
-            description: one `name=value` per line: all that must be equal for the ranks' messages to fit.
+            description: one `name=value` per line, for everything that must be equal so that the ranks' messages
+                fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared once per description, and
                 again when this rank wants them and no rank did.
@@ -244,7 +245,7 @@ class Link:
         return agreed
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a call of a function that is not attention; `number` as in `begin`."""
+        """Begin a collective call that is not attention; `number` is as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
         return self._begin(name, self._functions, number)
 
@@ -262,9 +263,10 @@ class Link:
         return number
 
     def refuse(self, problem: str, device: torch.device) -> None:
-        """Raise what makes this rank's call impossible. In the group's first call, raise it on every rank.
+        """Raise an error because this rank's call is impossible. In the group's first call, raise it on every rank.
 
-        Later the others may be past their comparisons and wait for this rank's rows: their error quotes the problem.
+        In later calls the other ranks may be waiting for this rank's rows already. Their error then quotes the
+        problem.
         """
         if self._agreed:
             self.require_alive()
@@ -297,7 +299,10 @@ class Link:
         return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Gather shards that lie in `bounds`, rows `(shard, columns, ...)` each, into the whole on every rank."""
+        """Gather the shards of all ranks into the whole sequence, on every rank.
+
+        Each shard is `(shard, columns, ...)`; `bounds` are the shard edges.
+        """
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -308,7 +313,7 @@ class Link:
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
-        """Start point-to-point messages, to at most one rank and from at most one rank."""
+        """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank."""
         self.require_alive()
         buffer = self._blank(received, send, buffer)
         phase = self._phase(what)
@@ -358,7 +363,10 @@ class Link:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Turn a failure of the group into an error that names rank, place and plan; then refuse the group."""
+        """Catch a failure of the group inside the `with` block, and raise an error that names rank, place and plan.
+
+        Later calls on the group are refused.
+        """
         self.require_alive()
         try:
             yield
@@ -382,7 +390,7 @@ class Link:
         return ValueError(problem)
 
     def _roll_call(self) -> str:
-        """Return what is known of a failure, from the witness if the program has set one, else from the store."""
+        """Return what is known about a failure, from the witness if the program has set one, else from the store."""
         if verdict := presence.witness():
             return f"; {lost}" if (lost := verdict()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
@@ -431,11 +439,12 @@ class Link:
         return seal
 
     def _phase(self, what: str) -> int:
-        """Return what all ranks have in common: the plan, the layer and forward, and the phase in which rows move."""
+        """Return a hash of what all ranks have in common: the plan, the layer and forward, and the phase in which rows
+        move."""
         return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """Return a receive buffer whose seals are void: fresh memory may hold the seals of an older call."""
+        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call."""
         buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
         self._write_seals(buffer, received, (0, 0))
         return buffer

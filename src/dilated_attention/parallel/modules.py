@@ -1,4 +1,4 @@
-"""Context parallelism of a whole model."""
+"""Run a whole model over a mesh."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class _Plan:
 
 
 def _digest(layout: BlockLayout) -> str:
-    """Return a digest of a layout's lists: the same in every process, unlike a hash."""
+    """Return a digest of a layout's lists. Unlike a hash, it is the same in every process."""
     tables = layout.to("cpu")
     digest = hashlib.sha256(f"{tuple(tables.indptr.shape)} {layout.is_causal}".encode())
     digest.update(tables.indptr.numpy().tobytes())
@@ -146,7 +146,7 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
-    """Run a schedule: compute each part that it yields, and send it the answer."""
+    """Run a schedule: compute each part that it yields, and send the result back into it."""
     answer = None
     while True:
         try:
@@ -277,7 +277,7 @@ def _heads_backward(
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
-    """Return whether some rank wants gradients of this call: then every rank has to take part in its backward."""
+    """Return whether some rank wants gradients of this call. Every rank then has to take part in the backward."""
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
@@ -372,10 +372,10 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """Return how rows travel, what this rank moves, and the groups that it computes, ignoring what layouts leave out.
+    """Return how rows travel, what this rank moves, and the groups that it computes, without thinning out by layouts.
 
-    For a padded batch: what all samples move together, their groups one after another, and the longest sample's
-    transport.
+    For a padded batch this is the traffic of all samples together, their groups one after another, and the transport
+    of the longest sample.
     """
     shards, group, edges = _mesh(call)
     rank = dist.get_rank(group)
@@ -395,7 +395,7 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Raise on every rank, as far as the others wait for this rank, what makes its call impossible."""
+    """Raise `error` on every rank that waits for this rank, because this rank's call is impossible."""
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return
     group = context_group(mesh)
@@ -404,9 +404,9 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
-    """Yield a padded batch as calls of one sample each: how many of this shard's tokens a sample has, and its call.
+    """Split a padded batch into calls of one sample each: yield how many of this shard's tokens it has, and its call.
 
-    A sample is sharded by the edges of the batch, cut at its own length.
+    A sample is sharded like the batch, with every shard edge limited to the sample's length.
     """
     assert call.lengths is not None
     (shards, group, edges), lengths = _mesh(call), tuple(call.lengths.tolist())

@@ -1,10 +1,11 @@
-"""Compute which rank needs which rows: a pattern over a sequence cut into contiguous shards, as pure integer functions.
+"""Compute which rank needs which rows of a sequence that is cut into contiguous shards. All functions are pure and work
+on integers.
 
-Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*; it straddles
-bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment, the whole sequence.
-In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low <= i <= high: all
-of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a contiguous run
-of the class, so the keys that they see are one too, and attention of that run splits into
+Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*. A crossing
+segment of rank j contains bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment,
+the whole sequence. In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low
+<= i <= high: all of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a
+contiguous run of the class, and so are the keys that they see. The attention of these queries splits into
 
     its own rows         a group of the *local* plan, over k and v of the shard, with a band;
     rows before, after   groups of the *remote* plan, over received rows: the same band, shifted. Where a bound hides
@@ -48,8 +49,8 @@ from dilated_attention.plan import (
 )
 
 Integers = np.ndarray
-"""int64 throughout: 2^30 tokens times heads do not fit 32 bits. NumPy, so that tracing PyTorch programs may count
-rows."""
+"""int64 throughout, because 2^30 tokens times heads do not fit 32 bits. NumPy, so that programs that PyTorch traces may
+count rows."""
 
 
 def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Describe a pattern in normal form over a sharded sequence, as every rank knows it.
+    """Describe a pattern in normal form over a sharded sequence. Every rank has the same description.
 
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
@@ -119,7 +120,7 @@ class Crossing:
 
     Attributes:
         queries, keys: the rows of the segment, over all ranks.
-        band: low, high.
+        band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
         before, after: the keys of other ranks that `own` sees.
     """
@@ -136,13 +137,13 @@ class Crossing:
 
 
 def clip(rows: range, start: int, stop: int) -> range:
-    """Return the numbers of an ascending range that lie in [start, stop)."""
+    """Return the part of an ascending range that lies in [start, stop)."""
     start = max(start, rows.start)
     return range(start + (rows.start - start) % rows.step, min(stop, rows.stop), rows.step)
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return the keys that a run of neighbouring queries sees."""
+    """Return the keys that a run of neighbouring queries sees, as a range of tokens."""
     if not queries:
         return keys[:0]
     low, high = band
@@ -152,7 +153,8 @@ def _seen(queries: range, keys: range, band: Band) -> range:
 
 
 def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, int] | None:
-    """Return the segment with tokens on both sides of a shard edge, as (start of its grid, start, stop), or None."""
+    """Return the segment that a shard edge cuts, as (start of its grid, start, stop);
+    None if the edge cuts no segment."""
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
@@ -169,7 +171,7 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
-    """Return the crossing segments in which a rank has rows, by branch and offset."""
+    """Return the crossing segments in which a rank has rows, ordered by branch and offset."""
     return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
 
 
@@ -229,8 +231,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the key held by each filled slot.
-        slots: int64, the slot, row * num_heads + head, of each of `keys`. No group reads the other slots.
+        keys: int64, the row key (token * num_heads + head) of each filled slot.
+        slots: int64, the slots of these row keys in the key tensor, row * num_heads + head. No group reads the other
+            slots.
     """
 
     plan: Plan
@@ -240,7 +243,7 @@ class Remote:
 
 
 def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Sequence[range]]]) -> Remote:
-    """Lay out the received rows of some crossing segments as a key tensor, with one contiguous run of rows per group.
+    """Arrange the received rows of some crossing segments in one key tensor. Each group gets a contiguous run of rows.
 
     Args:
         wanted: crossing segments of `rank`, each with the token ranges to attend.
@@ -290,7 +293,7 @@ def _rows(tokens: range, origin: int) -> Rows:
 
 
 def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
-    """Return all groups that a rank computes, ignoring what block layouts leave out."""
+    """Return all groups that a rank computes, as if no block layout thinned them out."""
     whole = replace(sharding, layouts=())
     parts = remote(whole, rank, [(c, (c.before, c.after)) for c in crossings(whole, rank)])
     return local_plan(whole, rank).groups + parts.plan.groups
@@ -318,7 +321,7 @@ def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) 
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
-    """Return how many of some sorted keys each rank owns."""
+    """Return, for each rank, how many of some sorted row keys belong to tokens of its shard."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
@@ -338,9 +341,9 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
-    """Return which of this rank's rows of one of its crossing segments each rank sees.
+    """Return which of this rank's rows of a crossing segment each other rank sees.
 
-    The result is a list of ranges, and for each rank the number of its range.
+    The result is a list of ranges, and for each rank the index of its range in the list.
     """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
@@ -407,7 +410,7 @@ def contributed_rows(sharding: Sharding, rank: int) -> int:
 
 
 def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the residue class (residue, modulus) of the numbers that lie in both classes."""
+    """Return the numbers common to two residue classes (residue, modulus) as one such class; None if there are none."""
     (x, m), (y, n) = a, b
     common = gcd(m, n)
     if (x - y) % common:
@@ -418,9 +421,9 @@ def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | N
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
-    """Yield the same numbers as fewer ranges.
+    """Join ranges where possible, and yield fewer ranges with the same numbers.
 
-    All residue classes of a rate that begin and end side by side become one range.
+    If all residue classes of a rate are present, and begin and end together, they become one range.
     """
     by_step: dict[int, list[range]] = {}
     for part in sorted({part for part in parts if part}, key=lambda part: part.start):
@@ -438,7 +441,7 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """Count the numbers of a union of arithmetic progressions between neighbouring edges.
+    """Count how many numbers of a union of arithmetic progressions lie between each two neighbouring edges.
 
     Returns int64, one count fewer than `edges`.
     """
@@ -463,7 +466,7 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
 
 
 def crosses(sharding: Sharding) -> bool:
-    """Return whether any rank may see another rank's rows: the same answer on every rank."""
+    """Return whether any rank may see another rank's rows. The answer is the same on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
         for segment in sharding.branches.segment_lengths
@@ -474,7 +477,8 @@ def crosses(sharding: Sharding) -> bool:
 def doubling_refusal(sharding: Sharding) -> str | None:
     """Return why recursive doubling cannot serve a sharding, or None if it can.
 
-    It needs equal shards and aligned power-of-two segments.
+    Doubling needs a power of two of equal shards, one segment grid, neither windows nor layouts, and segments that
+    divide a shard or consist of 1, 2, 4, ... shards.
     """
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size
@@ -512,7 +516,8 @@ def doubling_rounds(sharding: Sharding) -> int:
 def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
     """Yield what a block of 2^level ranks, `block` the first, passes on in round `level`.
 
-    These are the block's rows that belong to a segment which is not complete yet.
+    The block has 2^level neighbouring ranks; `block` is the first. It passes on its rows of segments of which it does
+    not yet hold all rows.
     """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):

@@ -1,4 +1,4 @@
-"""Compute one rank's share of a call in parts: each is a plan over keys and values that were gathered from rows.
+"""Compute one rank's share of a call in parts. A part is a plan over keys and values that were gathered from rows.
 
 Rows lie in buffers, of the shard's own and of received rows. A row is the key and the value of one token of one KV
 head, `(2, batch, head_dim)`. A part's keys have *slots*, row * heads + head. The tables that say which row goes to
@@ -25,7 +25,7 @@ class Part:
     """Hold one computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
 
     Attributes:
-        queries: the queries, if they are not all the rows of the shard; then the layout is its own, too.
+        queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
         tokens: the token in the whole sequence of each row and head of the keys; None: the shard's tokens.
     """
 
@@ -51,7 +51,7 @@ def on_device(table: Integers, device: torch.device) -> Tensor:
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """Return the positions of some keys in a list of distinct keys, in any order."""
+    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -65,7 +65,10 @@ def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _slot_rows(gradients: Gradients) -> list[Tensor]:
-    """Do the reverse: return `(rows * heads, batch, head_dim)` each."""
+    """Return the gradients of keys and of values as slots, `(rows * heads, batch, head_dim)` each.
+
+    This is the reverse of `_keys_and_values`.
+    """
     return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
 
 
@@ -125,9 +128,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Own:
-    """Say which of the shard's rows some buffer rows hold.
+    """Say which of the shard's rows a buffer holds.
 
-    Buffer row `positions[i]` of `size` holds `tokens[i]`, `heads[i]`.
+    Row `positions[i]` of the buffer, which has `size` rows, holds token `tokens[i]` and KV head `heads[i]`.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Find out which ranks respond, from what each writes to the rendezvous store: who came, who differs, who is silent.
+"""Find out which ranks respond, which differ and which are silent, from what each writes to the rendezvous store.
 
 A collective that fails does not say which rank caused it: the connection that breaks may belong to a healthy rank which
 gave up a moment earlier, and a frozen rank breaks no connection at all. The store is apart from the group, so it still
@@ -18,12 +18,12 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 
 NAMED: Final = 16
-"""The most ranks that a message names."""
+"""The most ranks that a message lists."""
 Answer = TypeVar("Answer")
 
 
 def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]:
-    """Return the places in `keys` of the keys that nobody has written within `seconds`."""
+    """Return the indices in `keys` of the keys that nobody has written within `seconds`."""
     deadline = time.monotonic() + seconds
     while not store.check(list(keys)):
         if time.monotonic() >= deadline:
@@ -60,7 +60,7 @@ def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return the ranks as text, "rank 1, 2, 3"; of many only the first ones."""
+    """Return the ranks as text, "rank 1, 2, 3". A long list is cut after the first ones."""
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
 
@@ -68,7 +68,7 @@ def named(ranks: Sequence[int]) -> str:
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
     """Return which ranks' facts differ from those that most ranks have, and where.
 
-    If two are equally frequent, the lowest rank's facts count.
+    If two sets of facts are equally frequent, the one of the lowest rank is taken as the common one.
     """
     texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
     usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
@@ -86,7 +86,7 @@ _witness: Callable[[], str] | None = None
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:
-    """Use `verdict` to name lost ranks when an exchange fails; None ends this.
+    """Use `verdict` to name lost ranks when an exchange fails; None: use the store again.
 
     Meant for a program that watches its ranks itself.
     """

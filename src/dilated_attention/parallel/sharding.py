@@ -30,13 +30,17 @@ def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
 
 
 def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
-    """Return this rank's slice of a sequence that every rank holds, as a view; `dim` is the sequence dimension."""
+    """Return this rank's slice of a sequence that every rank holds whole. It is a view; `dim` is the sequence
+    dimension."""
     start, stop = sequence_range(x.shape[dim], mesh)
     return x.narrow(dim, start, stop - start)
 
 
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
-    """Return one rank's tensor on every rank of the mesh; each gives a tensor of that shape and dtype."""
+    """Return, on every rank of the mesh, the tensor that rank number `rank` passes as x.
+
+    All ranks must pass a tensor of the same shape and dtype.
+    """
     group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
@@ -77,7 +81,8 @@ class _Unshard(torch.autograd.Function):
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
     """Return the whole sequence on every rank, gathered from each rank's shard.
 
-    Its gradient is the sum over ranks of the gradients of their copies, as in `torch.distributed`'s own all_gather.
+    The gradient of a shard is the sum of the gradients that all ranks compute for it, as in `torch.distributed`'s
+    own all_gather.
 
     Args:
         seq_len: the global length; default: the shard's length times the number of ranks (equal shards).
@@ -92,7 +97,7 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
 def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
     """Return the global length after checking that every rank holds its shard of it.
 
-    Otherwise a gather would hang or mix up rows.
+    Without this check a gather could hang or mix up rows.
     """
     rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
     rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
@@ -148,7 +153,7 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
 
     Args:
         loss_sum: the sum of this rank's token losses, a scalar.
-        n_valid: how many tokens it sums over.
+        n_valid: the number of tokens in this sum.
         mesh: the ranks to average over. If there are data and context axes, give the mesh of both, `mesh["data",
             "context"]`, which is flattened.
         gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The

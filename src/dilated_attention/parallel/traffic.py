@@ -30,8 +30,8 @@ _BUFFER_SHARDS = 4  # `auto` keeps received rows under this many times the shard
 class ExchangePlan:
     """Describe what one rank sends and receives in one attention call.
 
-    A row is the key and the value of one token of one KV head. Bytes include the messages' seals, rows do not. Bytes
-    that the rank sends to itself do not count.
+    A row is the key and the value of one token of one KV head. Every message ends in a seal, which receivers check;
+    seals count as bytes but not as rows. What the rank sends to itself does not count.
 
     Attributes:
         peers_sent, peers_received: messages of the forward, over all its rounds.
@@ -72,7 +72,7 @@ class ExchangePlan:
 
 
 def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
-    """Return what several calls move one after another.
+    """Return the traffic of several calls together.
 
     Counts are summed; transport and shard are the first call's.
     """
@@ -199,7 +199,10 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Hold the transport that serves a call, why, and why the others do not. nbytes: the size that the cache counts."""
+    """Hold the transport that serves a call, why it was chosen, and why the others were not.
+
+    `nbytes` is the size that the cache counts.
+    """
 
     transport: str
     reason: str
@@ -208,11 +211,11 @@ class TransportChoice:
 
 
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
-    """Choose the transport of a call, from the cache. The choice is the same on every rank.
+    """Return the transport of a call, from the cache. The choice is the same on every rank.
 
-    It looks at one fixed rank: the last when causal, the first when its leading tokens see all, else the middle. `auto`
-    takes the transport with the least modelled time among those whose received rows fit in a few times the shard's keys
-    and values, else `ring`.
+    It is made from the traffic of one fixed rank: the last rank when causal, the first if its leading tokens see
+    all, else the middle one. `auto` takes the transport with the least modelled time among those whose received rows
+    fit in a few times the shard's keys and values, else `ring`.
     """
     key = ("transport", transport, sharding, shape)
     return plan_cache.get(key, lambda: _choose(transport, sharding, shape))
@@ -265,7 +268,8 @@ def exchange_plan(
 ) -> ExchangePlan:
     """Return what one rank of a context parallel call would move: bytes, peers, rounds, rows.
 
-    Needs no process group and no tensors. A sum with block layouts is several calls, and their counts are added.
+    This needs no process group and no tensors. A sum with block layouts runs as several calls, whose counts are
+    added.
 
     Args:
         num_heads: heads of q.

@@ -1,9 +1,11 @@
-"""Schedules that bring the rows a rank needs, and return their gradients: several ways to run one partition.
+"""Move rows between ranks, in one of several ways. A schedule brings the rows that a rank needs and returns their
+gradients.
 
-A schedule is a pair of coroutines over *parts* (keys, values, plan). Forward yields the parts of a call and lets the
-caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's (dk, dv), and returns
-the gradients of the shard's own k and v. The local part is yielded first in forward, while rows travel, and last in
-backward, while partial gradients return; these are float32 (float64 for float64) and added at the owner.
+A schedule is a pair of coroutines, forward and backward, over *parts* (keys, values, plan). Forward yields the parts
+of a call and lets the caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's
+(dk, dv), and returns the gradients of the shard's own k and v. Forward yields the local part first, while rows travel.
+Backward yields it last, while partial gradients return. These are float32 (float64 for float64), and the rank that owns
+a row adds them up.
 
 A message's row is the key and the value of one token of one KV head: `(2, batch, head_dim)`.
 """
@@ -141,9 +143,9 @@ class AllGather(Exchange):
 class Ring(_Schedule[_Tables]):
     """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
 
-    The backward fetches the rows again. Two ranks exchange rows at one distance and return gradients at its complement.
-    Messages between them match by their order, so every rank posts them by distance, also past distances at which it
-    has nothing to do.
+    The backward fetches the rows again. Two ranks exchange rows at one distance, and return gradients at the number
+    of ranks minus this distance. Messages between two ranks match by their order, so every rank posts them in the order
+    of distances.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ from dilated_attention.parallel.partition import Sharding
 class Ulysses:
     """Exchange heads: each rank computes all tokens of its share of the heads. This is not a schedule over parts.
 
-    A message's row is what one token has of one rank's heads: q, k and v; or out and lse.
+    A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse.
     """
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:

@@ -1,27 +1,30 @@
-"""Layouts that follow content: which key blocks are worth a query block's attention.
+"""Block layouts that follow content: choose the key blocks that are worth a query block's attention.
 
-Each function estimates the share of a query block's softmax that falls on each key block, from few rows, and keeps the
-blocks with the largest share. Results are `BlockLayout`s per (batch, head) on the device of q, made without gradients.
+Each function estimates, from few rows, which share of a query block's softmax falls on each key block, and keeps the
+blocks with the largest shares. The result is a `BlockLayout` with a list per batch element and head, on the device of
+q, made without gradients.
 
-**Estimate.** The queries of a block are replaced by the means of `QUERY_PARTS` consecutive parts. The keys of a block
-are replaced by its `KEY_PEAKS` keys with the largest score under the mean query, and the mean of all others counted
-with its multiplicity: attention is carried by few keys that most queries score high, and a mean alone hides them. With
-q̃ the pooled queries and (k̃, n) the pooled keys, share(i, J) is the mean over q̃ of the softmax over all (J, k̃) of
-scale q̃·k̃ + log n, summed over the k̃ of J.
+**Estimate.** A query block is represented by `QUERY_PARTS` queries, the means of its consecutive parts. A key block is
+represented by the `KEY_PEAKS` keys that score highest under the mean query, and by the mean of its other keys, which
+counts as many times as there are such keys. (Most attention goes to few keys that most queries score high, and a mean
+alone hides them.) With q̃ the pooled queries, k̃ the pooled keys and n the number of keys that each k̃ represents,
+share(i, J) is the softmax over all k̃ of scale q̃·k̃ + log n, summed over the k̃ of key block J, and averaged over the
+q̃ of query block i.
 
-**Causal guarantee.** With `is_causal`, what the queries up to token t see is a function of the tokens up to t. The list
-of query block i is made from the tokens up to its first query, i * q_block. Its pooled queries are those of the q_block
-queries that end there, and that query itself. Its candidates are the key blocks that end there or earlier; the key
-blocks that later tokens of the block reach (the diagonal) are always listed. The direction that picks a key block's
-peaks is the mean query up to the first query block that may choose that key block.
+**Causal guarantee.** With `is_causal`, what the queries up to token t see depends only on the tokens up to t. The list
+of query block i is made from the tokens up to its first query, i * q_block. Its pooled queries are made from the
+q_block queries that end there, and from that query itself. It chooses among the key blocks that end there or earlier;
+the key blocks that its later tokens reach (the diagonal) are always listed. The mean query that selects the peaks of a
+key block is taken over all queries up to the first query block that may choose that key block.
 
-**Forecast.** A causal estimate is therefore that of the block before; and some heads attend to certain tokens, others
-at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three
-forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
-a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the
-shares by distance and, for each head and row, the weights of the mixture: a forecast's weight is ∝ prior *
-exp(`FORECAST_RATE` * the mass of that softmax that its lists would have held), the exponentially weighted average
-forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
+**Forecast.** A causal estimate is therefore made for the queries of the block before. To correct for this, the shares
+are a mixture of three forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at
+each distance so far. (Some heads attend to certain tokens, others at certain distances.) Only hierarchical_blocks and
+vertical_slash do without it. For a few earlier tokens the softmax over some of their keys is computed, O(seq_len)
+scores in all. It gives the shares by distance and, for each head and row, the weights of the mixture. A forecast's
+weight is proportional to prior * exp(`FORECAST_RATE` * mass), where mass is the part of that softmax that the
+forecast's lists would have held. This is the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006,
+Prediction, Learning, and Games, chapter 2).
 """
 
 from dilated_attention.routing.antidiagonal import antidiagonal_blocks

@@ -1,4 +1,4 @@
-"""Blocks by the sums of scores along antidiagonals."""
+"""Choose blocks by the sums of scores along antidiagonals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def antidiagonal_blocks(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """Choose as many blocks as `topk_blocks`, by the largest antidiagonal sums (XAttention, arXiv:2503.16428).
+    """Choose the blocks with the largest antidiagonal sums of scores (XAttention, arXiv:2503.16428).
+
+    Each row gets as many blocks as in `topk_blocks`.
 
     Queries and keys are cut into pieces of `stride` tokens, x and y. With
 
@@ -39,7 +41,8 @@ def antidiagonal_blocks(
     zeros.
 
     Args:
-        stride: divides both block sizes. All scores would take about stride times as long.
+        stride: the number of tokens per piece; it must divide both block sizes. Computing all scores instead would
+            take about `stride` times as long.
 
     When causal, the pieces x are those of the q_block queries that end at the block's first one, and the shares serve
     as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.

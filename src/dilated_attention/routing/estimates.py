@@ -1,8 +1,10 @@
-"""How much of a query block's softmax falls on each key block, estimated from few of its rows.
+"""Estimate how much of a query block's softmax falls on each key block, from few of its rows.
 
 Every estimate is a softmax of few queries over few keys, summed by key block: `shares`. On the CPU the compiled library
-(kernels/cpu/estimates.py) computes it, and what stands for the tokens of a block, in one pass each. Tensor operations
-do on other devices, in double precision and where the library is missing.
+(kernels/cpu/estimates.py) computes the softmax, and the rows that represent a block, in one pass each. Tensor
+operations do so on other devices, in double precision, and where the library is missing.
+
+Throughout, a row is a query block, a column is a key block, and B, N, H and D are batch, tokens, heads and head_dim.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ CHUNK = 2**24  # scores held at a time
 
 
 class Sample(NamedTuple):
-    """The queries and keys that stand for the tokens of blocks.
+    """Hold the queries and keys that represent the tokens of each block.
 
     Attributes:
         query: `(batch, rows * parts * joined, heads, head_dim)`; row i has the parts i * parts to (i + 1) * parts - 1.
-        weight: of each query in its row's share, `(rows, parts)`.
+        weight: `(rows, parts)`, the weight of each query in its row's share.
         key: `(batch, columns * peaks * joined, kv_heads, head_dim)`, or fewer where the last block has fewer.
-        peaks: keys of a block.
-        scale: of the scores.
-        logarithm: of how many keys each key stands for, `(columns, peaks)`; None: of one each.
-        joined: tokens that make one query, from the last to the first, and one key. Missing ones count as zeros.
-        skipped: query blocks before row 0.
+        peaks: the number of keys per block.
+        scale: the factor of the scores.
+        logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
+        joined: how many tokens are joined into one query (taken from the last to the first), and into one key. Missing
+            tokens count as zeros.
+        skipped: how many query blocks come before row 0.
     """
 
     query: Tensor
@@ -49,13 +52,16 @@ class Sample(NamedTuple):
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled library reads these tensors: it gives no gradients."""
+    """Return whether the compiled library serves these tensors. It computes no gradients."""
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
 
 def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Shares (B, H, some rows, columns) for all rows. `group`: the mean over the query heads of a KV head."""
+    """Yield slices of rows with their estimated shares (B, H, rows of the slice, columns), until all rows are done.
+
+    `group`: average over the query heads that share a KV head.
+    """
     skipped, kv_heads = x.skipped, x.key.shape[2]
     seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
     seen = seen[skipped:, None].expand(x.weight.shape)
@@ -69,10 +75,12 @@ def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Ite
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """How much of the softmax of each row's queries falls on the keys of each column, (B, H, some rows, columns).
+    """Yield slices of rows with the share of their softmax that falls on each column, (B, H, rows of the slice,
+    columns).
 
     Args:
-        seen: int64 (rows, parts), how many keys, from the first on, a query sees: no fewer in later rows.
+        seen: int64 (rows, parts): each query sees this many keys, counted from the first. The numbers do not decrease
+            from row to row.
     """
     rows, parts = x.weight.shape
     batch, _, heads, _ = x.query.shape
@@ -93,7 +101,7 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
 
 
 def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tensor:
-    """`shares` of some rows, which see `most` keys at most."""
+    """Return `shares` of the rows `at`, none of which sees more than `most` keys."""
     parts, peaks = x.weight.shape[1], x.peaks
     dtype, reached = torch.promote_types(x.query.dtype, torch.float32), -(-most // peaks)
     query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
@@ -111,11 +119,12 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
 
 
 def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: int) -> Iterator[tuple[slice, Tensor]]:
-    """`shares` over listed columns only, (B, H, some rows, listed), for the rows `at`.
+    """Yield `shares` of the rows `at`, computed for listed columns only: (B, H, rows of the slice, listed).
 
     Args:
-        choices: (all rows,), how many columns, from the first on, a row may see.
-        listed: ascending columns (B, H, tiles, listed) of each `tile` rows; those past the last see nothing.
+        choices: (all rows,): each row may see this many columns, counted from the first.
+        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows. Numbers past the last column fill
+            short lists up and see nothing.
     """
     batch, heads, _, number = listed.shape
     parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]
@@ -147,7 +156,10 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
 
 
 def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
-    """(B, N, H, D) -> rows `at` of `joined` tokens each, (B, rows, H, joined * D), zeros behind the end."""
+    """Join neighbouring tokens into rows: (B, N, H, D) -> rows `at`, (B, rows, H, joined * D).
+
+    Tokens that are missing at the end count as zeros. `turned`: put the tokens of a row in reverse order.
+    """
     first, last = at.start * joined, at.stop * joined
     some = x[:, first:last]
     rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
@@ -155,9 +167,10 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
-    """Yield `most` rows at a time, an eighth of all where later ones see more, and the most that one of them sees.
+    """Yield slices of at most `most` rows, each with the largest number of keys that one of its rows sees.
 
-    Rows count from `first`.
+    Where later rows see more keys than earlier ones, a slice has at most an eighth of all rows. Rows count from
+    `first`.
     """
     rows = len(seen)
     step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
@@ -167,7 +180,8 @@ def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int
 
 
 def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
-    """Logits of pooled keys (…, rows, parts, peaks, columns) -> mean shares of the blocks (…, rows, columns).
+    """Turn the logits of pooled keys, (…, rows, parts, peaks, columns), into mean shares of the blocks, (…, rows,
+    columns).
 
     A row that sees no key gets zeros.
     """
@@ -178,14 +192,14 @@ def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
-    """The estimate of the package's docstring."""
+    """Return the pooled queries and keys that the docstring of `routing` describes under "Estimate"."""
     query, weight = pooled_queries(q, grid)
     key, logarithm = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
     return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm)
 
 
 def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """(B, rows, parts, H, D) and the weight of each part (rows, parts)."""
+    """Return the pooled queries of each block, (B, rows, parts, H, D), and the weight of each part, (rows, parts)."""
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
     query = query.to(grid.dtype)
     if grid.is_causal:
@@ -195,7 +209,10 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
-    """The mean pooled query of each KV head, (B, 1, kv_heads, D); causal: per key block, (B, columns, kv_heads, D)."""
+    """Return the mean pooled query of each KV head, (B, 1, kv_heads, D).
+
+    When causal it differs by key block, (B, columns, kv_heads, D).
+    """
     rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (kv_heads, -1)).mean(3)
     if not grid.is_causal:
         return rows.mean(1, keepdim=True)
@@ -204,7 +221,11 @@ def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -
 
 
 def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """Peaks and the mean of the others (B, columns, peaks + 1, kv_heads, D), log multiplicity (columns, peaks + 1)."""
+    """Return the pooled keys of each block and the logarithm of how many tokens each of them represents.
+
+    The keys are the block's peaks and the mean of its other keys, (B, columns, peaks + 1, kv_heads, D); the logarithms
+    are (columns, peaks + 1).
+    """
     number = min(KEY_PEAKS, grid.k_block)
     column = torch.arange(grid.columns, device=grid.device) * grid.k_block
     present = (grid.seq_len - column).clamp(max=grid.k_block)
@@ -215,11 +236,14 @@ def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `number` keys of each block with the largest scores along a direction (B, columns or 1, heads, D).
+    """Return the `number` keys of each block that score highest along a direction, and the mean of the others.
+
+    Args:
+        direction: (B, columns or 1, heads, D).
 
     Returns:
-        keys (B, columns, number + 1, heads, D), the mean of the others last; scores and tokens (B, columns, heads,
-        number), scores -inf past the end.
+        keys (B, columns, number + 1, heads, D), the mean of the others last; the scores of the peaks and their tokens,
+        (B, columns, heads, number) each. Peaks past the end of the sequence score -inf.
     """
     if is_compiled(k):
         return compiled.peaks(k, direction.float(), block, number)
@@ -237,9 +261,10 @@ def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[
 
 
 def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, N, H, D) -> means of `parts` consecutive parts of each block (B, blocks, parts, H, D), sizes (blocks, parts).
+    """Return the means of `parts` consecutive parts of each block, and the number of tokens in each part.
 
-    `before`: of the `block` tokens that end at the block's first one, instead; none for the first block.
+    Turns x (B, N, H, D) into means (B, blocks, parts, H, D) and sizes (blocks, parts). `before`: in place of a block
+    take the `block` tokens that end at its first token; the first block then has none.
     """
     blocks = -(-x.shape[1] // block)
     edges = (torch.arange(parts + 1, device=x.device) * block + parts - 1) // parts
@@ -262,17 +287,19 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
-    """(B, N, H, D) -> (B, blocks, block, H, D), zeros behind the end; a view where the blocks are whole."""
+    """Cut x (B, N, H, D) into blocks (B, blocks, block, H, D), with zeros after the end; a view if all blocks are
+    whole."""
     blocks = -(-x.shape[1] // block)
     more = blocks * block - x.shape[1]
     return (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).unflatten(1, (blocks, block))
 
 
 def along(blocks: Tensor, direction: Tensor) -> Tensor:
-    """(B, blocks, block, kv_heads, D) · (B, blocks or 1, heads, D) -> (B, blocks, heads, block).
+    """Return the scores of keys along directions.
 
-    One product with a block-diagonal matrix reads the keys in place, where a product a head would copy them; from its
-    left, since the many tokens make the wide side of the result.
+    blocks (B, blocks, block, kv_heads, D) and direction (B, blocks or 1, heads, D) give (B, blocks, heads, block). A
+    single product with a block-diagonal matrix reads the keys in place, where one product per head would copy them. The
+    matrix is the left factor, so that the many tokens form the wide side of the result.
     """
     kv_heads, heads = blocks.shape[3], direction.shape[2]
     diagonal = direction.new_zeros(*direction.shape[:3], kv_heads, direction.shape[3])

@@ -1,4 +1,5 @@
-"""The shares to expect of a query block, from the estimate of the block before and what tokens so far have seen."""
+"""Forecast the shares of a query block, from the estimate of the block before and from what earlier tokens have
+seen."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Forecast:
-    """The shares to expect in each row of a causal choice, from an estimate that knows only the block before.
+    """Correct causal estimates, which describe the block before, by what earlier tokens have seen.
 
-    Call it once over all rows, in order. For some query blocks, `sampled`, the softmax of a few tokens is computed; a
-    row knows the `known` of them that lie before it. `seen`: their mean share, in the key blocks that the row may
-    choose. `distant`: its mean over the first 0, 1, ... sampled blocks by distance, counted back from the last block
-    that a row may choose.
+    Call it once over all rows, in order. For the query blocks in `sampled`, the softmax of a few tokens is computed; a
+    row uses the first `known` of these blocks, those that lie before it.
+
+    Attributes:
+        seen: the mean share that these tokens gave to each key block that the row may choose.
+        distant: the mean share over the first 0, 1, ... sampled blocks, by distance. Distance is counted back from the
+            last block that a row may choose.
     """
 
     def __init__(self, q: Queries, k: Keys, grid: Candidates, *, group: bool = False) -> None:
@@ -48,7 +52,12 @@ class Forecast:
         self.held = prior[:, None, None].expand(-1, *seen.shape[:2])
 
     def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
-        """share: estimated for the rows `at`, (B, H, rows, columns). counts: the lengths of their lists, (…, rows)."""
+        """Return the corrected shares of the rows `at`.
+
+        Args:
+            share: the estimated shares of these rows, (B, H, rows, columns).
+            counts: how many blocks each row lists, (…, rows).
+        """
         may, known = self.grid.allowed[at], self.known[at]
         moved = F.pad(share, (1, -1)).masked_fill_(~may, 0.0)
         distant = self._turned(self.distant[:, :, known], may)
@@ -74,13 +83,19 @@ class Forecast:
 
     @staticmethod
     def _turned(x: Tensor, may: Tensor) -> Tensor:
-        """(…, rows, columns) by key block -> by distance from the last one that a row may choose, or back; else 0."""
+        """Reorder (…, rows, columns) from key blocks to distances from the last block that a row may choose, or back.
+
+        Entries without a block are 0.
+        """
         at = may.sum(-1, keepdim=True) - 1 - torch.arange(may.shape[-1], device=may.device)
         return x.gather(-1, at.clamp(min=0).expand(x.shape)).masked_fill_(at < 0, 0.0)
 
 
 def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
-    """The causal softmax of some tokens over some keys, by key block, their mean: (B, H, sampled blocks, columns)."""
+    """Return the causal softmax of some tokens of each sampled block over some keys, by key block.
+
+    It is averaged over the tokens: (B, H, sampled blocks, columns).
+    """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     # tokens at other places of each block, and other keys for each group of blocks

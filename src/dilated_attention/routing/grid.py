@@ -1,4 +1,4 @@
-"""Which key blocks each query block may choose, which it always has, and how many it keeps."""
+"""Say which key blocks a query block may choose, which ones it always lists, and how many it keeps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
-    """Make a selector of a function of q, k and options.
+    """Turn a function of q, k and options into a selector.
 
-    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths` and `cu_seqlens`
-    too, as `attention` does, and then chooses in each sample by itself, so that padding is never chosen and a sample's
-    lists are those that it gets alone.
+    A selector runs without gradients, and without autocast, so that shares keep their dtype. It also takes `lengths`
+    and `cu_seqlens`, as `attention` does. It then chooses in each sample separately: padding is never chosen, and a
+    sample gets the lists that it would get alone.
     """
     signature = inspect.signature(choose)
     ragged = [
@@ -71,7 +71,8 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
 
 @dataclass(frozen=True, eq=False)
 class Candidates(BlockGrid):
-    """The query blocks of one call: the key blocks that each may choose (`allowed`) and always has (`always`)."""
+    """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists
+    (`always`)."""
 
     keep_diagonal: bool
     floor: int
@@ -81,18 +82,19 @@ class Candidates(BlockGrid):
 
     @cached_property
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last token of each query block `(rows, 1)` and of each key block `(columns,)`."""
+        """Return the first and last token of each query block, `(rows, 1)`, and of each key block, `(columns,)`."""
         row = torch.arange(self.rows, device=self.device)[:, None] * self.q_block
         column = torch.arange(self.columns, device=self.device) * self.k_block
         return row, (row + self.q_block).clamp(max=self.seq_len) - 1, column, column + self.k_block - 1
 
     @cached_property
     def always(self) -> Tensor:
-        """Key blocks that the query block's tokens lie in."""
+        """Return, for each query block, which key blocks hold some of its own tokens."""
         return self.holds(slice(0, self.rows), torch.arange(self.columns, device=self.device))
 
     def holds(self, at: slice, column: Tensor) -> Tensor:
-        """Which of the key blocks (…, rows or 1, columns) are always listed for the query blocks `at`."""
+        """Return which of the key blocks `column` (…, rows or 1, columns) are always listed for the query blocks
+        `at`."""
         first_query, last_query, *_ = self.edges
         if not self.keep_diagonal:
             return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)[at]
@@ -100,7 +102,7 @@ class Candidates(BlockGrid):
 
     @cached_property
     def choices(self) -> Tensor:
-        """How many key blocks, from the first on, each query block may choose, `(rows,)`."""
+        """Return how many key blocks, counted from the first, each query block may choose, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
         return (self.edges[0][:, 0] + 1) // self.k_block
@@ -111,33 +113,38 @@ class Candidates(BlockGrid):
 
     @cached_property
     def first_chooser(self) -> Tensor:
-        """The first query block that may choose each key block when causal (the last one if none may), `(columns,)`."""
+        """Return the first query block that may choose each key block when causal, `(columns,)`; if none may, the last
+        one."""
         last_key = self.edges[3]
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def least(self) -> Tensor:
-        """Blocks per row at least, `(rows,)`: `floor` and the diagonal."""
+        """Return the least number of blocks per row, `(rows,)`: at least `floor`, and all blocks of the diagonal."""
         return self._blocks(0.0)
 
     def budget(self, density: float) -> Tensor:
-        """Blocks per row, `(rows,)`: round(density * visible), or `least`."""
+        """Return the number of blocks per row, `(rows,)`: round(density * visible), but not below `least`."""
         check_share("density", density)
         return self._blocks(density)
 
     def _blocks(self, density: float) -> Tensor:
-        """A causal last query block that is partial gets what it would get if it were whole, but for the diagonal
-        blocks that it lacks: it chooses as many others, however many tokens follow."""
+        """Return round(density * visible) per row, corrected for a causal last query block that is partial.
+
+        Such a block chooses as many earlier blocks as it would if it were whole, so that its choice does not depend on
+        how many tokens follow. It only lacks the diagonal blocks that do not exist.
+        """
         visible = self.visible().to(self.device)
         whole = (self.edges[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
         present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)
         return torch.maximum(present, self.always.sum(-1)).minimum(visible)
 
     def ranked(self, at: slice, share: Tensor) -> Tensor:
-        """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
+        """Return the shares of some rows, with `ALWAYS` where a block is always listed, and -1 where it may not be
+        chosen."""
         return ranked(share, self.allowed[at], self.always[at])
 
     def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
-        """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries are used."""
+        """Return the layout with these ascending lists (B, H, rows, width), the first `counts` entries of each."""
         counts = counts.expand(lists.shape[:3])
         kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
         return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
@@ -179,11 +186,12 @@ def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
 
 
 def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
-    """Lists of the `counts` largest of each row, of equal ones the first, ascending."""
+    """Return the `counts` largest entries of each row as ascending lists.
+    Among equal entries the first ones are taken."""
     return ascending(stable_topk(order, width)[1], counts, order.shape[-1])
 
 
 def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
-    """The first `counts` entries of each list, ascending, then `columns` for the rest."""
+    """Return the first `counts` entries of each list in ascending order, followed by `columns` for the rest."""
     behind = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
     return order.masked_fill(behind, columns).sort(-1).values

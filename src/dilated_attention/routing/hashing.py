@@ -1,4 +1,4 @@
-"""Blocks whose queries and keys collide under random hyperplanes."""
+"""Choose blocks whose queries and keys collide under random hyperplanes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def lsh_blocks(
     bucket in one of the hashes, so every such pair is attended (and the rest of its block with it). With `density` each
     row keeps as many blocks as in `topk_blocks`, those with the largest estimated share of its softmax.
 
-    The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). The first factor is a weight of the key alone; collisions of the
-    centred q and k stand in for the second. In each hash a query spreads its attention over the keys of its bucket in
-    proportion to their weights; the shares are averaged over queries and hashes; a part depends on the weight alone.
+    The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). With q̄ the mean query, the first factor is a weight of the
+    key alone, and collisions of the centred q and k replace the second. In each hash a query spreads its attention over
+    the keys of its bucket in proportion to their weights. The shares are averaged over queries and hashes, and mixed
+    with a share that depends on the weights alone.
 
-    When causal, the q_block queries that end at block i's first one are hashed in its place, and the centres are means
-    so far; pairs that the block's later queries would form are then not looked for.
+    When causal, the q_block queries that end at the first query of block i are hashed in place of the block, and the
+    centres are means over the tokens so far. Pairs that only the block's later queries form are then missed.
 
     Examples:
         >>> from dilated_attention.routing import lsh_blocks
@@ -121,9 +122,10 @@ def lsh_blocks(
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """(B, blocks, H, D), of `size` tokens a block -> the mean of all tokens (B, 1, H, D); causal: up to each block.
+    """Average block means (B, blocks, H, D), whose blocks have `size` tokens, to the mean of all tokens (B, 1, H, D).
 
-    In single precision at least: float16 counts to 65,504.
+    When causal, the result has one mean per block, over the tokens up to that block. Computed in single precision at
+    least, because float16 cannot count beyond 65,504.
     """
     dtype = torch.promote_types(means.dtype, torch.float32)
     means, size = means.to(dtype), size.to(dtype)
@@ -134,10 +136,11 @@ def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
 
 
 def _counts(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int, weight: Tensor) -> Tensor:
-    """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
+    """Return the weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
 
     Args:
-        x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).
+        x: tokens (B, blocks, T, H, D). A token's bucket says on which side of each plane it lies.
+        centre: (B, blocks or 1, H, D), the point through which the planes run.
         weight: (B or 1, blocks, H or 1, T).
     """
     batch, blocks, tokens, heads, _ = x.shape

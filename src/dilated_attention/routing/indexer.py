@@ -1,4 +1,4 @@
-"""An indexer of tokens: small heads trained to predict where the attention falls."""
+"""Train an indexer of tokens: small heads that predict where the attention falls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from dilated_attention.routing.grid import Keys, Queries
 
 
 class Indexer(nn.Module):
-    """Chooses the keys of each query, for all heads together (DSA's indexer; DeepSeek-AI 2025, DeepSeek-V3.2).
+    """Choose the keys of each query, for all heads together (the indexer of DeepSeek Sparse Attention; DeepSeek-AI
+    2025, DeepSeek-V3.2).
 
         index(t, s) = Σ_j w_{t, j} relu(a_{t, j} · b_s) / sqrt(head_dim),        a = W_a x, b = W_b x, w = W_w x,
 
-    with few heads j that share b. A query sees the `top_k` tokens s <= t with the largest index.
+    where few index heads j share b. A query sees the `top_k` tokens s <= t with the largest index.
 
     **Training.** The choice has no gradient. `loss` is the mean over queries of
 
@@ -32,10 +33,10 @@ class Indexer(nn.Module):
 
     so that the index predicts where the model's attention falls. Only the indexer learns from it.
 
-    The index is formed for some queries at a time, N² values in all; no N x N matrix is held.
+    The index is computed for some queries at a time, N² values in all, so no N x N matrix is ever in memory.
 
     Args:
-        num_heads, head_dim: of the indexer, small.
+        num_heads, head_dim: the number and the width of the index heads; both may be small.
 
     Examples:
         >>> from dilated_attention.routing import Indexer
@@ -68,14 +69,15 @@ class Indexer(nn.Module):
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
 
     def forward(self, x: Float[Tensor, "batch seq embed_dim"]) -> BlockLayout:
-        """The tokens that each query of a sequence sees, causal; for all heads."""
+        """Return the causal layout of the tokens that each query sees, shared by all heads."""
         return BlockLayout.from_topk(self.choose(x), is_causal=True)
 
     @torch.no_grad()
     def choose(
         self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
     ) -> Int[Tensor, "batch new chosen"]:
-        """The tokens that the last `new` queries see (None: all queries); -1 where there are fewer than `top_k`."""
+        """Return the tokens that the last `new` queries see (None: all queries),
+        -1 where there are fewer than `top_k`."""
         self._check(x)
         seq_len = x.shape[1]
         new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
@@ -90,7 +92,12 @@ class Indexer(nn.Module):
     def loss(
         self, x: Float[Tensor, "batch seq embed_dim"], q: Queries, k: Keys, *, scale: float | None = None
     ) -> Float[Tensor, ""]:
-        """The loss above: x as given to `forward`, q and k of the attention (rotated, where it rotates them)."""
+        """Return the loss that the class describes.
+
+        Args:
+            x: the input that `forward` gets.
+            q, k: the queries and keys of the attention, after rotation if it rotates them.
+        """
         self._check(x)
         like_x = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == x.shape[:2]
         if not like_x or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
@@ -115,7 +122,7 @@ class Indexer(nn.Module):
             raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
 
     def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
-        """The sum of the divergences of some queries."""
+        """Return the sum over some queries of the KL divergence in `loss`, of the index from the attention."""
         index = self._index(x, at)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
@@ -125,7 +132,10 @@ class Indexer(nn.Module):
         return F.kl_div(told, wanted, reduction="sum")
 
     def _index(self, x: Tensor, at: slice) -> Tensor:
-        """Of these queries, over the tokens up to the last one: (batch, queries, tokens), -inf for later ones."""
+        """Return the index of these queries over the tokens up to the last of them, (batch, queries, tokens).
+
+        Tokens after a query have -inf.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)

@@ -1,4 +1,4 @@
-"""A scorer of blocks that is trained."""
+"""Train a router: a scorer of blocks that learns which blocks to list."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, ca
 
 
 class LearnedRouter(nn.Module):
-    """A small scorer of blocks, trained through a relaxation of the choice that it makes.
+    """Score blocks with small learned maps, which are trained through a relaxation of the choice.
 
-    score(i, J) = <a_h q̂_i, b_h k̂_J> / sqrt(rank), with q̂_i the mean of the block's queries (causal: of the q_block
-    queries that end at its first one) and k̂_J the mean, maximum and minimum of the block's keys, as in SeerAttention.
-    `forward` lists the blocks with the largest scores, as many a row as in `topk_blocks`, the diagonal first.
+    score(i, J) = <a_h q̂_i, b_h k̂_J> / sqrt(rank), with q̂_i the mean of the block's queries (causal: of the
+    q_block queries that end at its first one) and k̂_J the mean, maximum and minimum of the block's keys, as in
+    SeerAttention. `forward` lists the blocks of the diagonal and those with the largest scores, as many per row as in
+    `topk_blocks`.
 
-    **Relaxation.** gate(i, J) = sigmoid(score(i, J) / temperature - τ_i), with τ_i such that a row's gates sum to its
-    budget; the diagonal's gates are 1. `relaxed_attention` is softmax attention with the log of a block's gate added to
-    its scores: as temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in the
-    router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss on its output trains
-    the router. It forms the whole score matrix, so it is meant for training at moderate lengths.
+    **Relaxation.** gate(i, J) = sigmoid(score(i, J) / temperature - τ_i), with τ_i such that a row's gates sum to
+    its budget; the diagonal's gates are 1. `relaxed_attention` is softmax attention with the log of a block's gate
+    added to its scores. As temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in
+    the router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss on its output
+    trains the router. It forms the whole score matrix, so it is meant for training at moderate lengths.
 
     Examples:
         >>> from dilated_attention.routing import LearnedRouter
@@ -89,11 +90,11 @@ class LearnedRouter(nn.Module):
         return grid.layout(largest(score, budget, int(budget.max())), budget)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
-        """0 on the diagonal, -inf for blocks that the row may not choose."""
+        """Return the logarithm of each block's gate: 0 on the diagonal, -inf for blocks that the row may not choose."""
         return self._log_gates(q, k, self._grid(q, k))
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
-        """softmax(scale q·k + log gate) v over the visible keys."""
+        """Return softmax(scale q·k + log gate) v over the visible keys; every key has the gate of its block."""
         grid = self._grid(q, k)
         token = torch.arange(grid.seq_len, device=q.device)
         bias = self._log_gates(q, k, grid)[..., (token // grid.q_block)[:, None], token // grid.k_block]
@@ -114,7 +115,10 @@ class LearnedRouter(nn.Module):
         return grid
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        """In the router's dtype, under autocast too: its rounding would change the choice, and a gate's row sums."""
+        """Return the scores of all blocks, in the router's dtype even under autocast.
+
+        Autocast would round them, which changes the choice and the sums of a row's gates.
+        """
         with torch.autocast(q.device.type, enabled=False):
             dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
             blocks = (
@@ -138,7 +142,8 @@ class LearnedRouter(nn.Module):
 
 
 def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
-    """τ (…, rows, 1) with Σ sigmoid(x - τ) = wanted over the free entries, differentiable in x."""
+    """Return τ (…, rows, 1) such that sigmoid(x - τ), summed over the free entries, is `wanted`;
+    differentiable in x."""
     with torch.no_grad():
         inside = x.masked_fill(~free, 0.0)
         low, high = inside.amin(-1, keepdim=True) - 40, inside.amax(-1, keepdim=True) + 40

@@ -1,4 +1,4 @@
-"""Blocks on the columns and on the diagonals that carry a head's attention."""
+"""Choose blocks on the columns and diagonals that carry a head's attention."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def vertical_slash(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """Choose as many blocks as `topk_blocks`, on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
+    """Choose the blocks on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
+
+    Each row gets as many blocks as in `topk_blocks`.
 
     With p_i(J) the softmax of the first query of block i over all keys, summed over key block J, and b_i the key block
     that this query lies in,
 
         vertical(J) = mean_i p_i(J),  slash(δ) = mean_i p_i(b_i - δ),  score(i, J) = max(vertical(J), slash(b_i - J)),
 
-    with means over the i for which the block exists. A threshold on the score lists whole columns and whole diagonals,
-    in the proportion that the head's attention asks for; it is set so that the row gets its number of blocks.
+    with means over the i for which the block exists. A threshold on the score lists whole columns and whole
+    diagonals, in the proportion in which the head uses them. It is set so that each row gets its number of blocks.
 
     When causal, the softmax is over the keys up to the query, and the means for block i are over the blocks up to i,
-    each weighing `KEPT` times as much as the next. The paper uses the prompt's last queries for all rows, so that its
-    lists look ahead. Everything else is as in `topk_blocks`.
+    each weighing `KEPT` times as much as the next. The paper uses the last queries of the prompt for all rows, so its
+    lists depend on later tokens. Everything else is as in `topk_blocks`.
 
     Examples:
         >>> from dilated_attention.routing import vertical_slash
@@ -61,7 +63,7 @@ def vertical_slash(
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Scores (B, H, some rows, columns) for all rows, in order."""
+    """Yield slices of rows with their scores (B, H, rows of the slice, columns), in order, until all rows are done."""
     own = grid.edges[0][:, 0] // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
@@ -98,7 +100,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 
 
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """The softmax of the first query of some rows, by key block: (B, H, rows, columns)."""
+    """Yield the softmax of the first query of some rows, summed by key block: (B, H, rows, columns)."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
     seen = grid.edges[0] + 1 if grid.is_causal else torch.full_like(grid.edges[0], grid.seq_len)
     sample = Sample(q[:, :: grid.q_block], weight, k, grid.k_block, grid.scale)

@@ -1,4 +1,4 @@
-"""Blocks by an upper bound on the scores of pages of keys, for decoding with a cache and for whole sequences."""
+"""Choose blocks by upper bounds of the scores in pages of keys, for decoding with a cache and for whole sequences."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ def page_bounds(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """Choose as many blocks as `topk_blocks`, by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
+    """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
 
-    For a page of keys with least and greatest components low and high,
+    Each row gets as many blocks as in `topk_blocks`.
+
+    A page is a run of `page_size` neighbouring keys. With low and high the least and the greatest value of each
+    component in a page,
 
         max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
 
-    share(i, J) is the mean over the pooled queries of block i of the softmax of the bound over all pages, summed over
-    the pages of J. A bound can lie far above every score, the more so in large pages. To decode a token at a time with
-    a cache, as the paper does, see `PageBounds`.
+    share(i, J) is the mean over the pooled queries of block i of the softmax of the bound over all pages, summed
+    over the pages of J. A bound can lie far above every score, especially in large pages. To decode one token at a time
+    with a cache, as the paper does, see `PageBounds`.
 
     Args:
-        page_size: divides the size of a key block.
+        page_size: the number of keys per page; it must divide the size of a key block.
 
-    All else as in `topk_blocks`.
+    Everything else is as in `topk_blocks`.
 
     Examples:
         >>> from dilated_attention.routing import page_bounds
@@ -64,15 +67,16 @@ def page_bounds(
 
 
 class PageBounds:
-    """The least and greatest components of each page's keys, kept up to date as keys come, for decoding.
+    """Keep the least and greatest components of each page's keys up to date as new keys arrive, for decoding.
 
     `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
-    `page_bounds`; `decoding.listed_attention` reads only those. Two rows are held per page.
+    `page_bounds`; `decoding.listed_attention` reads only those. Two rows per page are kept in memory.
 
-    Raises ValueError where keys are not of the batch, heads, head_dim and dtype of those before, or a query not theirs.
+    Raises ValueError if new keys do not have the batch size, heads, head_dim and dtype of the earlier ones, or if a
+    query does not fit the keys.
 
     Attributes:
-        seq_len: tokens so far.
+        seq_len: the number of tokens so far.
 
     Examples:
         >>> from dilated_attention.decoding import listed_attention
@@ -127,7 +131,8 @@ class PageBounds:
         self.recent = recent[:, -(self.seq_len - max(0, pages - 2) * self.page_size) :].clone()
 
     def crop(self, seq_len: int) -> None:
-        """Forget the tokens from position `seq_len` on; it must lie in the newest page or the one before it."""
+        """Forget the tokens at positions `seq_len` and later. `seq_len` must lie in the newest page or the one before
+        it."""
         seq_len = checks.integer("seq_len", seq_len, 0, self.seq_len)
         recent = self.recent
         if recent is None or seq_len == self.seq_len:
@@ -143,7 +148,8 @@ class PageBounds:
         self.append(recent[:, self.seq_len - begin : seq_len - begin])
 
     def reorder(self, samples: Tensor | Sequence[int]) -> None:
-        """Continue these samples of the batch, such as the beams that survive; one may be continued several times."""
+        """Continue with these samples of the batch, such as the surviving beams; a sample may be continued several
+        times."""
         if self.bounds is None or self.recent is None:
             return
         indices = checks.samples_to_continue(samples, len(self.bounds))
@@ -153,12 +159,13 @@ class PageBounds:
     def best(
         self, q: Float[Tensor, "batch new heads head_dim"], number: int
     ) -> Int[Tensor, "batch heads chosen"] | Int[Tensor, "batch heads new chosen"]:
-        """The `number` pages with the largest bounds for each of the newest tokens and heads, always including the
-        token's own; or all up to there.
+        """Return the `number` pages with the largest bounds for each of the newest tokens and each head.
+
+        The token's own page is always included. If there are fewer pages up to the token, all of them are returned.
 
         Returns:
-            For one new token `(batch, heads, chosen)`; for several `(batch, heads, new, chosen)`, -1 where a token has
-            fewer pages: what `listed_attention` takes.
+            `(batch, heads, chosen)` for one new token; `(batch, heads, new, chosen)` for several, with -1 where a token
+            has fewer pages. `listed_attention` takes both.
         """
         number = checks.positive("number", number)
         if self.bounds is None:
@@ -184,12 +191,15 @@ class PageBounds:
 
 
 def _signed(q: Tensor) -> Tensor:
-    """q as the bound's factor of (greatest, least): positive parts, negative parts."""
+    """Split q into the factors of (greatest, least) in the bound: its positive parts and its negative parts."""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def _extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """(B, N, H, D) -> greatest and least of each page, (B, pages, H, 2 D), without the first `skip` tokens."""
+    """Return the greatest and the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
+
+    The first `skip` tokens do not count.
+    """
     starts = torch.arange(0, x.shape[1], page, device=x.device)
     if is_compiled(x):
         return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The blocks with the largest estimated shares: a given number, or up to a given mass, in one stage or two."""
+"""Choose the blocks with the largest estimated shares: a given number, or up to a given mass, in one stage or two."""
 
 from __future__ import annotations
 
@@ -48,11 +48,23 @@ def topk_blocks(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """Choose the round(density * n) of a query block's n key blocks with the largest estimated shares of its softmax.
+    """Choose the key blocks with the largest estimated shares of a query block's softmax, a fixed part of those
+    visible.
 
-    Every row has max(floor, round(density * n)) blocks, or all that it can see; the diagonal counts among them and
-    comes first. When causal, a partial last query block chooses as many blocks before the diagonal as if it were whole.
-    `per_kv_head`: one list for all query heads that share a KV head, by their mean share.
+    A query block that can see n key blocks gets max(floor, round(density * n)) of them, or all n if there are fewer.
+    The blocks of the diagonal count among them and are taken first. When causal, a partial last query block chooses as
+    many blocks before the diagonal as if it were whole.
+
+    The package docstring of `routing` describes the estimate.
+
+    Args:
+        density: the share of the visible blocks that is kept, in (0, 1].
+        block_size: tokens per block, or a pair (q_block, k_block).
+        is_causal: choose only among earlier blocks, without looking at later tokens.
+        scale: the factor of the scores; default 1 / sqrt(head_dim).
+        keep_diagonal: without causality, also always list the key blocks that hold the query block's own tokens.
+        floor: the least number of blocks per row.
+        per_kv_head: make one list for all query heads that share a KV head, by the mean of their shares.
 
     Examples:
         >>> from dilated_attention.routing import topk_blocks
@@ -69,7 +81,7 @@ def topk_blocks(
 def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
 ) -> BlockLayout:
-    """As `topk_blocks`; `sample`: what stands for the tokens of a block in the estimate."""
+    """Return the layout of `topk_blocks` for shares that are estimated from `sample`."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
     chosen = []
@@ -93,9 +105,11 @@ def topp_blocks(
     floor: int = 1,
     per_kv_head: bool = False,
 ) -> BlockLayout:
-    """The fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0, 1].
+    """Choose the fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0,
+    1].
 
-    When causal, the shares are of the softmax over the blocks before the diagonal, and the diagonal comes on top.
+    When causal, the shares are those of a softmax over the blocks before the diagonal alone, and the blocks of the
+    diagonal are listed in addition. Other arguments are as in `topk_blocks`.
 
     Examples:
         >>> from dilated_attention.routing import topp_blocks
@@ -142,15 +156,15 @@ def hierarchical_blocks(
     scale: float | None = None,
     floor: int = 1,
 ) -> BlockLayout:
-    """Two stages: coarse shares choose regions of `region` blocks per side, finer shares choose blocks within them.
+    """Choose blocks in two stages: coarse shares choose regions of `region` x `region` blocks, finer shares choose
+    blocks inside them.
 
-    A query region looks into the key regions with the largest shares, including its own, that together hold `breadth`
-    times the tokens that `density` keeps. From their blocks, each of its query blocks keeps as many as in
+    A query region looks into its own key region and those with the largest shares, which together hold `breadth`
+    times the tokens that `density` keeps. From the blocks of these regions, each query block keeps as many as in
     `topk_blocks`. The scores cost 1 / region + breadth * density of those of `topk_blocks`.
 
-    How many regions a query region looks into follows the length of the whole sequence. So when causal, what is chosen
-    for given tokens never depends on the values of later ones, but on how many there are: a prefix alone may get
-    another choice.
+    The number of regions depends on the length of the whole sequence. So when causal, a choice never depends on the
+    values of later tokens, but it does depend on how many there are: a prefix alone may get another choice.
 
     Examples:
         >>> from dilated_attention.routing import hierarchical_blocks
@@ -201,7 +215,10 @@ def hierarchical_blocks(
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:
-    """min(1, (dense_until / seq_len) ** exponent): dense at first, then ∝ seq_len ** (1 - exponent) keys per query.
+    """Return a density that falls with the sequence length: min(1, (dense_until / seq_len) ** exponent).
+
+    Up to `dense_until` tokens this is dense. Beyond, the number of keys per query grows as seq_len ** (1 -
+    exponent).
 
     An exponent of 1 keeps the number of keys per query constant, an exponent of 0 the density.
 

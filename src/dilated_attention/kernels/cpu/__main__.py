@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels: `python -m dilated_attention.kernels.cpu`."""
+"""Compile the CPU kernels: `python -m dilated_attention.kernels.cpu`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Compiles the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu`.
+"""Compile the CPU kernels into one library beside their sources: `python -m dilated_attention.kernels.cpu`.
 
-hatch_build.py does the same when the package is installed. The library has a plain C interface, so that one build
-serves every version of Python and PyTorch, and code for every instruction set of its architecture, of which the
-machine's is chosen at run time. Neither PyTorch nor its headers are needed. A cross-compiler builds for its target:
-`CXX=aarch64-linux-gnu-g++ python -m dilated_attention.kernels.cpu`.
+hatch_build.py does the same when the package is installed. The library has a plain C interface, so one build serves
+every version of Python and PyTorch. It contains code for every instruction set of its architecture; the best one that
+the machine has is chosen at run time. Neither PyTorch nor its headers are needed. A cross-compiler builds for its
+target: `CXX=aarch64-linux-gnu-g++ python -m dilated_attention.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "neon_bf16.cpp": ("-march=armv8.2-a+bf16",),
     },
 }
-"""The options of each file that is compiled for one instruction set, by architecture."""
+"""For each architecture, the files that are compiled for one instruction set, with their compiler options."""
 
 COMMON = ("transpose.cpp", "threads.cpp", "dispatch.cpp")
 # GCC warns of its own intrinsics: uninitialised on purpose. Products and sums are contracted where the sources say so,
@@ -58,16 +58,19 @@ SERVED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ("linux", "arm64"): ((), _STATIC, "linux_aarch64"),
     ("darwin", "arm64"): ((_MACOS,), ("-shared", _MACOS), "macosx_11_0_arm64"),
 }
-"""The operating systems and architectures that the kernels serve: options of all files and of the link, and the
-platform of a wheel. A Linux machine's own libstdc++ may be older than the compiler's, so the library brings its own."""
+"""For each supported operating system and architecture: compiler options of all files, linker options, and the platform
+name of a wheel.
+
+A Linux machine's libstdc++ may be older than the compiler's, so it is linked into the library.
+"""
 
 
 class BuildError(RuntimeError):
-    """The kernels could not be compiled."""
+    """Report that the kernels could not be compiled."""
 
 
 def compiler() -> str | None:
-    """$CXX, or the first of c++, g++ and clang++ on the path."""
+    """Return $CXX, or the first of c++, g++ and clang++ that is on the path; None if there is none."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
@@ -79,7 +82,7 @@ def machine() -> str:
 
 
 def target() -> tuple[str, str]:
-    """Return the operating system and the architecture that the compiler builds for; without one, this machine's."""
+    """Return the operating system and architecture that the compiler builds for; without a compiler, this machine's."""
     name = f"{machine()}-{platform.system()}"
     if found := compiler():
         name = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
@@ -89,7 +92,7 @@ def target() -> tuple[str, str]:
 
 
 def refusal() -> str | None:
-    """Why the kernels cannot be compiled here, and what would help; None if they can."""
+    """Return why the kernels cannot be compiled here, and what would help; None if they can."""
     if target() not in SERVED:
         system, architecture = target()
         return f"they serve Linux on x86-64 and arm64, and macOS on arm64, not {system} on {architecture}"
@@ -99,13 +102,14 @@ def refusal() -> str | None:
 
 
 def digest() -> str:
-    """Of the sources and of how they are compiled. A library holds that of its own."""
+    """Return a digest of the sources and of the compiler options. A library contains the digest of what it was built
+    from."""
     sources = sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)))
     return hashlib.sha256(b"\0".join([path.read_bytes() for path in sources])).hexdigest()
 
 
 def outdated() -> bool:
-    """Whether the library is missing or of other sources."""
+    """Return whether the library is missing or was built from other sources."""
     return not LIBRARY.exists() or digest().encode() not in LIBRARY.read_bytes()
 
 
@@ -128,7 +132,7 @@ def loaded() -> ctypes.CDLL | None:
 
 
 def build() -> Path:
-    """Compile the library. It takes the place of an older one at once, so that no process meets half of it.
+    """Compile the library. It replaces an older one in a single step, so that no process reads a half-written file.
 
     Raises:
         BuildError: there is no compiler, or it failed, with its message; or the folder cannot be written.
@@ -151,7 +155,7 @@ def build() -> Path:
 
 
 def run_compiler(*arguments: str) -> None:
-    """Raises BuildError with the compiler's message."""
+    """Run the compiler. Raises BuildError with the compiler's message if it fails."""
     command = [compiler() or "c++", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

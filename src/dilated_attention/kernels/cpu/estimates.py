@@ -1,4 +1,5 @@
-"""Estimates of which blocks carry the attention, by the compiled library: each reads its tensors once (estimate.h)."""
+"""Estimate which blocks carry the attention, with the compiled library. Each function reads its tensors once
+(estimate.h)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from dilated_attention.kernels.cpu import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers of the dtypes in vectors.h."""
+"""The numbers that vectors.h gives to the dtypes."""
 _POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed")
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
@@ -31,7 +32,7 @@ class _Estimate(ctypes.Structure):
 
 @cache
 def _compiled() -> tuple[Callable[..., int], int] | None:
-    """Return the library's function and the machine's instruction set; None without either."""
+    """Return the library's function and the machine's instruction set; None if one of them is missing."""
     library = build.loaded()
     if library is None:
         return None
@@ -43,7 +44,7 @@ def _compiled() -> tuple[Callable[..., int], int] | None:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the library reads these tensors: on the CPU, of one type that it knows, in dense rows."""
+    """Return whether the library can read these tensors: on the CPU, of one supported dtype, with dense rows."""
     return (
         all(x.device.type == "cpu" and x.dtype == tensors[0].dtype and x.stride(-1) == 1 for x in tensors)
         and tensors[0].dtype in TYPES
@@ -64,7 +65,10 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """Return the greatest and the least components over each interval, `(batch, intervals, heads, 2 * head_dim)`."""
+    """Return the greatest and the least value of each component over each interval of tokens.
+
+    Arguments are as in `means`; the result is `(batch, intervals, heads, 2 * head_dim)`.
+    """
     return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
 
 
@@ -75,7 +79,7 @@ def _of_intervals(estimator: int, x: Tensor, starts: Tensor, stops: Tensor, widt
 
 
 def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `number` keys of each block with the largest scores along a direction, and the mean of the others.
+    """Return the `number` keys of each block that score highest along a direction, and the mean of the others.
 
     Args:
         direction: float32 `(batch, blocks or 1, heads, head_dim)`, heads a multiple of those of k.
@@ -114,12 +118,13 @@ def shares(
     Args:
         q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
             head_dim)`; tokens that are missing at the end count as zeros.
-        weight: float32 `(rows, parts)`, of each query in its row's share.
-        seen: int64 `(rows, parts)`, how many keys, from the first on, a query sees.
-        peaks: keys of a column.
+        weight: float32 `(rows, parts)`, the weight of each query in its row's share.
+        seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
+        peaks: the number of keys per column.
         logarithm: float32 `(columns, peaks)`, added to the scores.
-        joined: tokens that make one query, taken from the last to the first, and one key.
-        listed: int64 `(batch, heads, tiles, columns)`, ascending: each `tile` rows look at these columns only.
+        joined: how many tokens are joined into one query (taken from the last to the first), and into one key.
+        listed: int64 `(batch, heads, tiles, columns)`, ascending: each tile of `tile` rows looks at these columns
+            only.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)

@@ -1,4 +1,7 @@
-"""Lists of blocks seen from the other side, by the compiled library: a counting sort, where tensors need a sort."""
+"""List the rows of each column, given the columns of each row, with the compiled library.
+
+It uses a counting sort, where tensor operations would need a general sort.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ def available() -> bool:
 
 
 def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """How often each column is listed, int64 `(..., columns)`.
+    """Return how often each column is listed, int64 `(..., columns)`.
 
     Args:
-        indptr, indices: int64 on the CPU; row i of list `...` owns the columns indices[indptr[..., i] : indptr[...,
-            i + 1]], ascending.
+        indptr, indices: int64 on the CPU; row i of list `...` has the columns indices[indptr[..., i] : indptr[..., i +
+            1]], ascending.
     """
     counts = indices.new_empty(*indptr.shape[:-1], columns)
     _run(indptr, indices, None, counts, columns)
@@ -39,7 +42,7 @@ def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """The rows that list each column, ascending: those of column j of list `...` from starts[..., j] on."""
+    """Return the rows that list each column, ascending. The rows of column j of list `...` begin at starts[..., j]."""
     rows = torch.empty_like(indices)
     _run(indptr, indices, starts.contiguous(), rows, starts.shape[-1] - 1)
     return rows
