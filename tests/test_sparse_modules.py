@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention import Dilated, UnsupportedError
+from dilated_attention import Dilated
 from dilated_attention.nn import (
     BlockAttentionMixture,
     NativeSparseAttention,
@@ -386,13 +386,6 @@ def test_tables_of_other_tokens(make, unchecked):
     torch.testing.assert_close(found, layer(x, tables(*range(9)))[:, 8:], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"rotary must be .* = \(9, 1, 4\), .*; got \(1, 1, 4\)"):
         layer(x, tables(5))
-
-
-def test_no_mesh():
-    layer = native(2, 1, 1)
-    layer.set_context_parallel(None)
-    with pytest.raises(UnsupportedError, match="runs on one device; over a mesh use"):
-        layer.set_context_parallel(object())
 
 
 @pytest.mark.parametrize(

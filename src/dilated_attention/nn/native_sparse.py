@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -13,9 +15,9 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.call import Pattern
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.mesh import context_group
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
     SelectingAttention,
@@ -24,6 +26,7 @@ from dilated_attention.nn.selection import (
     pieces,
     tables_at,
 )
+from dilated_attention.parallel.choosing import gathered
 from dilated_attention.patterns import Dilated, layout_for
 
 
@@ -47,13 +50,20 @@ class BlockPooling(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch seq kv_heads head_dim"]
     ) -> Float[Tensor, "batch blocks kv_heads head_dim"]:
+        return self.row(F.gelu(self.hidden(self._blocks(x))))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """W_1 [x_{id}; …; x_{id + l - 1}], of rows some of which other ranks hold and which are 0 here."""
+        return F.linear(self._blocks(x), self.hidden.weight)
+
+    def of_sums(self, sums: Tensor) -> Tensor:
+        return self.row(F.gelu(sums + self.hidden.bias))
+
+    def _blocks(self, x: Tensor) -> Tensor:
         number, strides = self.number(x.shape[1]), self.length // self.stride
-        if not number:
-            return x[:, :0]
-        rows = x[:, : (number + strides - 1) * self.stride]
+        rows = x[:, : (number + strides - 1) * self.stride if number else 0]
         rows = rows.unflatten(1, (-1, self.stride)).transpose(2, 3).flatten(3)  # (batch, strides of all, heads, d * D)
-        blocks = torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
-        return self.row(F.gelu(self.hidden(blocks)))
+        return torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
 
 
 class NativeSparseAttention(SelectingAttention):
@@ -88,6 +98,7 @@ class NativeSparseAttention(SelectingAttention):
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
     continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
+    Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
     """
 
     def __init__(
@@ -147,30 +158,27 @@ class NativeSparseAttention(SelectingAttention):
             f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
         )
 
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh, over which a rank would pool and select its own shard's tokens alone."""
-        if mesh is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__} runs on one device; over a mesh use nn.BlockAttentionMixture"
-            )
-        super().set_context_parallel(None)
-
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        edges = [0, x.shape[1]] if self.mesh is None else self._edges(x)
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
-        seq_len = x.shape[1]
-        last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
-        key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
-        value = self.value_pooling(pooled_v)
-        position = torch.arange(0, seq_len, self.query_block, device=x.device)
-        chosen = self._select(q[:, :: self.query_block], position, key)
+        if self.mesh is None:
+            start, seq_len = 0, x.shape[1]
+            last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
+            key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
+            value = self.value_pooling(pooled_v)
+        else:
+            rank, seq_len = dist.get_rank(context_group(self.mesh)), edges[-1]
+            start = edges[rank]
+            key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
+        chosen = self._chosen(q, key, edges, start)
         layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
         outs = [
-            self._attend_compressed(q, key, value),
-            self._attend(q, k, v, layout),
-            self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len)),
+            self._attend_compressed(q, key, value, start),
+            self._attend(q, k, v, layout, seq_len),
+            self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len), seq_len),
         ]
         if self.pattern is not None:
-            outs.append(self._attend(q, far[0], far[1], self.pattern))
+            outs.append(self._attend(q, far[0], far[1], self.pattern, seq_len))
         if cache is not None:
             self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
             self._append(cache, "compressed", key, value)
@@ -221,8 +229,11 @@ class NativeSparseAttention(SelectingAttention):
             mixed = torch.addcmul(mixed, out, gate)
         return self.output(mixed.flatten(-2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
+        options: dict[str, Any] = {}
+        if self.mesh is not None:
+            options = {"mesh": self.mesh, "seq_len": seq_len, "transport": self.transport, "layer": self.layer}
+        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
         assert isinstance(out, Tensor)
         return out
 
@@ -232,19 +243,74 @@ class NativeSparseAttention(SelectingAttention):
         key = self.key_pooling(k)
         return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
 
-    def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """d queries after one another see equally many keys: as d heads they attend causally, a key a row."""
+    def _compressed_over_mesh(
+        self, k: Tensor, v: Tensor, rotary: Tables | None, edges: list[int], rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """All compressed keys and values of a sequence of which rank i holds the tokens edges[i] to edges[i + 1].
+
+        A rank forms the sums of the blocks that its tokens lie in, 0 for others' tokens; the ranks add them up. The
+        tables of a key come from the rank that holds its last token.
+        """
+        assert self.mesh is not None
+        pooling, start = self.key_pooling, edges[rank]
+        length, stride, number = pooling.length, pooling.stride, pooling.number(edges[-1])
+        touched = [
+            range(max(0, (first - length) // stride + 1), min(number, -(-last // stride)) if last > first else 0)
+            for first, last in pairwise(edges)
+        ]
+        own = touched[rank]
+        tokens = (len(own) - 1) * stride + length if own else 0
+        before = start - own.start * stride if own else 0
+        room = (0, 0, 0, 0, before, max(0, tokens - before - k.shape[1]))
+        sums = [
+            pooling.sums(F.pad(x, room)[:, :tokens]) for pooling, x in ((self.key_pooling, k), (self.value_pooling, v))
+        ]
+        bounds = list(accumulate(map(len, touched), initial=0))
+        parts = gathered(torch.cat(sums, 2), 1, bounds, self.mesh, "sums of compressed blocks")
+        blocks = torch.tensor([i for some in touched for i in some], dtype=torch.int64, device=k.device)
+        whole = parts.new_zeros(len(k), number, *parts.shape[2:]).index_add(1, blocks, parts)
+        key_sums, value_sums = whole.split(self.num_kv_heads, 2)
+        key = self.key_pooling.of_sums(key_sums)
+        if rotary is not None and number:
+            ended = [pooling.number(edge) for edge in edges]
+            first, stop = (i * stride + length - 1 - start for i in (ended[rank], ended[rank + 1]))
+            tables = torch.stack([table[..., first:stop:stride, :, :] for table in rotary[-2:]])
+            tables = gathered(tables, tables.dim() - 3, ended, self.mesh, "tables of compressed keys")
+            key = rotate(key, tables.unbind())
+        return key, self.value_pooling.of_sums(value_sums)
+
+    def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        """d queries after one another see equally many keys: as d heads they attend causally, a key a row.
+
+        start: the position of the first query.
+        """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
-        if not number:
-            return torch.zeros_like(q)
-        first = self.key_pooling.length - 1
-        rows = F.pad(q[:, first:], (0, 0, 0, 0, 0, number * stride - (seq_len - first)))
-        rows = rows.unflatten(1, (number, stride)).transpose(2, 3).flatten(2, 3)
-        out = self._attend(rows, key, value, Dilated((number,), (1,)))
-        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, : seq_len - first]
+        first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
+        row, before = divmod(max(0, start - (self.key_pooling.length - 1)), stride)
+        if not number or seq_len <= first:
+            return torch.zeros_like(q) + key[:, :0].sum() + value[:, :0].sum()  # over a mesh all ranks go backward
+        count = -(-(before + seq_len - first) // stride)
+        rows = F.pad(q[:, first:], (0, 0, 0, 0, before, count * stride - before - (seq_len - first)))
+        rows = rows.unflatten(1, (count, stride)).transpose(2, 3).flatten(2, 3)
+        place: dict[str, Any] = {} if self.mesh is None else {"q_start": row, "k_start": 0}
+        out = attention(rows, key, value, Dilated((number,), (1,)), is_causal=True, backend=self.backend, **place)
+        assert isinstance(out, Tensor)
+        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, before : before + seq_len - first]
         return F.pad(out, (0, 0, 0, 0, first, 0))
 
     # ---- the selection
+
+    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
+        """The blocks that all choosing queries select, each rank for its own."""
+        first = -start % self.query_block
+        position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
+        chosen = self._select(q[:, first :: self.query_block], position, key)
+        if self.mesh is None:
+            return chosen
+        width = min(self.num_selected, -(-edges[-1] // self.block_size))
+        chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+        bounds = [-(-edge // self.query_block) for edge in edges]
+        return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
     @torch.no_grad()
     def _select(
@@ -255,21 +321,14 @@ class NativeSparseAttention(SelectingAttention):
     ) -> Int[Tensor, "batch kv_heads queries chosen"]:
         """The blocks that these queries select, -1 for none."""
         own = position // self.block_size
-        blocks = int(own[-1]) + 1
+        blocks = int(own[-1]) + 1 if len(own) else 0
         seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
-        return torch.cat(
-            [
-                largest_blocks(
-                    self._importance(q[:, at], seen[at], key, blocks),
-                    own[at],
-                    self.num_selected,
-                    local=self.local_blocks,
-                    first=True,
-                )
-                for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
-            ],
-            2,
-        )
+        options: dict[str, Any] = {"local": self.local_blocks, "first": True}
+        chosen = [own.new_empty(len(q), self.num_kv_heads, 0, min(self.num_selected, blocks))]
+        for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1])):
+            importance = self._importance(q[:, at], seen[at], key, blocks)
+            chosen.append(largest_blocks(importance, own[at], self.num_selected, **options))
+        return torch.cat(chosen, 2)
 
     def _importance(self, q: Tensor, seen: Tensor, key: Tensor, blocks: int) -> Tensor:
         """The probability of the first `seen` compressed keys, by the blocks that they cover, summed over a group."""

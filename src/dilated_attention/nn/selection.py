@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -17,8 +18,10 @@ from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout.spans import MAX_BLOCK
-from dilated_attention.mesh import held_mesh
+from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables
+from dilated_attention.parallel.partition import balanced_bounds
+from dilated_attention.parallel.sharding import agreed_length
 from dilated_attention.ranking import stable_topk
 
 CHUNK = 2**24
@@ -229,6 +232,12 @@ class SelectingAttention(nn.Module):
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
+
+    def _edges(self, x: Tensor) -> list[int]:
+        """The tokens at which the ranks' shards begin, and their number; ValueError where the shards do not fit."""
+        assert self.mesh is not None
+        group = context_group(self.mesh)
+        return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
 
     def forward(
         self,
