@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention import checks
 from dilated_attention.kernels.cpu import estimates as compiled
-from dilated_attention.routing.grid import Candidates
+from dilated_attention.routing.grid import Candidates, is_compiled
 
 QUERY_PARTS = 4
 KEY_PEAKS = 7
@@ -46,12 +45,6 @@ class Sample(NamedTuple):
     logarithm: Tensor | None = None
     joined: int = 1
     skipped: int = 0
-
-
-def is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled library reads these tensors: it gives no gradients."""
-    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
 
 def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share, row_offsets
 from dilated_attention.ranking import stable_topk
@@ -21,6 +22,12 @@ ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie
 Queries = Float[Tensor, "batch seq heads head_dim"]
 Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
+
+
+def is_compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled library reads these tensors: it gives no gradients."""
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
 
 def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
@@ -93,10 +100,16 @@ class Candidates(BlockGrid):
 
     def holds(self, at: slice, column: Tensor) -> Tensor:
         """Which of the key blocks (…, rows or 1, columns) are always listed for the query blocks `at`."""
+        return (column >= self.bounds.starts[at, None]) & (column < self.bounds.stops[at, None])
+
+    @cached_property
+    def bounds(self) -> compiled.Rows:
+        """The key blocks that each query block always lists, from one to another, and how many it may choose."""
         first_query, last_query, *_ = self.edges
-        if not self.keep_diagonal:
-            return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)[at]
-        return (column * self.k_block <= last_query[at]) & (column >= first_query[at] // self.k_block)
+        starts, stops = (first_query // self.k_block).flatten(), (last_query // self.k_block + 1).flatten()
+        return compiled.Rows(
+            starts, stops if self.keep_diagonal else torch.zeros_like(stops), self.choices.contiguous()
+        )
 
     @cached_property
     def choices(self) -> Tensor:
@@ -135,6 +148,27 @@ class Candidates(BlockGrid):
     def ranked(self, at: slice, share: Tensor) -> Tensor:
         """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
         return ranked(share, self.allowed[at], self.always[at])
+
+    def layout_of(self, shares: Iterable[tuple[slice, Tensor]], counts: Tensor) -> BlockLayout:
+        """Return the layout whose rows list the `counts` largest of their shares, of equal ones the first.
+
+        shares: (B, H, some rows, columns) of all rows, in order. counts: (rows,) or (B, H, rows).
+        """
+        offsets = indices = torch.empty(0)
+        for at, share in shares:
+            if not at.start:
+                counts = counts.expand(*share.shape[:2], -1)
+                offsets = row_offsets(counts)
+                indices = torch.empty(int(offsets[-1, -1, -1]), dtype=torch.int64, device=self.device)
+            here, begin = counts[..., at], offsets[..., at]
+            if is_compiled(share):
+                compiled.largest(share.contiguous(), here, self.bounds, at, begin, indices)
+                continue
+            lists = largest(self.ranked(at, share), here, int(here.max()))
+            place = begin[..., None] + torch.arange(lists.shape[-1], device=self.device)
+            kept = lists < self.columns
+            indices[place[kept]] = lists[kept]
+        return BlockLayout._of(self, (counts, indices))
 
     def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
         """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries are used."""

@@ -12,9 +12,9 @@ from dilated_attention import checks
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import block_peaks, in_blocks, is_compiled, part_means, pieces
+from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import Keys, Queries, candidates, largest, ranked, selector
+from dilated_attention.routing.grid import Keys, Queries, candidates, is_compiled, selector
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
@@ -57,7 +57,7 @@ def lsh_blocks(
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
     planes, buckets = planes.to(grid.device, dtype), 2**num_bits
     # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
-    skip = int(is_causal)
+    skip, everything = int(is_causal), slice(0, grid.rows)
     query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
     sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
     query = in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample]
@@ -76,9 +76,8 @@ def lsh_blocks(
         key, real = in_blocks(k, grid.k_block), real_k[None, :, None].to(dtype)
         count_k = _counts(key, centre_k, planes, num_bits, real).repeat_interleave(group, 1)
         collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
-        share = ranked(collisions, grid.allowed, grid.always)
-        counts = torch.maximum((share > 0).sum(-1), grid.least())
-        return grid.layout(largest(share, counts, int(counts.max())), counts)
+        met = (collisions > 0) & grid.allowed | grid.always
+        return grid.layout_of([(everything, collisions)], torch.maximum(met.sum(-1), grid.least()))
 
     budget = grid.budget(density)
     # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
@@ -106,10 +105,10 @@ def lsh_blocks(
         share[:, :, at, :seen] = near * (hits @ some.mT) / (size_q[at, None] * num_hashes)
     alone = relative * count_k[..., :buckets].sum(-1)[:, :, None]
     share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    share, everything = F.pad(share, (0, 0, skip, 0)), slice(0, grid.rows)
+    share = F.pad(share, (0, 0, skip, 0))
     if is_causal:
         share = Forecast(q, k, grid)(everything, share, budget)
-    return grid.layout(largest(grid.ranked(everything, share), budget, int(budget.max())), budget)
+    return grid.layout_of([(everything, share)], budget)
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:

@@ -11,7 +11,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing import estimates
 from dilated_attention.routing.estimates import Sample, shares
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
 
@@ -44,12 +44,7 @@ def vertical_slash(
     lists look ahead. Everything else is as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    budget = grid.budget(density)
-    chosen = [
-        largest(grid.ranked(at, score), budget[at], int(budget.max()))
-        for at, score in line_scores(q, k, grid, group=per_kv_head)
-    ]
-    return grid.layout(torch.cat(chosen, dim=2), budget)
+    return grid.layout_of(line_scores(q, k, grid, group=per_kv_head), grid.budget(density))
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:

@@ -29,7 +29,6 @@ from dilated_attention.routing.grid import (
     Queries,
     ascending,
     candidates,
-    largest,
     ranked,
     selector,
 )
@@ -62,14 +61,11 @@ def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
 ) -> BlockLayout:
     """As `topk_blocks`; `sample`: what stands for the tokens of a block in the estimate."""
-    budget = grid.budget(density)
-    forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
-    chosen = []
-    for at, share in estimated_shares(sample, grid, group=group):
-        if forecast is not None:
-            share = forecast(at, share, budget[at])
-        chosen.append(largest(grid.ranked(at, share), budget[at], int(budget.max())))
-    return grid.layout(torch.cat(chosen, dim=2), budget)
+    budget, shares = grid.budget(density), estimated_shares(sample, grid, group=group)
+    if grid.is_causal:
+        forecast = Forecast(q, k, grid, group=group)
+        shares = ((at, forecast(at, share, budget[at])) for at, share in shares)
+    return grid.layout_of(shares, budget)
 
 
 @selector
