@@ -132,7 +132,7 @@ def test_weights_of_buckets(hashes, num_bits, tokens, centres, instruction_set):
     centre, planes = torch.randn(2, centres, 3, 20), torch.randn(20, hashes * num_bits)
     weight = torch.rand(2, 6, 1, tokens)
     found, expected = (
-        hashing._counts(*(y.to(dtype) for y in (x, centre, planes)), num_bits, weight.to(dtype))
+        hashing._Hashes(planes.to(dtype), num_bits).weights(*(y.to(dtype) for y in (x, centre, weight)))
         for dtype in (torch.float32, torch.float64)
     )
     assert (found.double() - expected).abs().gt(1e-5).float().mean() < 1e-4  # a token on a plane, to the last bits

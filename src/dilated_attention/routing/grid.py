@@ -33,20 +33,22 @@ def is_compiled(*tensors: Tensor) -> bool:
 def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
     """Make a selector of a function of q, k and options.
 
-    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths` and `cu_seqlens`
-    too, as `attention` does, and then chooses in each sample by itself, so that padding is never chosen and a sample's
-    lists are those that it gets alone.
+    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths`, `cu_seqlens` and
+    `key_padding_mask` too, as `attention` does, and then chooses in each sample by itself, so that padding is never
+    chosen and a sample's lists are those that it gets alone.
     """
     signature = inspect.signature(choose)
+    kinds = {"lengths": "Tensor | Sequence[int] | None", "cu_seqlens": "Tensor | Sequence[int] | None"}
+    kinds["key_padding_mask"] = "Tensor | None"
     ragged = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | Sequence[int] | None"
-        )
-        for name in ("lengths", "cu_seqlens")
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in kinds.items()
     ]
 
     @wraps(choose)
-    def chosen(*arguments: Any, lengths: Any = None, cu_seqlens: Any = None, **options: Any) -> BlockLayout:
+    def chosen(
+        *arguments: Any, lengths: Any = None, cu_seqlens: Any = None, key_padding_mask: Any = None, **options: Any
+    ) -> BlockLayout:
         given = signature.bind(*arguments, **options)
         tensors = [x for x in given.arguments.values() if isinstance(x, Tensor)]
         device = next((x.device.type for x in tensors if not x.is_meta), "cpu")
@@ -61,6 +63,10 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
                 return one(q, k)  # which says what is wrong
             if not (len(q) or len(k)):  # a batch of none has no lists: those of a batch of one, all but that one
                 return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
+            if key_padding_mask is not None:
+                if lengths is not None or cu_seqlens is not None:
+                    raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
+                lengths = _lengths_of(k, key_padding_mask)
             lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
             if lengths is None and cu_seqlens is None:
                 return one(q, k)
@@ -74,6 +80,20 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
 
     chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
     return chosen
+
+
+def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
+    """Return how many tokens each sample has before its padding; ValueError where a token follows a hidden one."""
+    checks.mask(k, key_padding_mask)
+    lengths = (~key_padding_mask).sum(1)
+    hidden_end = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+    if not torch.equal(hidden_end, key_padding_mask):
+        sample = int((hidden_end != key_padding_mask).any(1).nonzero()[0])
+        raise ValueError(
+            f"key_padding_mask must hide the end of each sample only; got a hidden token before others in "
+            f"sample {sample}. Pack the tokens that are not hidden, x[~key_padding_mask][None], and give cu_seqlens"
+        )
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
