@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import processes
 from dilated_attention import Dilated, attention, routing
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, NativeSparse
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
 from dilated_attention.nn.selection import tables_at
 from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
@@ -174,3 +176,33 @@ def test_modules_over_a_mesh_are_those_of_one_device(size):
             assert (found is None or not found.any()) if wanted is None else relative_error(found, wanted) <= 1e-12, (
                 name
             )
+
+
+LANGUAGE = LongNetConfig(vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
+SELECTIONS = (
+    NativeSparse(compress_block=4, compress_stride=2, block_size=8, num_selected=3, window=5, query_block=4),
+    BlockMixture(block_size=8, top_k=2, query_block=2),
+)
+
+
+def language_gradients(selection, mesh=None):
+    torch.manual_seed(0)
+    model, tokens = LongNetLM(replace(LANGUAGE, selection=selection)).double(), torch.randint(20, (2, 52))
+    if mesh is not None:
+        set_context_parallel(model, mesh)
+    loss = model.loss(tokens)
+    return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, list(model.parameters())))]
+
+
+def run_language():
+    return [language_gradients(selection, dist.group.WORLD) for selection in SELECTIONS]
+
+
+def test_language_models_that_select_over_a_mesh():
+    ranks = processes.run(3, run_language)
+    for i, selection in enumerate(SELECTIONS):
+        for number, (wanted, *parts) in enumerate(
+            zip(language_gradients(selection), *(rank[i] for rank in ranks), strict=True)
+        ):
+            found = torch.from_numpy(parts[0] if number == 0 else sum(parts) / len(parts))
+            assert relative_error(found, torch.from_numpy(wanted)) <= 1e-12
