@@ -15,7 +15,7 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share, row_offsets
+from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
@@ -116,11 +116,8 @@ class Candidates(BlockGrid):
     @cached_property
     def always(self) -> Tensor:
         """Key blocks that the query block's tokens lie in."""
-        return self.holds(slice(0, self.rows), torch.arange(self.columns, device=self.device))
-
-    def holds(self, at: slice, column: Tensor) -> Tensor:
-        """Which of the key blocks (…, rows or 1, columns) are always listed for the query blocks `at`."""
-        return (column >= self.bounds.starts[at, None]) & (column < self.bounds.stops[at, None])
+        column, (starts, stops, _) = torch.arange(self.columns, device=self.device), self.bounds
+        return (column >= starts[:, None]) & (column < stops[:, None])
 
     @cached_property
     def bounds(self) -> compiled.Rows:
@@ -169,32 +166,27 @@ class Candidates(BlockGrid):
         """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
         return ranked(share, self.allowed[at], self.always[at])
 
-    def layout_of(self, shares: Iterable[tuple[slice, Tensor]], counts: Tensor) -> BlockLayout:
+    def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
         """Return the layout whose rows list the `counts` largest of their shares, of equal ones the first.
 
-        shares: (B, H, some rows, columns) of all rows, in order. counts: (rows,) or (B, H, rows).
+        rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) of all rows, in order.
         """
-        offsets = indices = torch.empty(0)
-        for at, share in shares:
-            if not at.start:
-                counts = counts.expand(*share.shape[:2], -1)
-                offsets = row_offsets(counts)
-                indices = torch.empty(int(offsets[-1, -1, -1]), dtype=torch.int64, device=self.device)
-            here, begin = counts[..., at], offsets[..., at]
+        every, lists = [], []
+        for at, share, counts in rows:
+            counts = counts.expand(share.shape[:3])
             if is_compiled(share):
-                compiled.largest(share.contiguous(), here, self.bounds, at, begin, indices)
-                continue
-            lists = largest(self.ranked(at, share), here, int(here.max()))
-            place = begin[..., None] + torch.arange(lists.shape[-1], device=self.device)
-            kept = lists < self.columns
-            indices[place[kept]] = lists[kept]
-        return BlockLayout._of(self, (counts, indices))
-
-    def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
-        """The layout of ascending lists (B, H, rows, width), of which only the first `counts` entries are used."""
-        counts = counts.expand(lists.shape[:3])
-        kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
-        return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
+                ends = counts.flatten().cumsum(0)
+                indices = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.device)
+                compiled.largest(share.contiguous(), counts, self.bounds, at, ends - counts.flatten(), indices)
+            else:
+                order = stable_topk(ranked(share, self.allowed[at], self.always[at]), int(counts.max()))[1]
+                behind = torch.arange(order.shape[-1], device=self.device) >= counts[..., None]
+                order = order.masked_fill(behind, self.columns).sort(-1).values
+                indices = order[order < self.columns]
+            every.append(counts)
+            lists.append(indices.split(counts.sum(-1).flatten().tolist()))
+        indices = torch.cat([some for of_head in zip(*lists, strict=True) for some in of_head])
+        return BlockLayout._of(self, (torch.cat(every, 2), indices))
 
 
 def candidates(
@@ -230,14 +222,3 @@ def candidates(
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
     share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))
-
-
-def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
-    """Lists of the `counts` largest of each row, of equal ones the first, ascending."""
-    return ascending(stable_topk(order, width)[1], counts, order.shape[-1])
-
-
-def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
-    """The first `counts` entries of each list, ascending, then `columns` for the rest."""
-    behind = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
-    return order.masked_fill(behind, columns).sort(-1).values

@@ -68,13 +68,13 @@ def lsh_blocks(
         held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1)
         collisions = F.pad((met @ held.mT).clamp_(max=1), (0, 0, skip, 0))
         active = (collisions > 0) & grid.allowed | grid.always
-        return grid.layout_of([(everything, collisions)], torch.maximum(active.sum(-1), grid.least()))
+        return grid.layout_of([(everything, collisions, torch.maximum(active.sum(-1), grid.least()))])
     budget = grid.budget(density)
     met /= queries.real.sum(-1).clamp(min=1).mT[..., None] * num_hashes
     share = F.pad(_shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid), (0, 0, skip, 0))
     if is_causal:
         share = Forecast(q, k, grid)(everything, share, budget)
-    return grid.layout_of([(everything, share)], budget)
+    return grid.layout_of([(everything, share, budget)])
 
 
 class _Tokens(NamedTuple):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize, block_pair, check_share
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import part_means
-from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates, largest
+from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
 
 
 class LearnedRouter(nn.Module):
@@ -78,7 +79,10 @@ class LearnedRouter(nn.Module):
         budget = grid.budget(self.density)
         score = self._scores(q, k, grid).nan_to_num(nan=0.0)  # finite: only the masks below are infinite
         score = score.masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
-        return grid.layout(largest(score, budget, int(budget.max())), budget)
+        order = stable_topk(score, int(budget.max()))[1]
+        order = order.masked_fill(torch.arange(order.shape[-1], device=q.device) >= budget[:, None], -1)
+        size = grid.q_block, grid.k_block
+        return BlockLayout.from_topk(order, size, seq_len=grid.seq_len, is_causal=self.is_causal)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
         """0 on the diagonal, -inf for blocks that the row may not choose."""

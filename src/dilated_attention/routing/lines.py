@@ -44,7 +44,8 @@ def vertical_slash(
     lists look ahead. Everything else is as in `topk_blocks`.
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    return grid.layout_of(line_scores(q, k, grid, group=per_kv_head), grid.budget(density))
+    budget = grid.budget(density)
+    return grid.layout_of((at, score, budget[at]) for at, score in line_scores(q, k, grid, group=per_kv_head))
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
