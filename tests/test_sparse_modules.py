@@ -265,10 +265,10 @@ def test_a_cache_keeps_of_old_tokens_what_may_be_seen():
     module, x = native(2, 1, 1), torch.randn(1, 90, 8, dtype=torch.float64)
     for start in range(0, 90, 30):
         module(x[:, start : start + 30], cache=cache)
-    assert cache.last("pooled keys").shape[1] == 4
-    assert cache.last("window keys").shape[1] <= 6 + 2 * 4
-    assert cache.last("compressed keys").shape[1] == (90 - 4) // 2 + 1
-    assert cache.rows["window keys"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
+    assert cache.last("pooled").shape[1] == 4
+    assert cache.last("window").shape[1] <= 6 + 2 * 4
+    assert cache.last("compressed").shape[1] == (90 - 4) // 2 + 1
+    assert cache.rows["window"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
     assert cache.nbytes <= 2 * 2 * 8 * HEAD_DIM * (90 + 44 + 15 + 5)
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
@@ -22,8 +21,6 @@ from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
     SelectingAttention,
     SelectionCache,
-    largest_blocks,
-    pieces,
     tables_at,
 )
 from dilated_attention.parallel.choosing import gathered
@@ -101,6 +98,12 @@ class NativeSparseAttention(SelectingAttention):
     Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
     """
 
+    unrotated = 1  # those that are pooled first
+    shown = (
+        "embed_dim", "num_heads", "num_kv_heads", "compress_block", "compress_stride", "block_size", "num_selected",
+        "local_blocks", "window", "query_block", "pattern", "backend",
+    )  # fmt: skip
+
     def __init__(
         self,
         embed_dim: int,
@@ -138,8 +141,10 @@ class NativeSparseAttention(SelectingAttention):
         window = checks.positive("window", window)
         if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
             raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
+        self.compress_block, self.compress_stride = compress_block, compress_stride
         self.num_selected, self.local_blocks = num_selected, local_blocks
         self.window, self.pattern = window, pattern
+        self.choice = {"number": num_selected, "local": local_blocks, "first": True}
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads
@@ -149,14 +154,6 @@ class NativeSparseAttention(SelectingAttention):
         self.value_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
-
-    def extra_repr(self) -> str:
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"compress_block={self.key_pooling.length}, compress_stride={self.key_pooling.stride}, "
-            f"block_size={self.block_size}, num_selected={self.num_selected}, local_blocks={self.local_blocks}, "
-            f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
-        )
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         edges = [0, x.shape[1]] if self.mesh is None else self._edges(x)
@@ -171,7 +168,7 @@ class NativeSparseAttention(SelectingAttention):
             start = edges[rank]
             key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
         chosen = self._chosen(q, key, edges, start)
-        layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
+        layout = self._layout(chosen, seq_len)
         outs = [
             self._attend_compressed(q, key, value, start),
             self._attend(q, k, v, layout, seq_len),
@@ -181,7 +178,7 @@ class NativeSparseAttention(SelectingAttention):
             outs.append(self._attend(q, far[0], far[1], self.pattern, seq_len))
         if cache is not None:
             self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
-            self._append(cache, "compressed", key, value)
+            cache.append("compressed", torch.stack([key, value], 2))
             cache.chosen = chosen[:, :, -1]
         return self._mix(x, outs)
 
@@ -192,17 +189,19 @@ class NativeSparseAttention(SelectingAttention):
         self._remember(cache, *rows)
         length, stride = self.key_pooling.length, self.key_pooling.stride
         if cache.length >= length and (cache.length - length) % stride == 0:
-            pooled_k, pooled_v = self._last(cache, "pooled", length)
-            self._append(cache, "compressed", self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v))
-        key, value = self._last(cache, "compressed")
+            pooled_k, pooled_v = cache.last("pooled", length).unbind(2)
+            pair = self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v)
+            cache.append("compressed", torch.stack(pair, 2))
+        key, value = cache.last("compressed").unbind(2)
         if position % self.query_block == 0:
             at = torch.tensor([position], device=x.device)
-            cache.chosen = self._select(q, at, key)[:, :, 0]
+            cache.chosen = self._choose(q, at, key)[:, :, 0]
         assert cache.chosen is not None
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
-        near_k, near_v = self._last(cache, "window", near)
-        listed = listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size)
+        near_k, near_v = cache.last("window", near).unbind(2)
+        k, v = cache.last("selected").unbind(2)
+        listed = listed_attention(q, k, v, cache.chosen, self.block_size)
         assert isinstance(listed, Tensor)
         outs = [
             newest_attention(q, key.transpose(1, 2), value.transpose(1, 2))[0],
@@ -210,17 +209,9 @@ class NativeSparseAttention(SelectingAttention):
             newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2))[0],
         ]
         if self.pattern is not None:
-            outs.append(cached_attention(q, *self._last(cache, "pattern"), self.pattern))
+            far_k, far_v = cache.last("pattern").unbind(2)
+            outs.append(cached_attention(q, far_k, far_v, self.pattern))
         return self._mix(x, outs)
-
-    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Queries, and keys and values of each branch; rotated, except the keys that are pooled first."""
-        sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
-        q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
-        if rotary is not None:
-            q = rotate(q, rotary[:2])
-            rest[2::2] = [rotate(k, rotary[-2:]) for k in rest[2::2]]
-        return q, rest
 
     def _mix(self, x: Tensor, outs: list[Tensor]) -> Tensor:
         gates = self.gate(x).sigmoid().unflatten(-1, (self.branches, self.num_heads, 1)).unbind(2)
@@ -228,14 +219,6 @@ class NativeSparseAttention(SelectingAttention):
         for out, gate in zip(outs[1:], gates[1:], strict=True):
             mixed = torch.addcmul(mixed, out, gate)
         return self.output(mixed.flatten(-2))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
-        options: dict[str, Any] = {}
-        if self.mesh is not None:
-            options = {"mesh": self.mesh, "seq_len": seq_len, "transport": self.transport, "layer": self.layer}
-        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
-        assert isinstance(out, Tensor)
-        return out
 
     # ---- the compressed branch
 
@@ -304,7 +287,9 @@ class NativeSparseAttention(SelectingAttention):
         """The blocks that all choosing queries select, each rank for its own."""
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
-        chosen = self._select(q[:, first :: self.query_block], position, key)
+        chosen = position.new_empty(len(q), self.num_kv_heads, 0, 0)
+        if len(position):
+            chosen = self._choose(q[:, first :: self.query_block], position, key)
         if self.mesh is None:
             return chosen
         width = min(self.num_selected, -(-edges[-1] // self.block_size))
@@ -312,27 +297,10 @@ class NativeSparseAttention(SelectingAttention):
         bounds = [-(-edge // self.query_block) for edge in edges]
         return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
-    @torch.no_grad()
-    def _select(
-        self,
-        q: Float[Tensor, "batch queries heads head_dim"],
-        position: Int[Tensor, " queries"],
-        key: Float[Tensor, "batch blocks kv_heads head_dim"],
-    ) -> Int[Tensor, "batch kv_heads queries chosen"]:
-        """The blocks that these queries select, -1 for none."""
-        own = position // self.block_size
-        blocks = int(own[-1]) + 1 if len(own) else 0
-        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
-        options: dict[str, Any] = {"local": self.local_blocks, "first": True}
-        chosen = [own.new_empty(len(q), self.num_kv_heads, 0, min(self.num_selected, blocks))]
-        for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1])):
-            importance = self._importance(q[:, at], seen[at], key, blocks)
-            chosen.append(largest_blocks(importance, own[at], self.num_selected, **options))
-        return torch.cat(chosen, 2)
-
-    def _importance(self, q: Tensor, seen: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """The probability of the first `seen` compressed keys, by the blocks that they cover, summed over a group."""
+    def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
+        """The probabilities of the compressed keys, by the blocks that they cover, summed over a group."""
         dtype = torch.promote_types(q.dtype, torch.float32)
+        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
         number = int(seen[-1])
         if not number:
             return q.new_zeros(len(q), self.num_kv_heads, len(seen), blocks, dtype=dtype)
@@ -351,18 +319,9 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the cache
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
-        """Keys and values of each branch, of tokens that are new."""
+        """Append the keys and values of each branch, of tokens that are new: (batch, tokens, 2, heads, head_dim)."""
         keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
         names = ("pooled", "selected", "window", "pattern")[: self.branches]
         for i, name in enumerate(names):
-            self._append(cache, name, *rows[2 * i : 2 * i + 2], keep=keep.get(name))
+            cache.append(name, torch.stack(rows[2 * i : 2 * i + 2], 2), keep.get(name))
         cache.length += rows[0].shape[1]
-
-    @staticmethod
-    def _append(cache: SelectionCache, name: str, k: Tensor, v: Tensor, *, keep: int | None = None) -> None:
-        cache.append(f"{name} keys", k, keep)
-        cache.append(f"{name} values", v, keep)
-
-    @staticmethod
-    def _last(cache: SelectionCache, name: str, number: int | None = None) -> tuple[Tensor, Tensor]:
-        return cache.last(f"{name} keys", number), cache.last(f"{name} values", number)

@@ -88,14 +88,13 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     # tokens at other places of each block, and other keys for each group of blocks
-    places = [[(i * GOLDEN + part / FORECAST_TOKENS) % 1 for part in range(FORECAST_TOKENS)] for i in sampled]
-    tokens = [
-        sorted(i * grid.q_block + int(x * grid.q_block) for x in at) for i, at in zip(sampled, places, strict=True)
-    ]
+    block = torch.tensor(sampled, dtype=torch.float64, device=q.device)[:, None]
+    place = (block * GOLDEN + torch.arange(FORECAST_TOKENS, device=q.device) / FORECAST_TOKENS) % 1
+    tokens = (block * grid.q_block + (place * grid.q_block).floor()).long().sort(-1).values
     weight = torch.full((len(sampled), FORECAST_TOKENS), 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
     for start in range(0, len(tokens), FORECAST_GROUP):
-        token = torch.tensor(tokens[start : start + FORECAST_GROUP], device=q.device)
+        token = tokens[start : start + FORECAST_GROUP]
         first = start // FORECAST_GROUP % stride
         seen = (token - first) // stride + 1  # the keys first, first + stride, ... up to the token
         sample = Sample(
