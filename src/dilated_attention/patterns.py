@@ -39,7 +39,7 @@ def _of_branches(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Term:
-    """What a sum may add: every pattern but a `BlockLayout`, which can stand on either side of one."""
+    """Base class of the terms of a sum; a `BlockLayout`, which has no `+` of its own, may stand beside one."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""

@@ -263,7 +263,7 @@ class NativeSparseAttention(SelectingAttention):
         return key, self.value_pooling.of_sums(value_sums)
 
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        """d queries after one another see equally many keys: as d heads they attend causally, a key a row.
+        """d queries after one another see equally many keys: as d heads they attend causally, one key per row.
 
         start: the position of the first query.
         """

@@ -15,7 +15,7 @@ queries that end there, and that query itself. Its candidates are the key blocks
 blocks that later tokens of the block reach (the diagonal) are always listed. The direction that picks a key block's
 peaks is the mean query up to the first query block that may choose that key block.
 
-**Forecast.** A causal estimate is therefore that of the block before; and some heads attend to certain tokens, others
+**Forecast.** A causal estimate therefore describes the block before; and some heads attend to certain tokens, others
 at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three
 forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
 a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the

@@ -1,4 +1,4 @@
-"""How much of a query block's softmax falls on each key block, estimated from few of its rows.
+"""Estimate from few rows how much of a query block's softmax falls on each key block.
 
 Every estimate is a softmax of few queries over few keys, summed by key block: `shares`. On the CPU the compiled library
 (kernels/cpu/estimates.py) computes it, and what stands for the tokens of a block, in one pass each. Tensor operations
@@ -62,7 +62,7 @@ def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Ite
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """How much of the softmax of each row's queries falls on the keys of each column, (B, H, some rows, columns).
+    """Yield the share of each row's softmax that falls on each column's keys, (B, H, some rows, columns).
 
     Args:
         seen: int64 (rows, parts), how many keys, from the first on, a query sees: no fewer in later rows.

@@ -1,4 +1,4 @@
-"""Which key blocks each query block may choose, which it always has, and how many it keeps."""
+"""The key blocks that a query block may choose, those that it always has, and how many it keeps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Candidates(BlockGrid):
 
     @cached_property
     def choices(self) -> Tensor:
-        """How many key blocks, from the first on, each query block may choose, `(rows,)`."""
+        """The number of key blocks, from the first on, that each query block may choose, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
         return (self.edges[0][:, 0] + 1) // self.k_block

@@ -131,7 +131,7 @@ def _shares(
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """(B, blocks, H, D), of `size` tokens a block -> the mean of all tokens (B, 1, H, D); causal: up to each block.
+    """(B, blocks, H, D), of `size` tokens each -> the mean of all tokens (B, 1, H, D); causal: up to each block.
 
     In single precision at least: float16 counts to 65,504.
     """

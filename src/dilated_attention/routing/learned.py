@@ -110,7 +110,7 @@ class LearnedRouter(nn.Module):
         return grid
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        """In the router's dtype, under autocast too: its rounding would change the choice, and a gate's row sums."""
+        """Score in the router's dtype, under autocast too: rounding would change the choice and a gate's row sums."""
         with torch.autocast(q.device.type, enabled=False):
             dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
             blocks = (
