@@ -107,11 +107,9 @@ class Candidates(BlockGrid):
     device: torch.device
 
     @cached_property
-    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last token of each query block `(rows, 1)` and of each key block `(columns,)`."""
-        row = torch.arange(self.rows, device=self.device)[:, None] * self.q_block
-        column = torch.arange(self.columns, device=self.device) * self.k_block
-        return row, (row + self.q_block).clamp(max=self.seq_len) - 1, column, column + self.k_block - 1
+    def first_query(self) -> Tensor:
+        """The first token of each query block, `(rows,)`."""
+        return torch.arange(self.rows, device=self.device) * self.q_block
 
     @cached_property
     def always(self) -> Tensor:
@@ -122,18 +120,16 @@ class Candidates(BlockGrid):
     @cached_property
     def bounds(self) -> compiled.Rows:
         """The key blocks that each query block always lists, from one to another, and how many it may choose."""
-        first_query, last_query, *_ = self.edges
-        starts, stops = (first_query // self.k_block).flatten(), (last_query // self.k_block + 1).flatten()
-        return compiled.Rows(
-            starts, stops if self.keep_diagonal else torch.zeros_like(stops), self.choices.contiguous()
-        )
+        last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
+        starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
+        return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)
 
     @cached_property
     def choices(self) -> Tensor:
         """The number of key blocks, from the first on, that each query block may choose, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
-        return (self.edges[0][:, 0] + 1) // self.k_block
+        return (self.first_query + 1) // self.k_block
 
     @cached_property
     def allowed(self) -> Tensor:
@@ -142,7 +138,7 @@ class Candidates(BlockGrid):
     @cached_property
     def first_chooser(self) -> Tensor:
         """The first query block that may choose each key block when causal (the last one if none may), `(columns,)`."""
-        last_key = self.edges[3]
+        last_key = torch.arange(1, self.columns + 1, device=self.device) * self.k_block - 1
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def least(self) -> Tensor:
@@ -158,13 +154,9 @@ class Candidates(BlockGrid):
         """A causal last query block that is partial gets what it would get if it were whole, but for the diagonal
         blocks that it lacks: it chooses as many others, however many tokens follow."""
         visible = self.visible().to(self.device)
-        whole = (self.edges[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
+        whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
         present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)
-        return torch.maximum(present, self.always.sum(-1)).minimum(visible)
-
-    def ranked(self, at: slice, share: Tensor) -> Tensor:
-        """Shares of some rows, with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
-        return ranked(share, self.allowed[at], self.always[at])
+        return torch.maximum(present, self.bounds.stops - self.bounds.starts).minimum(visible)
 
     def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
         """Return the layout whose rows list the `counts` largest of their shares, of equal ones the first.
@@ -220,5 +212,6 @@ def candidates(
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
+    """Return shares with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
     share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))

@@ -50,7 +50,7 @@ def vertical_slash(
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
     """Scores (B, H, some rows, columns) for all rows, in order."""
-    own = grid.edges[0][:, 0] // grid.k_block
+    own = grid.first_query // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
     offsets = grid.columns if grid.is_causal else 2 * grid.columns - 1  # diagonals: b_i - J + (0 or last)
@@ -88,7 +88,8 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
     """The softmax of the first query of some rows, by key block: (B, H, rows, columns)."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
-    seen = grid.edges[0] + 1 if grid.is_causal else torch.full_like(grid.edges[0], grid.seq_len)
+    first = grid.first_query[:, None]
+    seen = first + 1 if grid.is_causal else torch.full_like(first, grid.seq_len)
     sample = Sample(q[:, :: grid.q_block], weight, k, grid.k_block, grid.scale)
     for at, share in shares(sample, seen, grid.columns):
         yield at, share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share
