@@ -12,7 +12,7 @@ import torch
 from dilated_attention import routing
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.routing import antidiagonal, estimates, hashing, lines, pages
-from dilated_attention.routing.forecast import sampled_shares
+from dilated_attention.routing.forecast import Forecast, sampled_shares
 from dilated_attention.routing.grid import candidates
 
 pytestmark = pytest.mark.skipif(compiled._compiled() is None, reason="the CPU kernels are not compiled")
@@ -132,11 +132,43 @@ def test_weights_of_buckets(hashes, num_bits, tokens, centres, instruction_set):
     centre, planes = torch.randn(2, centres, 3, 20), torch.randn(20, hashes * num_bits)
     weight = torch.rand(2, 6, 1, tokens)
     found, expected = (
-        hashing._counts(*(y.to(dtype) for y in (x, centre, planes)), num_bits, weight.to(dtype))
+        hashing._Hashes(planes.to(dtype), num_bits).weights(*(y.to(dtype) for y in (x, centre, weight)))
         for dtype in (torch.float32, torch.float64)
     )
     assert (found.double() - expected).abs().gt(1e-5).float().mean() < 1e-4  # a token on a plane, to the last bits
     torch.testing.assert_close(found.sum(-1).double(), expected.sum(-1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("step", [3, 100])
+@pytest.mark.parametrize("block", [8, (8, 24), (24, 8)])
+def test_forecasts(block, step, instruction_set):
+    """Rows in pieces of `step`, each with its own number of blocks."""
+    q, k = (make(333, heads, 16, torch.float32, True) for heads in (4, 2))
+
+    def run(q, k):
+        grid = candidates(q, k, block, True, True, 1)
+        torch.manual_seed(0)
+        share = torch.rand(2, 4, grid.rows, grid.columns).to(q.dtype) * grid.allowed
+        forecast, counts = Forecast(q, k, grid), torch.randint(1, 4, (2, 4, grid.rows)).minimum(grid.visible())
+        rows = [slice(i, min(i + step, grid.rows)) for i in range(0, grid.rows, step)]
+        return torch.cat([forecast(at, share[:, :, at].clone(), counts[..., at]) for at in rows], 2)
+
+    close(*both(run, q, k), 1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_of_the_largest(is_causal, instruction_set, monkeypatch):
+    """Equal shares, NaN, rows without blocks, and in pieces: the same lists as tensors give."""
+    q = k = torch.randn(2, 100, 3, 4)
+    grid = candidates(q, k, (8, 16), is_causal, is_causal, 0)
+    share = torch.randint(4, (2, 3, grid.rows, grid.columns)) / 4
+    share[:, 1, 5:, 2] = math.nan
+    counts = torch.randint(0, 8, (2, 3, grid.rows)).minimum(grid.visible())
+    rows = [(at, share[:, :, at], counts[..., at]) for at in (slice(0, 5), slice(5, 6), slice(6, grid.rows))]
+    found = grid.layout_of(rows)
+    monkeypatch.setattr(compiled, "serves", lambda *tensors: False)
+    assert found == grid.layout_of(rows)
+    assert torch.equal(found.counts, counts)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

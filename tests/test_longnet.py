@@ -15,7 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig, LongNetEncoder, LongNetLM, packing
+from dilated_attention.models import (
+    BlockMixture,
+    EncoderDecoderConfig,
+    LongNet,
+    LongNetAttention,
+    LongNetConfig,
+    LongNetEncoder,
+    LongNetLM,
+    NativeSparse,
+    packing,
+)
 from dilated_attention.nn import Rotary, TransformerBlock, rotate
 from dilated_attention.nn.transformer import _ROWS
 from dilated_attention.patterns import Dilated
@@ -32,6 +42,17 @@ FAMILY = {
     "torchscale": dataclasses.replace(MAGNETO, compat="torchscale", positions=None),
     "dense": dataclasses.replace(VECTORS, pattern=None),
     "no final norm": dataclasses.replace(VECTORS, final_norm=False, positions=None),
+}
+
+
+SELECTING = {
+    "native": dataclasses.replace(
+        SMALL,
+        selection=NativeSparse(
+            compress_block=4, compress_stride=2, block_size=8, num_selected=3, window=5, query_block=4
+        ),
+    ),
+    "mixture": dataclasses.replace(SMALL, selection=BlockMixture(block_size=8, top_k=2, query_block=2), bias=True),
 }
 
 
@@ -484,6 +505,7 @@ def test_tokens_of_any_integers(model, dtype):
         LongNetConfig.preset("longnet-base"),
         LongNetConfig.preset("longnet-base", num_layers=2, positions=None, dropout=0.1),
         FAMILY["torchscale"],
+        *SELECTING.values(),
     ],
 )
 def test_configuration_survives_json(config):
@@ -565,6 +587,8 @@ def test_saved_and_loaded(model, folder):
         ({"dropout": 1.0}, r"dropout=1\.0: must be a number of at least 0 and below 1"),
         ({"attention_dropout": "0.1"}, r"attention_dropout='0\.1'"),
         ({"compat": "longnet"}, "compat='longnet'"),
+        ({"selection": "native"}, "selection='native': must be a NativeSparse, a BlockMixture or None"),
+        ({"selection": NativeSparse(), "sub_ln": True}, "sub_ln=True: modules that select have none"),
         ({"compat": "torchscale", "pattern": None}, "compat='torchscale': needs a pattern"),
         ({"embed_dim": 36, "num_heads": 8, "positions": None}, "multiple of num_heads=8$"),
     ],
@@ -572,6 +596,35 @@ def test_saved_and_loaded(model, folder):
 def test_wrong_configuration(changes, message, unchecked):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("make", [NativeSparse, BlockMixture])
+def test_a_wrong_selection(make, unchecked):
+    with pytest.raises(ValueError, match="query_block=3 must divide block_size=8"):
+        make(block_size=8, query_block=3, **({"compress_stride": 8} if make is NativeSparse else {}))
+    with pytest.raises(ValueError, match="block_size='8': must be a positive integer"):
+        make(block_size="8")
+
+
+@pytest.mark.parametrize("config", SELECTING.values(), ids=SELECTING)
+def test_a_model_that_selects(config, tmp_path):
+    """It trains, reads no later token, computes each sample alone, survives a save, and does not generate."""
+    model, tokens = LongNetLM(config).double(), torch.randint(50, (2, 40))
+    model.loss(tokens, lengths=[40, 23]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    changed = torch.cat([tokens[:, :20], tokens[:, 20:].flip(1)], 1)
+    torch.testing.assert_close(model(changed)[:, :20], model(tokens)[:, :20], rtol=1e-12, atol=1e-12)
+    found = model(tokens, lengths=[40, 23])
+    torch.testing.assert_close(found[0], model(tokens[:1])[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1, :23], model(tokens[1:, :23])[0], rtol=1e-12, atol=1e-12)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), model(tokens))
+    with pytest.raises(UnsupportedError, match=r"generation is not supported with config\.selection"):
+        model.generate(tokens, 2)
+    with pytest.raises(UnsupportedError, match=r"an encoder with config\.selection is not supported"):
+        LongNetEncoder(config)(tokens)
+    with pytest.raises(UnsupportedError, match=r"LongNetAttention with config\.selection is not supported"):
+        LongNetAttention(config)
 
 
 def edit_config(folder, edit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 import processes
-from dilated_attention import attention, routing
+from dilated_attention import Dilated, attention, routing
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.nn import BlockAttentionMixture, SelectionCache
+from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, NativeSparse
+from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
+from dilated_attention.nn.selection import tables_at
 from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
 from tolerances import TOLERANCE, relative_error
 
@@ -105,36 +108,101 @@ def test_what_is_refused_is_refused_on_every_rank():
         assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
 
 
-def mixture():
+MODULES = {
+    "mixture": (BlockAttentionMixture, 90, {"block_size": 16, "top_k": 3, "query_block": 4}),
+    "native": (
+        NativeSparseAttention, 90,
+        {"compress_block": 8, "compress_stride": 4, "block_size": 16, "num_selected": 3, "window": 12,
+         "query_block": 8},
+    ),
+    "native, each query, pattern": (
+        NativeSparseAttention, 61,
+        {"compress_block": 6, "compress_stride": 3, "block_size": 12, "num_selected": 4, "local_blocks": 1, "window": 5,
+         "query_block": 1, "pattern": Dilated((8, 32), (1, 2))},
+    ),
+    "native, blocks longer than shards": (
+        NativeSparseAttention, 41,
+        {"compress_block": 32, "compress_stride": 8, "block_size": 16, "num_selected": 2, "local_blocks": 1,
+         "window": 40, "query_block": 16},
+    ),
+    "native, a block and no more": (NativeSparseAttention, 20, {"query_block": 4}),
+    "native, fewer tokens than ranks": (NativeSparseAttention, 2, {"query_block": 1}),
+}  # fmt: skip
+
+
+def module_of(name):
     torch.manual_seed(0)
-    return BlockAttentionMixture(32, 4, 2, block_size=16, top_k=3, query_block=4, dtype=torch.float64)
+    kind, seq_len, options = MODULES[name]
+    x, dout = torch.randn(2, 2, seq_len, 32, dtype=torch.float64)
+    return (
+        kind(32, 4, 2, dtype=torch.float64, **options),
+        x,
+        dout,
+        Rotary(8).tables(torch.arange(seq_len), dtype=x.dtype),
+    )
 
 
-def sequence():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, 2, 90, 32, generator=generator, dtype=torch.float64)
-
-
-def trained(module, x, dout):
+def trained(module, x, dout, tables):
     x = x.clone().requires_grad_()
-    out = module(x)
-    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dout)]
+    out = module(x, tables)
+    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dout, allow_unused=True)]
 
 
-def run_mixture():
-    module, (x, dout) = mixture(), sequence()
-    set_context_parallel(module, dist.group.WORLD, seq_len=90)
-    own = slice(*sequence_range(90, dist.group.WORLD))
-    with pytest.raises(UnsupportedError, match="cache"):
-        module(x[:, own], cache=SelectionCache())
-    return [x.numpy() for x in trained(module, x[:, own], dout[:, own])]
+def run_modules():
+    found = {}
+    for name in MODULES:
+        module, x, dout, tables = module_of(name)
+        set_context_parallel(module, dist.group.WORLD, seq_len=x.shape[1])
+        own = slice(*sequence_range(x.shape[1], dist.group.WORLD))
+        with pytest.raises(UnsupportedError, match="cache"):
+            module(x[:, own], cache=SelectionCache())
+        shard = trained(module, x[:, own], dout[:, own], tables_at(tables, own))
+        found[name] = [None if x is None else x.numpy() for x in shard]
+    return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_mixture_of_blocks_over_a_mesh_is_that_of_one_device(size):
-    out, dx, *gradients = trained(mixture(), *sequence())
-    ranks = [[torch.from_numpy(x) for x in rank] for rank in processes.run(size, run_mixture)]
-    for i, wanted in enumerate((out, dx)):
-        assert relative_error(torch.cat([rank[i] for rank in ranks], 1), wanted) <= TOLERANCE[torch.float64]
-    for wanted, *parts in zip(gradients, *(rank[2:] for rank in ranks), strict=True):
-        assert relative_error(torch.stack(parts).sum(0), wanted) <= TOLERANCE[torch.float64]
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_modules_over_a_mesh_are_those_of_one_device(size):
+    ranks = processes.run(size, run_modules)
+    for name in MODULES:
+        out, dx, *gradients = trained(*module_of(name))
+        of_ranks = [[None if x is None else torch.from_numpy(x) for x in rank[name]] for rank in ranks]
+        for i, wanted in enumerate((out, dx)):
+            found = torch.cat([rank[i] for rank in of_ranks], 1)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        for wanted, *parts in zip(gradients, *(rank[2:] for rank in of_ranks), strict=True):
+            parts = [part for part in parts if part is not None]
+            found = torch.stack(parts).sum(0) if parts else None
+            assert (found is None or not found.any()) if wanted is None else relative_error(found, wanted) <= 1e-12, (
+                name
+            )
+
+
+LANGUAGE = LongNetConfig(vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
+SELECTIONS = (
+    NativeSparse(compress_block=4, compress_stride=2, block_size=8, num_selected=3, window=5, query_block=4),
+    BlockMixture(block_size=8, top_k=2, query_block=2),
+)
+
+
+def language_gradients(selection, mesh=None):
+    torch.manual_seed(0)
+    model, tokens = LongNetLM(replace(LANGUAGE, selection=selection)).double(), torch.randint(20, (2, 52))
+    if mesh is not None:
+        set_context_parallel(model, mesh)
+    loss = model.loss(tokens)
+    return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, list(model.parameters())))]
+
+
+def run_language():
+    return [language_gradients(selection, dist.group.WORLD) for selection in SELECTIONS]
+
+
+def test_language_models_that_select_over_a_mesh():
+    ranks = processes.run(3, run_language)
+    for i, selection in enumerate(SELECTIONS):
+        for number, (wanted, *parts) in enumerate(
+            zip(language_gradients(selection), *(rank[i] for rank in ranks), strict=True)
+        ):
+            found = torch.from_numpy(parts[0] if number == 0 else sum(parts) / len(parts))
+            assert relative_error(found, torch.from_numpy(wanted)) <= 1e-12

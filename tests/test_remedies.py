@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from dilated_attention import (
     block_sparse_attention,
     explain,
     parallel,
+    routing,
     suggest_pattern,
 )
 from dilated_attention import (
@@ -1097,17 +1099,6 @@ def _(told):
     same(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
 
 
-@remedy("runs on one device; over a mesh use nn.BlockAttentionMixture")
-def _(told, one_rank):
-    layer = NativeSparseAttention(16, 2, **SELECTION)
-    with told():
-        parallel.set_context_parallel(layer, one_rank)
-    module, x = BlockAttentionMixture(16, 2, block_size=4, query_block=2, top_k=2), torch.randn(2, 8, 16)
-    expected = module(x)
-    parallel.set_context_parallel(module, one_rank)
-    same(module(x), expected)
-
-
 @remedy('use a larger xpos_scale_base, a dtype of wider range, or positions="rope"')
 def _(told):
     def model(dtype: torch.dtype = torch.float32, **options: Any) -> LongNetEncoder:
@@ -1511,6 +1502,19 @@ def _(told):
         model(tokens, cu_seqlens=edges, positions=torch.arange(16))
     out = model(tokens, cu_seqlens=edges)
     same(out, torch.cat([model(tokens[:, :10]), model(tokens[:, 10:])], 1))
+
+
+@remedy("Pack the tokens that are not hidden, x[~key_padding_mask][None], and give cu_seqlens")
+def _(told):
+    q, k = (torch.randn(2, 40, heads, 8) for heads in (4, 2))
+    mask = torch.zeros(2, 40, dtype=torch.bool)
+    mask[0, :7] = True
+    choose = partial(routing.topk_blocks, density=0.5, block_size=8)
+    with told():
+        choose(q, k, key_padding_mask=mask)
+    found = choose(*(x[~mask][None] for x in (q, k)), cu_seqlens=torch.tensor([0, 33, 73]))
+    assert found.select(batch=[0]).prefix(33) == choose(q[:1, 7:], k[:1, 7:])
+    assert found.select(batch=[1]) == choose(q[1:], k[1:])
 
 
 @remedy("first_only=True takes neither all_layers nor lengths; pack the samples with cu_seqlens")

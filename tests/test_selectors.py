@@ -371,14 +371,14 @@ def test_a_sample_chooses_what_it_chooses_alone(choose, is_causal):
     alone = [choose(*sample) if n else None for sample, n in zip(samples, tokens, strict=True)]
     packed = choose(*(torch.cat(x, 1) for x in zip(*samples, strict=True)), cu_seqlens=edges)
     assert (packed.batch_size, packed.seq_len) == (5, 64)
-    padded = choose(
-        *(
-            torch.cat([torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 80 - y.shape[1]), value=9.0) for y in x])
-            for x in zip(*samples, strict=True)
-        ),
-        lengths=tokens,
-    )
+    tensors = [
+        torch.cat([torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 80 - y.shape[1]), value=9.0) for y in x])
+        for x in zip(*samples, strict=True)
+    ]
+    padded = choose(*tensors, lengths=tokens)
     assert (padded.batch_size, padded.seq_len) == (5, 80)
+    mask = torch.arange(80) >= torch.tensor(tokens)[:, None]
+    assert choose(*tensors, key_padding_mask=mask) == padded
     for i, (own, n) in enumerate(zip(alone, tokens, strict=True)):
         for together in (packed, padded):
             assert own is None or together.select(batch=[i]).prefix(n) == own
@@ -395,3 +395,11 @@ def test_samples_that_do_not_fit():
         routing.topk_blocks(q, k, 0.5, block_size=8, cu_seqlens=[0, 16])
     with pytest.raises(ValueError, match="lengths and cu_seqlens both given"):
         routing.topk_blocks(q[:1], k[:1], 0.5, block_size=8, lengths=[3], cu_seqlens=[0, 16])
+    mask = torch.zeros(2, 16, dtype=torch.bool)
+    with pytest.raises(ValueError, match="key_padding_mask is given beside lengths or cu_seqlens"):
+        routing.topk_blocks(q, k, 0.5, block_size=8, lengths=[3, 4], key_padding_mask=mask)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(batch, seq\) = \(2, 16\)"):
+        routing.topk_blocks(q, k, 0.5, block_size=8, key_padding_mask=mask[:, 1:])
+    mask[1, 3] = True
+    with pytest.raises(ValueError, match="got a hidden token before others in sample 1"):
+        routing.topk_blocks(q, k, 0.5, block_size=8, key_padding_mask=mask)

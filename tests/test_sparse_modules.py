@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention import Dilated, UnsupportedError
+from dilated_attention import Dilated
 from dilated_attention.nn import (
     BlockAttentionMixture,
     NativeSparseAttention,
@@ -265,10 +265,10 @@ def test_a_cache_keeps_of_old_tokens_what_may_be_seen():
     module, x = native(2, 1, 1), torch.randn(1, 90, 8, dtype=torch.float64)
     for start in range(0, 90, 30):
         module(x[:, start : start + 30], cache=cache)
-    assert cache.last("pooled keys").shape[1] == 4
-    assert cache.last("window keys").shape[1] <= 6 + 2 * 4
-    assert cache.last("compressed keys").shape[1] == (90 - 4) // 2 + 1
-    assert cache.rows["window keys"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
+    assert cache.last("pooled").shape[1] == 4
+    assert cache.last("window").shape[1] <= 6 + 2 * 4
+    assert cache.last("compressed").shape[1] == (90 - 4) // 2 + 1
+    assert cache.rows["window"].buffer.shape[1] <= 2 * (6 + 2 * 4 + 1)
     assert cache.nbytes <= 2 * 2 * 8 * HEAD_DIM * (90 + 44 + 15 + 5)
 
 
@@ -386,13 +386,6 @@ def test_tables_of_other_tokens(make, unchecked):
     torch.testing.assert_close(found, layer(x, tables(*range(9)))[:, 8:], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"rotary must be .* = \(9, 1, 4\), .*; got \(1, 1, 4\)"):
         layer(x, tables(5))
-
-
-def test_no_mesh():
-    layer = native(2, 1, 1)
-    layer.set_context_parallel(None)
-    with pytest.raises(UnsupportedError, match="runs on one device; over a mesh use"):
-        layer.set_context_parallel(object())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -41,13 +41,8 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
     return _below(bits, name, *checks.integers(name, values, "positive integers, one per branch", 1))
 
 
-class _Branched:
-    """Base class of patterns with a normal form of branches: `Dilated`, `Window`, and sums of them."""
-
-    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern as branches (its normal form) for num_heads KV heads; arguments as in
-        `Dilated.offset_table`."""
-        raise NotImplementedError
+class _Term:
+    """Base class of the terms of a sum; a `BlockLayout`, which has no `+` of its own, may stand beside one."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
@@ -55,6 +50,14 @@ class _Branched:
 
     def __radd__(self, other: Any) -> Sum:
         return _sum(other, self)
+
+
+class _Branched(_Term):
+    """Base class of patterns with a normal form of branches: `Dilated`, `Window`, and sums of them."""
+
+    def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
+        """Return the pattern in normal form for num_heads KV heads; arguments as in `Dilated.offset_table`."""
+        raise NotImplementedError
 
     def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
         """Return the number of keys that each token sees, per head: int64, `(num_heads, seq_len)`.
@@ -406,13 +409,9 @@ class Sum(_Branched):
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
 
     def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
-        first, *others = self.parts
-        if not others:
+        if len(self.parts) == 1:
             return super()._counts(seq_len, num_heads, is_causal)
-        keys = _counts_of(first, seq_len, num_heads, is_causal)
-        for part in others:
-            keys = keys + _counts_of(part, seq_len, num_heads, is_causal)
-        return keys
+        return reduce(torch.add, [_counts_of(part, seq_len, num_heads, is_causal) for part in self.parts])
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Return the floating-point operations of a forward: 4 head_dim per score entry."""
@@ -526,7 +525,7 @@ def function_of(name: str) -> LayoutOfLength:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(_Term):
     """Apply block sparsity inside dilated subsequences: a query sees the keys that its branch and the layout both show.
 
     Within each segment, the tokens that take part are numbered from 0, and the layout cuts this sequence into blocks.
@@ -546,12 +545,6 @@ class Product:
 
     dilated: Dilated
     layout: BlockLayout | LayoutOfLength
-
-    def __add__(self, other: Any) -> Sum:
-        return _sum(self, other)
-
-    def __radd__(self, other: Any) -> Sum:
-        return _sum(other, self)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, BlockLayout) and not callable(self.layout):

@@ -8,7 +8,7 @@ from dilated_attention.models.checkpoints import (
     read_checkpoint,
     read_weights,
 )
-from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
+from dilated_attention.models.configuration import BlockMixture, EncoderDecoderConfig, LongNetConfig, NativeSparse
 from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
@@ -16,6 +16,7 @@ from dilated_attention.models.longvit import LongViT, LongViTConfig
 from dilated_attention.models.pretrained import Pretrained
 
 __all__ = [
+    "BlockMixture",
     "EncoderDecoderConfig",
     "GigaPathConfig",
     "GigaPathSlideEncoder",
@@ -27,6 +28,7 @@ __all__ = [
     "LongNetLM",
     "LongViT",
     "LongViTConfig",
+    "NativeSparse",
     "Pretrained",
     "TileAttention",
     "load_gigapath",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dilated_attention import Dilated, Sum, Window
-from dilated_attention.nn import Rotary
+from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary
 
 Some = TypeVar("Some", bound="Configuration")
 
@@ -82,6 +82,11 @@ def _kind(fields: Any) -> type:
     return Window if isinstance(fields, dict) and "before" in fields else Dilated
 
 
+def _selection(fields: Any, where: str) -> Any:
+    """Return a `NativeSparse` or a `BlockMixture` from its fields."""
+    return _made(BlockMixture if isinstance(fields, dict) and "top_k" in fields else NativeSparse, fields, where)
+
+
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
@@ -125,6 +130,50 @@ def require_number(
 MOST, MOST_TOKENS = 1024, 1 << 48
 """The most layers, heads and branches, and the most tokens of a segment: a damaged or hostile file is refused early."""
 
+
+class _Selection:
+    """Options of a module that selects. The module itself checks them, where it needs no memory."""
+
+    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in dataclasses.fields(self)]  # type: ignore[arg-type]
+        require_integers(self, *names)
+        self.module(2, 1, device="meta")
+
+    def module(
+        self, embed_dim: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
+    ) -> NativeSparseAttention | BlockAttentionMixture:
+        """Return the module of this selection; `options` as in its constructor."""
+        return self.kind(embed_dim, num_heads, num_kv_heads, **dataclasses.asdict(self), **options)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeSparse(_Selection):
+    """Describe the `nn.NativeSparseAttention` of a LongNet's layers; the attributes are its arguments."""
+
+    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = NativeSparseAttention
+
+    compress_block: int = 32
+    compress_stride: int = 16
+    block_size: int = 64
+    num_selected: int = 16
+    local_blocks: int = 2
+    window: int = 512
+    query_block: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMixture(_Selection):
+    """Describe the `nn.BlockAttentionMixture` of a LongNet's layers; the attributes are its arguments."""
+
+    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = BlockAttentionMixture
+
+    block_size: int = 256
+    top_k: int = 4
+    query_block: int = 16
+
+
 PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 """The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""
 
@@ -150,6 +199,8 @@ class LongNetConfig(Configuration):
         norm_eps: epsilon of every LayerNorm.
         dropout: dropout, in training, of what the blocks add to the residual stream.
         attention_dropout: dropout, in training, of the attention probabilities.
+        selection: a `NativeSparse` or a `BlockMixture`: every layer selects the keys that it sees, and `pattern` is
+            None. For a `LongNetLM` without sub_ln and attention_dropout; it trains, and does not generate.
         compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
 
@@ -163,11 +214,11 @@ class LongNetConfig(Configuration):
         768
     """
 
-    nested: ClassVar[Mapping[str, Any]] = {"pattern": _pattern}
+    nested: ClassVar[Mapping[str, Any]] = {"pattern": _pattern, "selection": _selection}
     newer: ClassVar[frozenset[str]] = frozenset(
         {
             *("positions", "xpos_scale_base", "sub_ln", "bias", "final_norm", "tie_embeddings", "norm_eps"),
-            *("dropout", "attention_dropout", "compat"),
+            *("dropout", "attention_dropout", "selection", "compat"),
         }
     )
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -201,6 +252,7 @@ class LongNetConfig(Configuration):
     norm_eps: float = 1e-5
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    selection: NativeSparse | BlockMixture | None = None
     compat: Literal["torchscale"] | None = None
 
     def __post_init__(self) -> None:
@@ -226,6 +278,8 @@ class LongNetConfig(Configuration):
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
+        if self.selection is not None:
+            self._check_selection()
         self._check_pattern()
         dilated = self.pattern if isinstance(self.pattern, Dilated) else None
         if dilated is not None and dilated.compat is not None:
@@ -239,6 +293,14 @@ class LongNetConfig(Configuration):
             if dilated.offsets == "head":
                 head_block = dataclasses.replace(dilated, offsets="head_block", compat=None)
                 object.__setattr__(self, "pattern", head_block)
+
+    def _check_selection(self) -> None:
+        if not isinstance(self.selection, (NativeSparse, BlockMixture)):
+            raise ValueError(f"selection={_short(self.selection)}: must be a NativeSparse, a BlockMixture or None")
+        for name in ("sub_ln", "attention_dropout", "compat"):
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r}: modules that select have none")
+        object.__setattr__(self, "pattern", None)
 
     def _check_pattern(self) -> None:
         if self.pattern is None:

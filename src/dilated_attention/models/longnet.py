@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample, stream
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
@@ -41,6 +42,10 @@ class LongNetAttention(Pretrained):
 
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
+        if config.selection is not None:
+            raise UnsupportedError(
+                "LongNetAttention with config.selection is not supported: it is a layer of dilated attention"
+            )
         self.config = config
         self.mesh: Any = None
         self.attention = SelfAttention(
@@ -287,6 +292,10 @@ class LongNetLM(LongNetStack):
             source, source_lengths: as in `forward`.
         """
         require_tokens(tokens)
+        if self.config.selection is not None:
+            raise UnsupportedError(
+                "generation is not supported with config.selection: its layers fill no key-value cache"
+            )
         batch, seq = tokens.shape
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):

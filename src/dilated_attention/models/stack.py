@@ -25,6 +25,7 @@ from dilated_attention.models.packing import (
     within,
 )
 from dilated_attention.models.pretrained import Pretrained
+from dilated_attention.models.selecting import SelectedAttention
 from dilated_attention.nn import Source, TransformerBlock
 from dilated_attention.parallel import sequence_range
 from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
@@ -98,6 +99,9 @@ class LongNetStack(Pretrained):
             )
             for _ in range(config.num_layers)
         )
+        if config.selection is not None:
+            for block in self.blocks:
+                block.attention = SelectedAttention(config, backend)
         self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps) if config.final_norm else nn.Identity()
         self.gain = math.sqrt(math.log(2 * config.num_layers)) if gain is None else gain
         self.reset_parameters()

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.mesh import context_group
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
     SelectingAttention,
     SelectionCache,
-    largest_blocks,
-    pieces,
     tables_at,
 )
+from dilated_attention.parallel.choosing import gathered
 from dilated_attention.patterns import Dilated, layout_for
 
 
@@ -48,13 +48,20 @@ class BlockPooling(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch seq kv_heads head_dim"]
     ) -> Float[Tensor, "batch blocks kv_heads head_dim"]:
+        return self.row(F.gelu(self.hidden(self._blocks(x))))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """W_1 [x_{id}; …; x_{id + l - 1}], of rows some of which other ranks hold and which are 0 here."""
+        return F.linear(self._blocks(x), self.hidden.weight)
+
+    def of_sums(self, sums: Tensor) -> Tensor:
+        return self.row(F.gelu(sums + self.hidden.bias))
+
+    def _blocks(self, x: Tensor) -> Tensor:
         number, strides = self.number(x.shape[1]), self.length // self.stride
-        if not number:
-            return x[:, :0]
-        rows = x[:, : (number + strides - 1) * self.stride]
+        rows = x[:, : (number + strides - 1) * self.stride if number else 0]
         rows = rows.unflatten(1, (-1, self.stride)).transpose(2, 3).flatten(3)  # (batch, strides of all, heads, d * D)
-        blocks = torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
-        return self.row(F.gelu(self.hidden(blocks)))
+        return torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
 
 
 class NativeSparseAttention(SelectingAttention):
@@ -91,15 +98,14 @@ class NativeSparseAttention(SelectingAttention):
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
     continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
-
-    Examples:
-        >>> from dilated_attention.nn import NativeSparseAttention
-        >>> sizes = {"compress_block": 8, "compress_stride": 4, "block_size": 8, "num_selected": 4, "window": 8}
-        >>> layer = NativeSparseAttention(32, num_heads=4, num_kv_heads=2, query_block=4, **sizes)
-        >>> x = torch.randn(1, 64, 32)
-        >>> torch.allclose(layer(x)[:, :32], layer(x[:, :32]), atol=1e-5)  # causal: later tokens change nothing
-        True
+    Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
     """
+
+    unrotated = 1  # those that are pooled first
+    shown = (
+        "embed_dim", "num_heads", "num_kv_heads", "compress_block", "compress_stride", "block_size", "num_selected",
+        "local_blocks", "window", "query_block", "pattern", "backend",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -138,8 +144,10 @@ class NativeSparseAttention(SelectingAttention):
         window = checks.positive("window", window)
         if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
             raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
+        self.compress_block, self.compress_stride = compress_block, compress_stride
         self.num_selected, self.local_blocks = num_selected, local_blocks
         self.window, self.pattern = window, pattern
+        self.choice = {"number": num_selected, "local": local_blocks, "first": True}
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads
@@ -150,41 +158,30 @@ class NativeSparseAttention(SelectingAttention):
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
 
-    def extra_repr(self) -> str:
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"compress_block={self.key_pooling.length}, compress_stride={self.key_pooling.stride}, "
-            f"block_size={self.block_size}, num_selected={self.num_selected}, local_blocks={self.local_blocks}, "
-            f"window={self.window}, query_block={self.query_block}, pattern={self.pattern}, backend={self.backend!r}"
-        )
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh: a rank would pool and select among the tokens of its own shard alone."""
-        if mesh is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__} runs on one device; over a mesh use nn.BlockAttentionMixture"
-            )
-        super().set_context_parallel(None)
-
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        edges = [0, x.shape[1]] if self.mesh is None else self._edges(x)
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
-        seq_len = x.shape[1]
-        last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
-        key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
-        value = self.value_pooling(pooled_v)
-        position = torch.arange(0, seq_len, self.query_block, device=x.device)
-        chosen = self._select(q[:, :: self.query_block], position, key)
-        layout = BlockLayout.from_topk(chosen, (self.query_block, self.block_size), seq_len=seq_len, is_causal=True)
+        if self.mesh is None:
+            start, seq_len = 0, x.shape[1]
+            last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
+            key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
+            value = self.value_pooling(pooled_v)
+        else:
+            rank, seq_len = dist.get_rank(context_group(self.mesh)), edges[-1]
+            start = edges[rank]
+            key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
+        chosen = self._chosen(q, key, edges, start)
+        layout = self._layout(chosen, seq_len)
         outs = [
-            self._attend_compressed(q, key, value),
-            self._attend(q, k, v, layout),
-            self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len)),
+            self._attend_compressed(q, key, value, start),
+            self._attend(q, k, v, layout, seq_len),
+            self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len), seq_len),
         ]
         if self.pattern is not None:
-            outs.append(self._attend(q, far[0], far[1], self.pattern))
+            outs.append(self._attend(q, far[0], far[1], self.pattern, seq_len))
         if cache is not None:
             self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
-            self._append(cache, "compressed", key, value)
+            cache.append("compressed", torch.stack([key, value], 2))
             cache.chosen = chosen[:, :, -1]
         return self._mix(x, outs)
 
@@ -195,17 +192,19 @@ class NativeSparseAttention(SelectingAttention):
         self._remember(cache, *rows)
         length, stride = self.key_pooling.length, self.key_pooling.stride
         if cache.length >= length and (cache.length - length) % stride == 0:
-            pooled_k, pooled_v = self._last(cache, "pooled", length)
-            self._append(cache, "compressed", self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v))
-        key, value = self._last(cache, "compressed")
+            pooled_k, pooled_v = cache.last("pooled", length).unbind(2)
+            pair = self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v)
+            cache.append("compressed", torch.stack(pair, 2))
+        key, value = cache.last("compressed").unbind(2)
         if position % self.query_block == 0:
             at = torch.tensor([position], device=x.device)
-            cache.chosen = self._select(q, at, key)[:, :, 0]
+            cache.chosen = self._choose(q, at, key)[:, :, 0]
         assert cache.chosen is not None
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
-        near_k, near_v = self._last(cache, "window", near)
-        listed = listed_attention(q, *self._last(cache, "selected"), cache.chosen, self.block_size)
+        near_k, near_v = cache.last("window", near).unbind(2)
+        k, v = cache.last("selected").unbind(2)
+        listed = listed_attention(q, k, v, cache.chosen, self.block_size)
         assert isinstance(listed, Tensor)
         outs = [
             newest_attention(q, key.transpose(1, 2), value.transpose(1, 2))[0],
@@ -213,20 +212,9 @@ class NativeSparseAttention(SelectingAttention):
             newest_attention(q, near_k.transpose(1, 2), near_v.transpose(1, 2))[0],
         ]
         if self.pattern is not None:
-            outs.append(cached_attention(q, *self._last(cache, "pattern"), self.pattern))
+            far_k, far_v = cache.last("pattern").unbind(2)
+            outs.append(cached_attention(q, far_k, far_v, self.pattern))
         return self._mix(x, outs)
-
-    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the queries, and the keys and values of each branch.
-
-        They are rotated, except the keys that are pooled first.
-        """
-        sizes = [self.num_heads] + [self.num_kv_heads] * (2 * self.branches)
-        q, *rest = self.input(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
-        if rotary is not None:
-            q = rotate(q, rotary[:2])
-            rest[2::2] = [rotate(k, rotary[-2:]) for k in rest[2::2]]
-        return q, rest
 
     def _mix(self, x: Tensor, outs: list[Tensor]) -> Tensor:
         gates = self.gate(x).sigmoid().unflatten(-1, (self.branches, self.num_heads, 1)).unbind(2)
@@ -235,67 +223,87 @@ class NativeSparseAttention(SelectingAttention):
             mixed = torch.addcmul(mixed, out, gate)
         return self.output(mixed.flatten(-2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend)
-        assert isinstance(out, Tensor)
-        return out
-
     # ---- the compressed branch
 
     def _compressed_keys(self, k: Tensor, rotary: Tables | None) -> Tensor:
         key = self.key_pooling(k)
         return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
 
-    def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend to the compressed keys.
+    def _compressed_over_mesh(
+        self, k: Tensor, v: Tensor, rotary: Tables | None, edges: list[int], rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """All compressed keys and values of a sequence of which rank i holds the tokens edges[i] to edges[i + 1].
 
-        Each run of d queries sees the same number of compressed keys. With the d queries of a run as d heads, this is
-        causal attention with one key per run.
+        A rank forms the sums of the blocks that its tokens lie in, 0 for others' tokens; the ranks add them up. The
+        tables of a key come from the rank that holds its last token.
+        """
+        assert self.mesh is not None
+        pooling, start = self.key_pooling, edges[rank]
+        length, stride, number = pooling.length, pooling.stride, pooling.number(edges[-1])
+        touched = [
+            range(max(0, (first - length) // stride + 1), min(number, -(-last // stride)) if last > first else 0)
+            for first, last in pairwise(edges)
+        ]
+        own = touched[rank]
+        tokens = (len(own) - 1) * stride + length if own else 0
+        before = start - own.start * stride if own else 0
+        room = (0, 0, 0, 0, before, max(0, tokens - before - k.shape[1]))
+        sums = [
+            pooling.sums(F.pad(x, room)[:, :tokens]) for pooling, x in ((self.key_pooling, k), (self.value_pooling, v))
+        ]
+        bounds = list(accumulate(map(len, touched), initial=0))
+        parts = gathered(torch.cat(sums, 2), 1, bounds, self.mesh, "sums of compressed blocks")
+        blocks = torch.tensor([i for some in touched for i in some], dtype=torch.int64, device=k.device)
+        whole = parts.new_zeros(len(k), number, *parts.shape[2:]).index_add(1, blocks, parts)
+        key_sums, value_sums = whole.split(self.num_kv_heads, 2)
+        key = self.key_pooling.of_sums(key_sums)
+        if rotary is not None and number:
+            ended = [pooling.number(edge) for edge in edges]
+            first, stop = (i * stride + length - 1 - start for i in (ended[rank], ended[rank + 1]))
+            tables = torch.stack([table[..., first:stop:stride, :, :] for table in rotary[-2:]])
+            tables = gathered(tables, tables.dim() - 3, ended, self.mesh, "tables of compressed keys")
+            key = rotate(key, tables.unbind())
+        return key, self.value_pooling.of_sums(value_sums)
+
+    def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        """d queries after one another see equally many keys: as d heads they attend causally, one key per row.
+
+        start: the position of the first query.
         """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
-        if not number:
-            return torch.zeros_like(q)
-        first = self.key_pooling.length - 1
-        rows = F.pad(q[:, first:], (0, 0, 0, 0, 0, number * stride - (seq_len - first)))
-        rows = rows.unflatten(1, (number, stride)).transpose(2, 3).flatten(2, 3)
-        out = self._attend(rows, key, value, Dilated((number,), (1,)))
-        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, : seq_len - first]
+        first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
+        row, before = divmod(max(0, start - (self.key_pooling.length - 1)), stride)
+        if not number or seq_len <= first:
+            return torch.zeros_like(q) + key[:, :0].sum() + value[:, :0].sum()  # over a mesh all ranks go backward
+        count = -(-(before + seq_len - first) // stride)
+        rows = F.pad(q[:, first:], (0, 0, 0, 0, before, count * stride - before - (seq_len - first)))
+        rows = rows.unflatten(1, (count, stride)).transpose(2, 3).flatten(2, 3)
+        place: dict[str, Any] = {} if self.mesh is None else {"q_start": row, "k_start": 0}
+        out = attention(rows, key, value, Dilated((number,), (1,)), is_causal=True, backend=self.backend, **place)
+        assert isinstance(out, Tensor)
+        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, before : before + seq_len - first]
         return F.pad(out, (0, 0, 0, 0, first, 0))
 
     # ---- the selection
 
-    @torch.no_grad()
-    def _select(
-        self,
-        q: Float[Tensor, "batch queries heads head_dim"],
-        position: Int[Tensor, " queries"],
-        key: Float[Tensor, "batch blocks kv_heads head_dim"],
-    ) -> Int[Tensor, "batch kv_heads queries chosen"]:
-        """Return the blocks that these queries select, -1 where there are fewer than `num_selected`."""
-        own = position // self.block_size
-        blocks = int(own[-1]) + 1
-        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
-        return torch.cat(
-            [
-                largest_blocks(
-                    self._importance(q[:, at], seen[at], key, blocks),
-                    own[at],
-                    self.num_selected,
-                    local=self.local_blocks,
-                    first=True,
-                )
-                for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
-            ],
-            2,
-        )
+    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
+        """The blocks that all choosing queries select, each rank for its own."""
+        first = -start % self.query_block
+        position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
+        chosen = position.new_empty(len(q), self.num_kv_heads, 0, 0)
+        if len(position):
+            chosen = self._choose(q[:, first :: self.query_block], position, key)
+        if self.mesh is None:
+            return chosen
+        width = min(self.num_selected, -(-edges[-1] // self.block_size))
+        chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+        bounds = [-(-edge // self.query_block) for edge in edges]
+        return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
-    def _importance(self, q: Tensor, seen: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """Return the importance of each block: the probabilities of the compressed keys that cover it.
-
-        `seen`: how many of the first compressed keys each query sees. Probabilities are summed over the query heads of
-        a KV head.
-        """
+    def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
+        """The probabilities of the compressed keys, by the blocks that they cover, summed over a group."""
         dtype = torch.promote_types(q.dtype, torch.float32)
+        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
         number = int(seen[-1])
         if not number:
             return q.new_zeros(len(q), self.num_kv_heads, len(seen), blocks, dtype=dtype)
@@ -314,18 +322,9 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the cache
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
-        """Append the keys and values of each branch of new tokens to the cache."""
+        """Append the keys and values of each branch, of tokens that are new: (batch, tokens, 2, heads, head_dim)."""
         keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
         names = ("pooled", "selected", "window", "pattern")[: self.branches]
         for i, name in enumerate(names):
-            self._append(cache, name, *rows[2 * i : 2 * i + 2], keep=keep.get(name))
+            cache.append(name, torch.stack(rows[2 * i : 2 * i + 2], 2), keep.get(name))
         cache.length += rows[0].shape[1]
-
-    @staticmethod
-    def _append(cache: SelectionCache, name: str, k: Tensor, v: Tensor, *, keep: int | None = None) -> None:
-        cache.append(f"{name} keys", k, keep)
-        cache.append(f"{name} values", v, keep)
-
-    @staticmethod
-    def _last(cache: SelectionCache, name: str, number: int | None = None) -> tuple[Tensor, Tensor]:
-        return cache.last(f"{name} keys", number), cache.last(f"{name} values", number)

@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.backends.table import check_name
+from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.functional import attention
+from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import MAX_BLOCK
-from dilated_attention.mesh import held_mesh
-from dilated_attention.nn.positions import Tables
+from dilated_attention.mesh import context_group, held_mesh
+from dilated_attention.nn.positions import Tables, rotate
+from dilated_attention.parallel.partition import balanced_bounds
+from dilated_attention.parallel.sharding import agreed_length
 from dilated_attention.ranking import stable_topk
 
 CHUNK = 2**24
@@ -211,9 +217,20 @@ def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
 
 
 class SelectingAttention(nn.Module):
-    """Base class of causal self-attention over selected keys. A subclass defines `output`, `_whole` and `_next`."""
+    """Base class of causal self-attention over selected keys. A subclass has `_whole`, `_next`, `_importance`, and:
 
+    Attributes:
+        shown: the arguments that its repr shows.
+        input: the projections to queries, and to keys and values of each branch in turn.
+        unrotated: how many of these keys have no positions, from the first on.
+        choice: `number`, `local` and `first` of `largest_blocks`.
+    """
+
+    shown: tuple[str, ...]
+    input: nn.Linear
     output: nn.Linear
+    unrotated = 0
+    choice: dict[str, Any]
 
     def __init__(
         self,
@@ -248,6 +265,15 @@ class SelectingAttention(nn.Module):
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
+
+    def _edges(self, x: Tensor) -> list[int]:
+        """The tokens at which the ranks' shards begin, and their number; ValueError where the shards do not fit."""
+        assert self.mesh is not None
+        group = context_group(self.mesh)
+        return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
 
     def forward(
         self,
@@ -292,6 +318,48 @@ class SelectingAttention(nn.Module):
                 row = slice(i, i + 1)
                 outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
             return torch.cat(outs, 1)
+
+    def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
+        """Return queries, and keys and values of each branch, rotated."""
+        rows = self.input(x).unflatten(-1, (-1, self.head_dim))
+        q, rest = rows[..., : self.num_heads, :], list(rows[..., self.num_heads :, :].split(self.num_kv_heads, -2))
+        if rotary is not None:
+            q, at = rotate(q, rotary[:2]), slice(2 * self.unrotated, None, 2)
+            rest[at] = [rotate(k, rotary[-2:]) for k in rest[at]]
+        return q, rest
+
+    @torch.no_grad()
+    def _choose(
+        self,
+        q: Float[Tensor, "batch queries heads head_dim"],
+        position: Int[Tensor, " queries"],
+        key: Float[Tensor, "batch rows kv_heads head_dim"],
+    ) -> Int[Tensor, "batch lists queries chosen"]:
+        """Return the blocks that these queries see, -1 for none; key: what `_importance` scores."""
+        own = position // self.block_size
+        blocks = int(own[-1]) + 1
+        chosen = [
+            largest_blocks(self._importance(q[:, at], position[at], key, blocks), own[at], **self.choice)
+            for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
+        ]
+        return torch.cat(chosen, 2)
+
+    def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
+        """Return the importance of the first blocks for these queries, (batch, lists, queries, blocks)."""
+        raise NotImplementedError
+
+    def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
+        """The layout of the blocks that each choosing query sees, (batch, heads, queries, blocks)."""
+        size = self.query_block, self.block_size
+        return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
+        options: dict[str, Any] = {}
+        if self.mesh is not None:
+            options = {"mesh": self.mesh, "seq_len": seq_len, "transport": self.transport, "layer": self.layer}
+        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
+        assert isinstance(out, Tensor)
+        return out
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """Return the output rows of the first tokens."""

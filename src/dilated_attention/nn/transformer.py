@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.backends.dropout import dropout_of, survives
 from dilated_attention.decoding import first_token_attention
-from dilated_attention.functional import dilated_attention
-from dilated_attention.mesh import held_mesh, mesh_size
+from dilated_attention.mesh import held_mesh
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated, Sum, Window
+from dilated_attention.plan import WHOLE
 from dilated_attention.torch_internals import hooked
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
@@ -79,7 +79,6 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.backend = backend
         self.mesh: Any = None
-        self.transport, self.layer = "auto", ""
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -90,7 +89,13 @@ class SelfAttention(nn.Module):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
-        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
+        self.mesh = held_mesh(mesh)
+        if self.pattern is None:
+            self.attention = None
+        if self.pattern is None and mesh is not None:
+            whole = Dilated((WHOLE,), (1,))
+            self.attention = DilatedAttention(pattern=whole, dropout=self.dropout, backend=self.backend)
+            self.attention.train(self.training).set_context_parallel(mesh, transport, layer)
 
     def forward(
         self,
@@ -128,14 +133,6 @@ class SelfAttention(nn.Module):
         if self.attention is not None:
             return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         dropout_p = self.dropout if self.training else 0.0
-        if self.mesh is not None:
-            whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
-            out = dilated_attention(
-                q, k, v, (max(whole, 1),), (1,), is_causal=is_causal, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
-                backend=self.backend, mesh=self.mesh, seq_len=whole, transport=self.transport, layer=self.layer,
-            )  # fmt: skip
-            assert isinstance(out, Tensor)
-            return out
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dense = partial(
             F.scaled_dot_product_attention,

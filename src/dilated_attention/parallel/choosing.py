@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,27 @@ def choose_blocks(
     if refused:
         raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
     return _joined(link, layout, facts, shares, q.device)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bounds: Sequence[int], link: Link, name: str) -> Tensor:
+        ctx.bounds, ctx.link, ctx.name, ctx.number = bounds, link, name, link.enter(name)
+        return link.whole(rows, bounds, "in forward")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.link.enter(ctx.name, ctx.number)
+        return ctx.link.transposed(gradient, ctx.bounds, "in backward").sum(0), None, None, None
+
+
+def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
+    """Return on every rank the rows of all ranks in dimension `dim`, of which rank i holds bounds[i] to bounds[i + 1].
+
+    The gradient is the sum over ranks of the gradients of their copies. `name`: of the call, for errors.
+    """
+    rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
+    return rows.movedim(0, dim)
 
 
 def _misfit(q: Tensor, k: Tensor) -> str | None:

@@ -17,14 +17,13 @@ q_block queries that end there, and from that query itself. It chooses among the
 the key blocks that its later tokens reach (the diagonal) are always listed. The mean query that selects the peaks of a
 key block is taken over all queries up to the first query block that may choose that key block.
 
-**Forecast.** A causal estimate is therefore made for the queries of the block before. To correct for this, the shares
-are a mixture of three forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at
-each distance so far. (Some heads attend to certain tokens, others at certain distances.) Only hierarchical_blocks and
-vertical_slash do without it. For a few earlier tokens the softmax over some of their keys is computed, O(seq_len)
-scores in all. It gives the shares by distance and, for each head and row, the weights of the mixture. A forecast's
-weight is proportional to prior * exp(`FORECAST_RATE` * mass), where mass is the part of that softmax that the
-forecast's lists would have held. This is the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006,
-Prediction, Learning, and Games, chapter 2).
+**Forecast.** A causal estimate therefore describes the block before; and some heads attend to certain tokens, others
+at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three
+forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
+a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the
+shares by distance and, for each head and row, the weights of the mixture: a forecast's weight is ∝ prior *
+exp(`FORECAST_RATE` * the mass of that softmax that its lists would have held), the exponentially weighted average
+forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
 """
 
 from dilated_attention.routing.antidiagonal import antidiagonal_blocks

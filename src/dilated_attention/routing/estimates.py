@@ -1,4 +1,4 @@
-"""Estimate how much of a query block's softmax falls on each key block, from few of its rows.
+"""Estimate from few rows how much of a query block's softmax falls on each key block.
 
 Every estimate is a softmax of few queries over few keys, summed by key block: `shares`. On the CPU the compiled library
 (kernels/cpu/estimates.py) computes the softmax, and the rows that represent a block, in one pass each. Tensor
@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention import checks
 from dilated_attention.kernels.cpu import estimates as compiled
-from dilated_attention.routing.grid import Candidates
+from dilated_attention.routing.grid import Candidates, is_compiled
 
 QUERY_PARTS = 4
 KEY_PEAKS = 7
@@ -51,12 +50,6 @@ class Sample(NamedTuple):
     skipped: int = 0
 
 
-def is_compiled(*tensors: Tensor) -> bool:
-    """Return whether the compiled library serves these tensors. It computes no gradients."""
-    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
-
-
 def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows with their estimated shares (B, H, rows of the slice, columns), until all rows are done.
 
@@ -75,8 +68,7 @@ def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Ite
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with the share of their softmax that falls on each column, (B, H, rows of the slice,
-    columns).
+    """Yield the share of each row's softmax that falls on each column's keys, (B, H, some rows, columns).
 
     Args:
         seen: int64 (rows, parts): each query sees this many keys, counted from the first. The numbers do not decrease

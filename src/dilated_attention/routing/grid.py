@@ -1,9 +1,9 @@
-"""Say which key blocks a query block may choose, which ones it always lists, and how many it keeps."""
+"""The key blocks that a query block may choose, those that it always has, and how many it keeps."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share, row_offsets
+from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
@@ -23,23 +24,31 @@ Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
+def is_compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled library reads these tensors: it gives no gradients."""
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
+
+
 def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
     """Turn a function of q, k and options into a selector.
 
-    A selector runs without gradients, and without autocast, so that shares keep their dtype. It also takes `lengths`
-    and `cu_seqlens`, as `attention` does. It then chooses in each sample separately: padding is never chosen, and a
-    sample gets the lists that it would get alone.
+    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths`, `cu_seqlens` and
+    `key_padding_mask` too, as `attention` does, and then chooses in each sample by itself, so that padding is never
+    chosen and a sample's lists are those that it gets alone.
     """
     signature = inspect.signature(choose)
+    kinds = {"lengths": "Tensor | Sequence[int] | None", "cu_seqlens": "Tensor | Sequence[int] | None"}
+    kinds["key_padding_mask"] = "Tensor | None"
     ragged = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | Sequence[int] | None"
-        )
-        for name in ("lengths", "cu_seqlens")
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in kinds.items()
     ]
 
     @wraps(choose)
-    def chosen(*arguments: Any, lengths: Any = None, cu_seqlens: Any = None, **options: Any) -> BlockLayout:
+    def chosen(
+        *arguments: Any, lengths: Any = None, cu_seqlens: Any = None, key_padding_mask: Any = None, **options: Any
+    ) -> BlockLayout:
         given = signature.bind(*arguments, **options)
         tensors = [x for x in given.arguments.values() if isinstance(x, Tensor)]
         device = next((x.device.type for x in tensors if not x.is_meta), "cpu")
@@ -54,6 +63,10 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
                 return one(q, k)  # which says what is wrong
             if not (len(q) or len(k)):  # a batch of none has no lists: those of a batch of one, all but that one
                 return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
+            if key_padding_mask is not None:
+                if lengths is not None or cu_seqlens is not None:
+                    raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
+                lengths = _lengths_of(k, key_padding_mask)
             lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
             if lengths is None and cu_seqlens is None:
                 return one(q, k)
@@ -69,6 +82,20 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
     return chosen
 
 
+def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
+    """Return how many tokens each sample has before its padding; ValueError where a token follows a hidden one."""
+    checks.mask(k, key_padding_mask)
+    lengths = (~key_padding_mask).sum(1)
+    hidden_end = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+    if not torch.equal(hidden_end, key_padding_mask):
+        sample = int((hidden_end != key_padding_mask).any(1).nonzero()[0])
+        raise ValueError(
+            f"key_padding_mask must hide the end of each sample only; got a hidden token before others in "
+            f"sample {sample}. Pack the tokens that are not hidden, x[~key_padding_mask][None], and give cu_seqlens"
+        )
+    return lengths
+
+
 @dataclass(frozen=True, eq=False)
 class Candidates(BlockGrid):
     """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists
@@ -81,31 +108,29 @@ class Candidates(BlockGrid):
     device: torch.device
 
     @cached_property
-    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the first and last token of each query block, `(rows, 1)`, and of each key block, `(columns,)`."""
-        row = torch.arange(self.rows, device=self.device)[:, None] * self.q_block
-        column = torch.arange(self.columns, device=self.device) * self.k_block
-        return row, (row + self.q_block).clamp(max=self.seq_len) - 1, column, column + self.k_block - 1
+    def first_query(self) -> Tensor:
+        """The first token of each query block, `(rows,)`."""
+        return torch.arange(self.rows, device=self.device) * self.q_block
 
     @cached_property
     def always(self) -> Tensor:
-        """Return, for each query block, which key blocks hold some of its own tokens."""
-        return self.holds(slice(0, self.rows), torch.arange(self.columns, device=self.device))
+        """Key blocks that the query block's tokens lie in."""
+        column, (starts, stops, _) = torch.arange(self.columns, device=self.device), self.bounds
+        return (column >= starts[:, None]) & (column < stops[:, None])
 
-    def holds(self, at: slice, column: Tensor) -> Tensor:
-        """Return which of the key blocks `column` (…, rows or 1, columns) are always listed for the query blocks
-        `at`."""
-        first_query, last_query, *_ = self.edges
-        if not self.keep_diagonal:
-            return torch.zeros(self.rows, self.columns, dtype=torch.bool, device=self.device)[at]
-        return (column * self.k_block <= last_query[at]) & (column >= first_query[at] // self.k_block)
+    @cached_property
+    def bounds(self) -> compiled.Rows:
+        """The key blocks that each query block always lists, from one to another, and how many it may choose."""
+        last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
+        starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
+        return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)
 
     @cached_property
     def choices(self) -> Tensor:
-        """Return how many key blocks, counted from the first, each query block may choose, `(rows,)`."""
+        """The number of key blocks, from the first on, that each query block may choose, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
-        return (self.edges[0][:, 0] + 1) // self.k_block
+        return (self.first_query + 1) // self.k_block
 
     @cached_property
     def allowed(self) -> Tensor:
@@ -113,9 +138,8 @@ class Candidates(BlockGrid):
 
     @cached_property
     def first_chooser(self) -> Tensor:
-        """Return the first query block that may choose each key block when causal, `(columns,)`; if none may, the last
-        one."""
-        last_key = self.edges[3]
+        """The first query block that may choose each key block when causal (the last one if none may), `(columns,)`."""
+        last_key = torch.arange(1, self.columns + 1, device=self.device) * self.k_block - 1
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def least(self) -> Tensor:
@@ -134,20 +158,31 @@ class Candidates(BlockGrid):
         how many tokens follow. It only lacks the diagonal blocks that do not exist.
         """
         visible = self.visible().to(self.device)
-        whole = (self.edges[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
+        whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
         present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)
-        return torch.maximum(present, self.always.sum(-1)).minimum(visible)
+        return torch.maximum(present, self.bounds.stops - self.bounds.starts).minimum(visible)
 
-    def ranked(self, at: slice, share: Tensor) -> Tensor:
-        """Return the shares of some rows, with `ALWAYS` where a block is always listed, and -1 where it may not be
-        chosen."""
-        return ranked(share, self.allowed[at], self.always[at])
+    def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
+        """Return the layout whose rows list the `counts` largest of their shares, of equal ones the first.
 
-    def layout(self, lists: Tensor, counts: Tensor) -> BlockLayout:
-        """Return the layout with these ascending lists (B, H, rows, width), the first `counts` entries of each."""
-        counts = counts.expand(lists.shape[:3])
-        kept = torch.arange(lists.shape[3], device=self.device) < counts[..., None]
-        return BlockLayout(row_offsets(counts), lists[kept], self.seq_len, self.q_block, self.k_block, self.is_causal)
+        rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) of all rows, in order.
+        """
+        every, lists = [], []
+        for at, share, counts in rows:
+            counts = counts.expand(share.shape[:3])
+            if is_compiled(share):
+                ends = counts.flatten().cumsum(0)
+                indices = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.device)
+                compiled.largest(share.contiguous(), counts, self.bounds, at, ends - counts.flatten(), indices)
+            else:
+                order = stable_topk(ranked(share, self.allowed[at], self.always[at]), int(counts.max()))[1]
+                behind = torch.arange(order.shape[-1], device=self.device) >= counts[..., None]
+                order = order.masked_fill(behind, self.columns).sort(-1).values
+                indices = order[order < self.columns]
+            every.append(counts)
+            lists.append(indices.split(counts.sum(-1).flatten().tolist()))
+        indices = torch.cat([some for of_head in zip(*lists, strict=True) for some in of_head])
+        return BlockLayout._of(self, (torch.cat(every, 2), indices))
 
 
 def candidates(
@@ -181,17 +216,6 @@ def candidates(
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
+    """Return shares with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
     share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))
-
-
-def largest(order: Tensor, counts: Tensor, width: int) -> Tensor:
-    """Return the `counts` largest entries of each row as ascending lists.
-    Among equal entries the first ones are taken."""
-    return ascending(stable_topk(order, width)[1], counts, order.shape[-1])
-
-
-def ascending(order: Tensor, counts: Tensor, columns: int) -> Tensor:
-    """Return the first `counts` entries of each list in ascending order, followed by `columns` for the rest."""
-    behind = torch.arange(order.shape[-1], device=order.device) >= counts[..., None]
-    return order.masked_fill(behind, columns).sort(-1).values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,9 @@ from dilated_attention import checks
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import block_peaks, in_blocks, is_compiled, part_means, pieces
+from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import Keys, Queries, candidates, largest, ranked, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled, selector
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
@@ -61,68 +62,85 @@ def lsh_blocks(
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)
-    dtype, scale, group = grid.dtype, grid.scale, q.shape[2] // k.shape[2]
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
-    planes, buckets = planes.to(grid.device, dtype), 2**num_bits
-    # queries from the first query block that has any: block 1 when causal, hashed by the q_block that end at its start
-    skip = int(is_causal)
-    query = q[:, 1 : 1 + (grid.rows - 1) * grid.q_block] if is_causal else q
-    sample = 1 if density is None else max(1, grid.q_block // LSH_QUERIES)
-    query = in_blocks(query, grid.q_block)[:, :, sample // 2 :: sample]
-    mean_k, size_k = part_means(k, grid.k_block, 1)
-    centre_k = _mean_so_far(mean_k[:, :, 0], size_k[:, 0], is_causal).to(dtype)
-    at_q = torch.arange(grid.q_block, device=grid.device)[sample // 2 :: sample]
-    at_q = torch.arange(query.shape[1], device=grid.device)[:, None] * grid.q_block + at_q
-    real_q = (at_q < (grid.rows - skip) * grid.q_block if is_causal else at_q < grid.seq_len).to(dtype)
-    size_q = real_q.sum(-1).clamp(min=1)
-    mean_q = torch.einsum("bithd,it->bihd", query.to(dtype), real_q / size_q[:, None])
-    centre_q = _mean_so_far(mean_q, size_q, is_causal)  # (B, rows - skip, H, D); not causal: one for all
-    count_q = _counts(query, centre_q, planes, num_bits, real_q[None, :, None])  # (B, H, rows - skip, hashes * buckets)
-    at_k = torch.arange(grid.columns * grid.k_block, device=grid.device).view(grid.columns, grid.k_block)
-    real_k = at_k < grid.seq_len
+    hashes = _Hashes(planes.to(grid.device, grid.dtype), num_bits)
+    queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
+    met = hashes.weights(*queries)  # (B, H, rows from the first that has queries on, hashes * buckets)
+    means, sizes = part_means(k, grid.k_block, 1)
+    centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
+    everything, skip = slice(0, grid.rows), int(is_causal)
     if density is None:
-        key, real = in_blocks(k, grid.k_block), real_k[None, :, None].to(dtype)
-        count_k = _counts(key, centre_k, planes, num_bits, real).repeat_interleave(group, 1)
-        collisions = F.pad((count_q @ count_k.mT).clamp_(max=1), (0, 0, skip, 0))
-        share = ranked(collisions, grid.allowed, grid.always)
-        counts = torch.maximum((share > 0).sum(-1), grid.least())
-        return grid.layout(largest(share, counts, int(counts.max())), counts)
-
+        keys = in_blocks(k, grid.k_block)
+        real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
+        real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
+        held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1)
+        collisions = F.pad((met @ held.mT).clamp_(max=1), (0, 0, skip, 0))
+        active = (collisions > 0) & grid.allowed | grid.always
+        return grid.layout_of([(everything, collisions, torch.maximum(active.sum(-1), grid.least()))])
     budget = grid.budget(density)
-    # the exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as
-    # of its first chooser, so that the weights are the same for all rows; across blocks it is the row's own
-    chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if is_causal else centre_q
-    key, within, _ = block_peaks(
-        k, scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block)
-    )  # (B, columns, keys, H, D)
-    mean_k = mean_k[:, :, 0].to(dtype).repeat_interleave(group, 2)
-    middle = scale * (mean_k * chooser).sum(-1, keepdim=True)
-    peak = within[..., :1]
-    # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
-    weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
-    count_k = _counts(key, centre_k.repeat_interleave(group, 2), planes, num_bits, weight)
-    relative = scale * torch.einsum("bihd,bjhd->bhij", centre_q, mean_k)
-    relative += (peak - middle).permute(0, 2, 3, 1)
-    if is_causal:
-        relative.masked_fill_(~grid.allowed[skip:], -math.inf)
-    # (B, H, rows - skip, columns); not causal: one row for all
-    relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)).exp()
-    share = relative.new_zeros(*count_q.shape[:3], grid.columns)
-    for at, seen in pieces(grid.choices[skip:], grid.rows):
-        near, some = relative[:, :, at, :seen], count_k[:, :, :seen]
-        hits = count_q[:, :, at].div_((near @ some).add_(NO_KEYS))
-        share[:, :, at, :seen] = near * (hits @ some.mT) / (size_q[at, None] * num_hashes)
-    alone = relative * count_k[..., :buckets].sum(-1)[:, :, None]
-    share += WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    share, everything = F.pad(share, (0, 0, skip, 0)), slice(0, grid.rows)
+    met /= queries.real.sum(-1).clamp(min=1).mT[..., None] * num_hashes
+    share = F.pad(_shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid), (0, 0, skip, 0))
     if is_causal:
         share = Forecast(q, k, grid)(everything, share, budget)
-    return grid.layout(largest(grid.ranked(everything, share), budget, int(budget.max())), budget)
+    return grid.layout_of([(everything, share, budget)])
+
+
+class _Tokens(NamedTuple):
+    """Tokens of blocks (B, blocks, T, H, D), a centre for each block or for all, and which exist, (1, blocks, 1, T)."""
+
+    x: Tensor
+    centre: Tensor
+    real: Tensor
+
+
+def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
+    """Each `step`-th query of each block; causal: of the q_block queries that end at its first one, from block 1 on."""
+    stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
+    blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
+    token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
+    real = (token[:, step // 2 :: step] < stop).to(grid.dtype)
+    size = real.sum(-1).clamp(min=1)
+    means = torch.einsum("bithd,it->bihd", blocks.to(grid.dtype), real / size[:, None])
+    return _Tokens(blocks, _mean_so_far(means, size, grid.is_causal), real[None, :, None])
+
+
+def _shares(
+    met: Tensor, centre_q: Tensor, k: Tensor, means: Tensor, centre_k: Tensor, hashes: _Hashes, grid: Candidates
+) -> Tensor:
+    """The estimate of `lsh_blocks`, (B, H, rows from the first that has queries on, columns).
+
+    The exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as of
+    its first chooser, so that the weights are the same for all rows; across blocks it is the row's own.
+
+    Args:
+        met: the shares of a block's queries in each bucket, of 1 / hashes in each hash.
+        means: of each block of keys.
+    """
+    group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)
+    chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if grid.is_causal else centre_q
+    keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))
+    means, peak = means.to(grid.dtype).repeat_interleave(group, 2), within[..., :1]
+    # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
+    weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
+    held = hashes.weights(keys, centre_k.repeat_interleave(group, 2), weight)
+    relative = grid.scale * torch.einsum("bihd,bjhd->bhij", centre_q, means)
+    relative += (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
+    if grid.is_causal:
+        relative.masked_fill_(~grid.allowed[skip:], -math.inf)
+    # (B, H, rows, columns); not causal: one row for all
+    relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
+    share = relative.new_zeros(*met.shape[:3], grid.columns)
+    for at, seen in pieces(grid.choices[skip:], grid.rows):
+        near, some = relative[:, :, at, :seen], held[:, :, :seen]
+        hits = met[:, :, at].div_((near @ some).add_(NO_KEYS))
+        torch.mul(near, hits @ some.mT, out=share[:, :, at, :seen])
+    alone = relative * held[..., : hashes.buckets].sum(-1)[:, :, None]
+    return share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """Average block means (B, blocks, H, D), whose blocks have `size` tokens, to the mean of all tokens (B, 1, H, D).
+    """(B, blocks, H, D), of `size` tokens each -> the mean of all tokens (B, 1, H, D); causal: up to each block.
 
     When causal, the result has one mean per block, over the tokens up to that block. Computed in single precision at
     least, because float16 cannot count beyond 65,504.
@@ -135,25 +153,31 @@ def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
     return means.cumsum(1) / torch.arange(1, means.shape[1] + 1, device=means.device)[:, None, None]
 
 
-def _counts(x: Tensor, centre: Tensor, planes: Tensor, num_bits: int, weight: Tensor) -> Tensor:
-    """Return the weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
+class _Hashes(NamedTuple):
+    """Hashes by sides of planes (head_dim, hashes * num_bits)."""
 
-    Args:
-        x: tokens (B, blocks, T, H, D). A token's bucket says on which side of each plane it lies.
-        centre: (B, blocks or 1, H, D), the point through which the planes run.
-        weight: (B or 1, blocks, H or 1, T).
-    """
-    batch, blocks, tokens, heads, _ = x.shape
-    weight, level = weight.expand(batch, blocks, heads, tokens), centre @ planes
-    if is_compiled(flat := x.flatten(1, 2)):
-        return compiled.buckets(flat, level, planes, weight, num_bits)
-    signs = (x.to(planes.dtype) @ planes).gt_(level[:, :, None])
-    power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
-    code = (signs.unflatten(-1, (-1, num_bits)) @ power).long().transpose(2, 3)  # (B, blocks, H, T, hashes)
-    buckets, hashes = 2**num_bits, code.shape[-1]
-    lists = torch.arange(batch * heads, device=code.device).view(batch, 1, heads, 1, 1) * blocks
-    lists = (lists + torch.arange(blocks, device=code.device)[:, None, None, None]) * hashes
-    at = (lists + torch.arange(hashes, device=code.device)) * buckets + code
-    flat = torch.zeros(batch * heads * blocks * hashes * buckets, dtype=weight.dtype, device=code.device)
-    flat.index_add_(0, at.flatten(), weight[..., None].expand(code.shape).flatten())
-    return flat.view(batch, heads, blocks, hashes * buckets)
+    planes: Tensor
+    num_bits: int
+
+    @property
+    def buckets(self) -> int:
+        return 2**self.num_bits
+
+    def weights(self, x: Tensor, centre: Tensor, weight: Tensor) -> Tensor:
+        """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
+
+        Args:
+            x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).
+            weight: (B or 1, blocks, H or 1, T).
+        """
+        planes, num_bits = self
+        batch, blocks, tokens, heads, _ = x.shape
+        weight, level = weight.expand(batch, blocks, heads, tokens), centre @ planes
+        if is_compiled(flat := x.flatten(1, 2)):
+            return compiled.buckets(flat, level, planes, weight, num_bits)
+        signs = (x.to(planes.dtype) @ planes).gt_(level[:, :, None])
+        power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
+        code = (signs.unflatten(-1, (-1, num_bits)) @ power).long().transpose(2, 3)  # (B, blocks, H, T, hashes)
+        code += torch.arange(code.shape[-1], device=code.device) * self.buckets
+        found = weight.new_zeros(batch, blocks, heads, planes.shape[1] // num_bits * self.buckets)
+        return found.scatter_add_(3, code.flatten(3), weight.repeat_interleave(code.shape[-1], 3)).transpose(1, 2)

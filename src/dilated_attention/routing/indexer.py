@@ -132,10 +132,7 @@ class Indexer(nn.Module):
         return F.kl_div(told, wanted, reduction="sum")
 
     def _index(self, x: Tensor, at: slice) -> Tensor:
-        """Return the index of these queries over the tokens up to the last of them, (batch, queries, tokens).
-
-        Tokens after a query have -inf.
-        """
+        """Return the index for these queries, (batch, queries, tokens up to the last one), -inf for later tokens."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)

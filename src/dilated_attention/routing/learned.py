@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize, block_pair, check_share
+from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import part_means
-from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates, largest
+from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
 
 
 class LearnedRouter(nn.Module):
@@ -87,7 +88,10 @@ class LearnedRouter(nn.Module):
         budget = grid.budget(self.density)
         score = self._scores(q, k, grid).nan_to_num(nan=0.0)  # finite: only the masks below are infinite
         score = score.masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
-        return grid.layout(largest(score, budget, int(budget.max())), budget)
+        order = stable_topk(score, int(budget.max()))[1]
+        order = order.masked_fill(torch.arange(order.shape[-1], device=q.device) >= budget[:, None], -1)
+        size = grid.q_block, grid.k_block
+        return BlockLayout.from_topk(order, size, seq_len=grid.seq_len, is_causal=self.is_causal)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
         """Return the logarithm of each block's gate: 0 on the diagonal, -inf for blocks that the row may not choose."""
@@ -115,10 +119,7 @@ class LearnedRouter(nn.Module):
         return grid
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        """Return the scores of all blocks, in the router's dtype even under autocast.
-
-        Autocast would round them, which changes the choice and the sums of a row's gates.
-        """
+        """Score in the router's dtype, under autocast too: rounding would change the choice and a gate's row sums."""
         with torch.autocast(q.device.type, enabled=False):
             dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
             blocks = (

@@ -11,7 +11,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing import estimates
 from dilated_attention.routing.estimates import Sample, shares
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, largest, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
 
@@ -55,16 +55,12 @@ def vertical_slash(
     """
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     budget = grid.budget(density)
-    chosen = [
-        largest(grid.ranked(at, score), budget[at], int(budget.max()))
-        for at, score in line_scores(q, k, grid, group=per_kv_head)
-    ]
-    return grid.layout(torch.cat(chosen, dim=2), budget)
+    return grid.layout_of((at, score, budget[at]) for at, score in line_scores(q, k, grid, group=per_kv_head))
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their scores (B, H, rows of the slice, columns), in order, until all rows are done."""
-    own = grid.edges[0][:, 0] // grid.k_block
+    """Scores (B, H, some rows, columns) for all rows, in order."""
+    own = grid.first_query // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
     offsets = grid.columns if grid.is_causal else 2 * grid.columns - 1  # diagonals: b_i - J + (0 or last)
@@ -102,7 +98,8 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
     """Yield the softmax of the first query of some rows, summed by key block: (B, H, rows, columns)."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
-    seen = grid.edges[0] + 1 if grid.is_causal else torch.full_like(grid.edges[0], grid.seq_len)
+    first = grid.first_query[:, None]
+    seen = first + 1 if grid.is_causal else torch.full_like(first, grid.seq_len)
     sample = Sample(q[:, :: grid.q_block], weight, k, grid.k_block, grid.scale)
     for at, share in shares(sample, seen, grid.columns):
         yield at, share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share

@@ -14,8 +14,8 @@ from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import Sample, in_blocks, is_compiled, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
+from dilated_attention.routing.estimates import Sample, in_blocks, pooled_queries
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled, selector
 from dilated_attention.routing.selectors import largest_shares
 
 

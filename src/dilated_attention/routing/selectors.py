@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,9 +28,7 @@ from dilated_attention.routing.grid import (
     Candidates,
     Keys,
     Queries,
-    ascending,
     candidates,
-    largest,
     ranked,
     selector,
 )
@@ -81,15 +80,13 @@ def topk_blocks(
 def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
 ) -> BlockLayout:
-    """Return the layout of `topk_blocks` for shares that are estimated from `sample`."""
+    """Choose as `topk_blocks` does; `sample` stands for the tokens of the blocks in the estimate."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
-    chosen = []
-    for at, share in estimated_shares(sample, grid, group=group):
-        if forecast is not None:
-            share = forecast(at, share, budget[at])
-        chosen.append(largest(grid.ranked(at, share), budget[at], int(budget.max())))
-    return grid.layout(torch.cat(chosen, dim=2), budget)
+    return grid.layout_of(
+        (at, share if forecast is None else forecast(at, share, budget[at]), budget[at])
+        for at, share in estimated_shares(sample, grid, group=group)
+    )
 
 
 @selector
@@ -123,24 +120,21 @@ def topp_blocks(
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     least = grid.least()
 
-    def fewest(at: slice, share: Tensor) -> tuple[Tensor, Tensor]:
-        ordered, order = grid.ranked(at, share).sort(dim=-1, descending=True)
+    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
+
+    def fewest(at: slice, share: Tensor) -> Tensor:
+        ordered = ranked(share, grid.allowed[at], grid.always[at]).sort(dim=-1, descending=True).values
         must = ordered >= ALWAYS
         part = torch.where(must, ordered - ALWAYS, ordered).clamp_(min=0)
         before = part.cumsum(-1) - part
-        return order, torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
+        return torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
 
-    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
-    lists, counts = [], []
-    for at, share in estimated_shares(pooled(q, k, grid), grid, group=per_kv_head):
-        if forecast is not None:
-            share = forecast(at, share, fewest(at, share)[1])
-        order, count = fewest(at, share)
-        counts.append(count)
-        lists.append(ascending(order[..., : int(count.max())], count, grid.columns))
-    width = max(x.shape[-1] for x in lists)
-    lists = [F.pad(x, (0, width - x.shape[-1]), value=grid.columns) for x in lists]
-    return grid.layout(torch.cat(lists, dim=2), torch.cat(counts, dim=2))
+    def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for at, share in estimated_shares(pooled(q, k, grid), grid, group=per_kv_head):
+            share = share if forecast is None else forecast(at, share, fewest(at, share))
+            yield at, share, fewest(at, share)
+
+    return grid.layout_of(rows())
 
 
 @selector
@@ -200,18 +194,18 @@ def hierarchical_blocks(
     first_row = torch.arange(regions, device=grid.device) * inner_q
     seen = (grid.choices[first_row] * peaks)[:, None].expand(real.shape)
 
-    chosen = []
-    for at, share in shares(coarse_sample, seen, grid.columns):
-        share = F.pad(share, (0, regions * inner_k - grid.columns)).unflatten(3, (regions, inner_k)).sum(-1)
-        near = stable_topk(ranked(share, coarse.allowed[at], coarse.always[at]), wide)[1].sort(-1).values
-        candidate = (near[..., None] * inner_k + torch.arange(inner_k, device=grid.device)).flatten(3)
-        rows = slice(at.start * inner_q, min(at.stop * inner_q, grid.rows))
-        for inner, fine in listed_shares(sample, grid.choices, candidate, rows, inner_q):
-            here = candidate.repeat_interleave(inner_q, 2)[:, :, inner.start - rows.start : inner.stop - rows.start]
-            fine = ranked(fine, here < grid.choices[inner, None], grid.holds(inner, here))
-            _, kept = stable_topk(fine, min(most, fine.shape[-1]))
-            chosen.append(here.gather(-1, kept))
-    return grid.layout(ascending(torch.cat(chosen, dim=2), budget, grid.columns), budget)
+    def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for at, share in shares(coarse_sample, seen, grid.columns):
+            share = F.pad(share, (0, regions * inner_k - grid.columns)).unflatten(3, (regions, inner_k)).sum(-1)
+            near = stable_topk(ranked(share, coarse.allowed[at], coarse.always[at]), wide)[1].sort(-1).values
+            candidate = (near[..., None] * inner_k + torch.arange(inner_k, device=grid.device)).flatten(3)
+            inside = slice(at.start * inner_q, min(at.stop * inner_q, grid.rows))
+            for some, fine in listed_shares(sample, grid.choices, candidate, inside, inner_q):
+                here = candidate.repeat_interleave(inner_q, 2)[:, :, some.start - inside.start :][:, :, : fine.shape[2]]
+                share = fine.new_full((*fine.shape[:3], regions * inner_k), -1.0).scatter_(3, here, fine)
+                yield some, share[..., : grid.columns], budget[some]
+
+    return grid.layout_of(rows())
 
 
 def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float = 0.5) -> float:

@@ -162,7 +162,7 @@ class Shares {
       : call(call),
         words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
-        rows(call.listed ? call.tile : most(1, least(call.rows, most(LANES, least(4 * LANES, 65536 / words)) / call.parts))),
+        rows(call.listed ? call.tile : most(1, least(call.rows, round_up(least(4 * LANES, 65536 / words), LANES) / call.parts))),
         lanes(round_up(rows * call.parts, LANES)),
         chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
         factor(float(call.scale * double(LOG2E))) {}
@@ -200,7 +200,7 @@ class Shares {
         gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row, keys + r * stride);
       for (int64_t group = 0; group < lanes; group += LANES) {
         if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
-        multiply(Arithmetic(), keys, stride, own + group * stride, words, s, int(round_up(here, Arithmetic::ROWS)));
+        score(keys, own + group * stride, int(round_up(here, Arithmetic::ROWS)), s);
         add(list, j, here, s, seen + group, state + 2 * call.columns * group);
       }
     }
@@ -211,6 +211,7 @@ class Shares {
   }
 
  private:
+  static constexpr int PANEL = 128;
   const Estimate &call;
   const int words, stride;
   const int64_t rows, lanes;
@@ -261,6 +262,15 @@ class Shares {
         for (int u = 0; u < WIDTH; u++) store(to + u * LANES, block[u]);
       }
     }
+  }
+
+  // s[count][LANES] = keys . own, a panel of words at a time, whose part of `own` stays in the first cache.
+  void score(const Word *keys, const Word *own, int count, float *s) const {
+    multiply(Arithmetic(), keys, stride, own, int(least(words, PANEL)), s, count);
+    for (int w = PANEL; w < words; w += PANEL)
+      for (int r = 0; r < count; r += Arithmetic::ROWS)
+        product<Arithmetic, VECTORS, true, Role::scores>(keys + r * stride + w, stride, own + w * LANES, LANES,
+                                                         int(least(words - w, PANEL)), s + r * LANES, LANES);
   }
 
   // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
@@ -328,17 +338,20 @@ class Buckets {
       : call(call), planes(int(call.columns * call.size)), stride(int(round_up(call.D, WIDTH))) {}
 
   int64_t count() const { return call.B * call.rows; }
-  int64_t floats() const { return held() + CHUNK * stride + CHUNK * room() + room(); }
+  int64_t floats() const { return held() + CHUNK * stride + CHUNK * room() + 2 * room(); }
 
   void begin(float *memory) const {
     for (int64_t d = 0; d < call.D; d++)
       for (int64_t x = 0; x < room(); x++)
         memory[(x / LANES * stride + d) * LANES + x % LANES] = x < planes ? call.planes[d * planes + x] : 0;
+    int32_t *bit = reinterpret_cast<int32_t *>(memory + held());
+    for (int64_t x = 0; x < room(); x++) bit[x] = 1 << x % call.size;
   }
 
   void operator()(int64_t work, float *memory) const {
     const int64_t b = work / call.rows, block = work % call.rows, buckets = int64_t(1) << call.size;
-    float *rows = memory + held(), *s = rows + CHUNK * stride;
+    const int32_t *bit = reinterpret_cast<int32_t *>(memory + held());
+    float *sides = memory + held() + room(), *rows = sides + room(), *s = rows + CHUNK * stride;
     for (int64_t h = 0; h < call.H; h++) {
       float *out = call.out + ((b * call.H + h) * call.rows + block) * call.columns * buckets;
       std::fill(out, out + call.columns * buckets, 0.f);
@@ -353,8 +366,9 @@ class Buckets {
             store(rows + r * stride + d, infinite_or_nan_to_nan(load(from + d, call.D - d)));
         }
         for (int64_t x = 0; x < room(); x += LANES)
-          multiply(InFloat32(), rows, stride, memory + x * stride, int(call.D), s + x * CHUNK, padded);
-        for (int r = 0; r < here; r++) add(s + r * LANES, level, weight[t + r], out);
+          multiply(InFloat32(), rows, stride, memory + x * stride, int(call.D), s + x * CHUNK, padded,
+                   int(least(LANES, planes - x)));
+        for (int r = 0; r < here; r++) add(s + r * LANES, level, bit, weight[t + r], sides, out);
       }
     }
   }
@@ -366,14 +380,126 @@ class Buckets {
   int64_t room() const { return round_up(planes, LANES); }
   int64_t held() const { return room() * stride; }
 
-  void add(const float *s, const Float32 *level, float weight, float *out) const {
-    for (int64_t hash = 0, x = 0; hash < call.columns; hash++) {
+  // A token's weight into its bucket of each hash; `sides` gets the bits of the planes that it lies beyond.
+  void add(const float *s, const Float32 *level, const int32_t *bit, float weight, float *sides, float *out) const {
+    for (int64_t x = 0; x < planes; x += WIDTH) {
+      const Lanes product = load(s + x / LANES * CHUNK * LANES + x % LANES);
+      store(sides + x, only(greater(product, load(level + x, planes - x)), ::floats(load_integers(bit + x))));
+    }
+    const int32_t *side = reinterpret_cast<const int32_t *>(sides);
+    for (int64_t hash = 0; hash < call.columns; hash++) {
       int64_t bucket = hash << call.size;
-      for (int bit = 0; bit < call.size; bit++, x++)
-        bucket += int64_t(s[x / LANES * CHUNK * LANES + x % LANES] > level[x].bits) << bit;
+      for (int i = 0; i < call.size; i++) bucket += *side++;
       out[bucket] += weight;
     }
   }
+};
+
+// Marks the `count` largest of columns in order[limit], of equal ones the first; `room` has room for as many.
+inline void keep_largest(float *order, int64_t limit, int64_t count, float *room) {
+  if (count >= limit) return std::fill(order, order + limit, INF);
+  if (count == 0) return std::fill(order, order + limit, -INF);
+  std::copy(order, order + limit, room);
+  std::nth_element(room, room + count - 1, room + limit, [](float a, float b) { return a > b; });
+  const float least_kept = room[count - 1];
+  int64_t equals = count;
+  for (int64_t c = 0; c < limit; c++) equals -= order[c] > least_kept;
+  for (int64_t c = 0; c < limit; c++) {
+    const bool kept = order[c] > least_kept || (order[c] == least_kept && equals-- > 0);
+    order[c] = kept ? INF : -INF;
+  }
+}
+
+// The order in which a row lists its columns, up to where it may list none: how many these are.
+constexpr float ALWAYS = 4;  // more than a share
+inline int64_t rank_columns(const Estimate &call, int64_t row, const float *share, int64_t count, float *order) {
+  const int64_t limit = least(call.D, most(most(call.seen[row], call.stops[row]), count));
+  for (int64_t c = 0; c < limit; c++) {
+    const float x = std::isnan(share[c]) ? 0.f : share[c];
+    order[c] = c >= call.starts[row] && c < call.stops[row] ? x + ALWAYS : c < call.seen[row] ? x : -1.f;
+  }
+  return limit;
+}
+
+struct Largest {
+  const Estimate &call;
+
+  int64_t count() const { return call.B * call.M * call.rows; }
+  int64_t floats() const { return 2 * round_up(call.D, WIDTH); }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *order) const {
+    const float *share = static_cast<const float *>(call.k) + work * call.D;
+    const int64_t limit = rank_columns(call, call.first + work % call.rows, share, call.counts[work], order);
+    keep_largest(order, limit, call.counts[work], order + round_up(call.D, WIDTH));
+    int64_t *to = call.places + call.offsets[work];
+    for (int64_t c = 0; c < limit; c++)
+      if (order[c] > 0) *to++ = c;
+  }
+};
+
+// The rows of one list, in order. `sum` holds by distance the shares of the sampled rows so far, `number` how many rows.
+struct Forecasts {
+  static constexpr int KINDS = 3;
+  const Estimate &call;
+  const int64_t room = round_up(call.D, WIDTH);
+
+  int64_t count() const { return call.B * call.M; }
+  int64_t floats() const { return 7 * room; }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    float *sum = memory, *number = sum + room, *order = number + room, *spare = order + room, *kinds = spare + room;
+    const float *seen = static_cast<const float *>(call.k) + work * call.H * call.D;
+    float *held = call.values + work * KINDS, *share = call.out + work * call.rows * call.D;
+    std::fill(sum, order, 0.f);
+    int64_t known = 0;
+    for (; known < call.H && call.sampled[known] < call.first; known++)
+      add(seen + known * call.D, call.seen[call.sampled[known]], sum, number);
+    float *own = kinds, *moved = own + room, *distant = moved + room;
+    for (int64_t i = 0; i < call.rows; i++, share += call.D) {
+      const int64_t row = call.first + i, may = call.seen[row];
+      std::copy(share, share + call.D, own);
+      for (int64_t c = 0; c < call.D; c++) {
+        moved[c] = c > 0 && c < may ? own[c - 1] : 0.f;
+        distant[c] = c < may ? sum[may - 1 - c] / most_float(number[may - 1 - c], 1.f) : 0.f;
+      }
+      mix(held, kinds, share);
+      if (known == call.H || call.sampled[known] != row) continue;
+      const float *here = seen + known * call.D;
+      const int64_t count = call.counts[work * call.rows + i];
+      for (int x = 0; x < KINDS; x++) {
+        const int64_t limit = rank_columns(call, row, kinds + x * room, count, order);
+        keep_largest(order, limit, count, spare);
+        for (int64_t c = 0; c < least(limit, may); c++)
+          if (order[c] > 0) held[x] += here[c];
+      }
+      add(here, may, sum, number);
+      known++;
+    }
+  }
+
+ private:
+  static float most_float(float a, float b) { return a < b ? b : a; }
+
+  void add(const float *here, int64_t may, float *sum, float *number) const {
+    for (int64_t c = 0; c < may; c++) sum[may - 1 - c] += here[c], number[may - 1 - c] += 1;
+  }
+
+  // Shares of the three kinds, each scaled to 1 and times its weight, into `to`.
+  void mix(const float *held, const float *kinds, float *to) const {
+    const float top = most_float(most_float(held[0], held[1]), held[2]);
+    double weight[KINDS], total = 0;
+    for (int x = 0; x < KINDS; x++) total += weight[x] = std::exp(call.scale * (held[x] - top));
+    std::fill(to, to + call.D, 0.f);
+    for (int x = 0; x < KINDS; x++) {
+      double sum = 0;
+      for (int64_t c = 0; c < call.D; c++) sum += kinds[x * room + c];
+      const float factor = float(weight[x] / total / (sum < SMALLEST ? SMALLEST : sum));
+      for (int64_t c = 0; c < call.D; c++) to[c] += factor * kinds[x * room + c];
+    }
+  }
+  static constexpr double SMALLEST = 1.17549435e-38;  // of float
 };
 
 template <class Element, class Joined>
@@ -390,6 +516,10 @@ bool estimated(Estimator estimator, const Estimate &call) {
                              : compute(Shares<Element, InFloat32>(call), call.threads);
     case Estimator::buckets:
       return compute(Buckets<Element>(call), call.threads);
+    case Estimator::forecast:
+      return compute(Forecasts{call}, call.threads);
+    case Estimator::largest:
+      return compute(Largest{call}, call.threads);
   }
   return false;
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from torch import Tensor
 from dilated_attention.kernels.cpu import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers that vectors.h gives to the dtypes."""
-_POINTERS = ("q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed")
+"""The numbers of the dtypes in vectors.h."""
+_POINTERS = (
+    "q", "k", "out", "values", "places", "starts", "stops", "weight", "seen", "logarithm", "planes", "listed",
+    "counts", "offsets", "sampled",
+)  # fmt: skip
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
-    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "threads",
+    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "first", "threads",
 )  # fmt: skip
 
 
@@ -154,6 +157,49 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
     numbers["qsn"] = level.stride(1) * (level.shape[1] > 1)
     _run(4, level, x, out=out, planes=planes.contiguous(), weight=weight.contiguous(), **numbers)
     return out
+
+
+class Rows(NamedTuple):
+    """The rows that list columns: each always lists those from `starts` to `stops`, and may list the first `choices`.
+
+    int64 `(all rows,)` each, contiguous.
+    """
+
+    starts: Tensor
+    stops: Tensor
+    choices: Tensor
+
+
+def forecast(
+    share: Tensor, seen: Tensor, sampled: Tensor, counts: Tensor, rows: Rows, at: slice, held: Tensor, rate: float
+) -> None:
+    """Mix shares with two other forecasts, in place (routing/forecast.py).
+
+    Args:
+        share: float32 `(batch, lists, some rows, columns)`, contiguous, of the rows `at`.
+        seen: float32 `(batch, lists, sampled rows, columns)`, contiguous: what some rows have seen.
+        sampled: int64, these rows, ascending.
+        counts: int64 `(batch, lists, some rows)`, the columns that each row lists.
+        held: float32 `(batch, lists, 3)`, what the lists of each forecast have held so far; updated.
+        rate: how fast the weights follow it.
+    """
+    fields = {"counts": counts.contiguous(), "sampled": sampled, "values": held, "scale": rate}
+    _run(5, None, seen, out=share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
+
+
+def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tensor, indices: Tensor) -> None:
+    """Write the lists of the `counts` largest of each row, of equal ones the first, ascending.
+
+    Args:
+        share, counts, at: as in `forecast`.
+        offsets: int64 `(batch, lists, some rows)`, where each list begins in `indices`.
+    """
+    fields = {"counts": counts.contiguous(), "offsets": offsets.contiguous(), "places": indices}
+    _run(6, None, share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
+
+
+def _table(rows: Rows) -> dict[str, Tensor]:
+    return {"starts": rows.starts, "stops": rows.stops, "seen": rows.choices}
 
 
 def _run(estimator: int, q: Tensor | None, k: Tensor, **fields: Any) -> None:

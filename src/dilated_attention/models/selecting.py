@@ -1,0 +1,57 @@
+"""Self-attention that selects, in the place of `SelfAttention` in a block of a LongNet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dilated_attention import UnsupportedError
+from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
+from dilated_attention.plumbing import Tables
+
+
+class SelectedAttention(nn.Module):
+    """Call `NativeSparseAttention` or `BlockAttentionMixture` as a block calls `SelfAttention`.
+
+    It is causal, and keeps no keys and values for generation. Packed samples are computed one after another.
+    """
+
+    def __init__(self, config: LongNetConfig, backend: str) -> None:
+        super().__init__()
+        assert config.selection is not None
+        options = {"bias": config.bias, "backend": backend}
+        self.selected: NativeSparseAttention | BlockAttentionMixture = config.selection.module(
+            config.embed_dim, config.num_heads, config.kv_heads, **options
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        seq_len: int | None = None,
+        memory: None = None,
+        first_only: bool = False,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """Return the attention's output, shaped like x; arguments as in `SelfAttention`."""
+        if not is_causal or first_only:
+            raise UnsupportedError(
+                "an encoder with config.selection is not supported: attention that selects is causal"
+            )
+        if cu_seqlens is None:
+            if self.selected.mesh is not None:
+                self.selected.seq_len = seq_len
+            return self.selected(x, rotary)
+        if self.selected.mesh is not None:
+            raise UnsupportedError("cu_seqlens over a mesh is not supported with selection")
+        samples = [
+            self.selected(x[:, start:stop], rotary and tuple(table[..., start:stop, :, :] for table in rotary))
+            for start, stop in pairwise(cu_seqlens.tolist())
+        ]
+        return torch.cat(samples, 1) if samples else x
