@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -207,8 +206,9 @@ def test_nested_tensors(layout):
     ],
 )
 def test_bad_layouts(build, words):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+    with pytest.raises(ValueError, match=words[0]) as raised:
         build()
+    assert all(word in str(raised.value) for word in words)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -105,6 +105,8 @@ def test_wrong_arguments(capsys, tmp_path, text):
     said = failure(capsys, "train", "--stpes", "3")
     assert said.startswith("dilated-attention train: error: unrecognized arguments: --stpes; did you mean --steps?")
     assert said.endswith("see dilated-attention train --help")
+    said = failure(capsys, "plot", "dilated", "--segments", "8", "--dilation-rates", "1")
+    assert "unrecognized arguments: --dilation-rates 1; did you mean --rates?" in said
     assert "--prompt is empty" in failure(capsys, "generate", "--prompt", "")
     assert "not allowed with" in failure(capsys, "train", "--resume", "--overwrite")
     for words, message in {

@@ -8,9 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from dilated_attention import BlockLayout, Dilated, attention_weights, block_sparse_attention, routing
+from dilated_attention import (
+    BlockLayout,
+    Dilated,
+    UnsupportedError,
+    attention_weights,
+    block_sparse_attention,
+    routing,
+)
 from dilated_attention.decoding import listed_attention
-from dilated_attention.routing import antidiagonal, estimates, lines, pages
+from dilated_attention.routing import antidiagonal, estimates, forecast, lines, pages
 from dilated_attention.routing.estimates import estimated_shares
 from dilated_attention.routing.grid import candidates
 
@@ -40,6 +47,30 @@ def queries_of(row, grid):
 
 def padded(x, tokens):
     return torch.stack([x[t] if 0 <= t < len(x) else torch.zeros_like(x[0]) for t in tokens])
+
+
+def test_a_forecast_sees_an_attention_sink():
+    """The first key holds most of every row's softmax; every sampled block must say so, whichever keys it reads."""
+    q, k, _ = make(2048, 2, 1, 16)
+    k *= 0.1
+    q += 1
+    k[:, 0] = 2.2
+    grid = candidates(q, k, 16, True, True, 1)
+    blocks = list(range(8, 120, 3))
+    found = forecast.sampled_shares(q, k, blocks, grid)
+    weights = attention_weights(q, k, Dilated((2048,), (1,)), is_causal=True).to_dense()
+    expected = torch.stack([weights[:, :, 16 * i : 16 * i + 16, :16].sum(-1).mean(-1) for i in blocks], 2)
+    assert 0.4 < expected.mean() < 0.95
+    difference = (found[..., 0] - expected).abs()  # four tokens against sixteen
+    assert difference.mean() < 0.15
+    assert difference.max() < 0.4
+
+
+@pytest.mark.parametrize("choose", [routing.topk_blocks, routing.page_bounds, routing.lsh_blocks])
+def test_mapped_tensors_are_refused(choose):
+    q = torch.randn(2, 1, 64, 2, 8)
+    with pytest.raises(UnsupportedError, match=f"{choose.__name__} under torch.func.vmap.*part of the batch"):
+        torch.func.vmap(lambda q: choose(q, q, 0.5, block_size=16).counts)(q)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -323,7 +354,7 @@ BAD = [
      lambda: listed_attention(Q[:, -1:], *(x.expand(3, -1, -1, -1) for x in (K, V)), torch.zeros(1, 1, 2).long())),
     ("heads that the key-value heads divide; got",
      lambda: listed_attention(Q[:, -1:], K[:, :, :0], V[:, :, :0], LISTS)),
-    ("one floating dtype; got q torch.int64", lambda: listed_attention(*(x.long() for x in (Q[:, -1:], K, V)), LISTS)),
+    ("floating dtype; got torch.int64", lambda: listed_attention(*(x.long() for x in (Q[:, -1:], K, V)), LISTS)),
     ("scale must be a finite number.*got nan", lambda: listed_attention(Q[:, -1:], K, V, LISTS, scale=math.nan)),
     ("block_size must be a positive integer; got 0", lambda: listed_attention(Q[:, -1:], K, V, LISTS, 0)),
     ("chosen must be an int64 .*; got NoneType", lambda: listed_attention(Q[:, -1:], K, V, None)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 import sys
 
@@ -280,6 +281,20 @@ def test_a_cache_is_of_one_layer_and_one_batch():
         other(x, cache=cache)
     with pytest.raises(ValueError, match="cache holds 2 samples, got x with 1"):
         layer(x[:1], cache=cache)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+@torch.no_grad()
+def test_a_saved_cache_goes_on(make):
+    layer, cache = make(2, 1, 2), SelectionCache()
+    x = torch.randn(2, 50, 8, dtype=torch.float64)
+    layer(x[:, :40], cache=cache)
+    loaded, expected = pickle.loads(pickle.dumps(cache)), layer(x[:, 40:], cache=cache)
+    with pytest.raises(ValueError, match="cache holds 2 samples, got x with 1"):
+        copy.deepcopy(loaded).used_by(layer, 1)
+    assert torch.equal(layer(x[:, 40:], cache=loaded), expected)
+    with pytest.raises(ValueError, match="cache holds the tokens of another layer"):
+        make(2, 1, 2)(x[:, :1], cache=loaded)
 
 
 @pytest.mark.parametrize("make", [native, mixture])

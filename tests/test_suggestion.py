@@ -6,6 +6,7 @@ import dataclasses
 import re
 from ast import literal_eval
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,3 +141,8 @@ def test_a_rate_above_the_heads_is_given_only_when_asked_for():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         suggest_pattern(**{"seq_len": 4096, "num_heads": 8, "budget": 0.25, **arguments})
+
+
+def test_budgets_of_numpy():
+    for like, budget in ((0.5, np.float32(0.5)), (100, np.int64(100))):
+        assert suggest_pattern(1000, 4, budget=budget) == suggest_pattern(1000, 4, budget=like)

@@ -660,3 +660,14 @@ def test_numbers_beyond_any_sequence(backend):
     assert torch.equal(far, v)
     whole = attention(q, k, v, Window(2**62), backend=backend)
     assert torch.allclose(whole, attention(q, k, v, Dilated((40,), (1,)), backend="reference"), atol=1e-12)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(29, 22), (12, 8), (40, 3)])
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_more_queries_than_keys(queries, keys, backend):
+    q = torch.randn(2, queries, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, keys, 2, 8, dtype=torch.float64)
+    options = {"is_causal": True, "q_start": 0, "key_padding_mask": torch.rand(2, keys) < 0.4}
+    for pattern in (Dilated((64,), (1,)), Dilated((8, 64), (1, 2)), Window(5)):
+        found, expected = (attention(q, k, v, pattern, backend=x, **options) for x in (backend, "reference"))
+        assert torch.allclose(found, expected, atol=1e-12)

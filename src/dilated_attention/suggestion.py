@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 from dilated_attention import checks
 from dilated_attention.patterns import Dilated
@@ -102,7 +102,7 @@ class _Problem:
         """Return how many score entries the budget allows."""
         if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 1:
             return int(budget) * self.num_heads * self.seq_len
-        if isinstance(budget, float) and 0 < budget <= 1:
+        if isinstance(budget, Real) and not isinstance(budget, Integral) and 0 < budget <= 1:
             return int(budget * self.entries(self.seq_len, 1))
         raise ValueError(
             f"budget must be a share of dense attention's cost, a float in (0, 1], or a number of keys per query, a "

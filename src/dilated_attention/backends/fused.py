@@ -129,7 +129,11 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
     out, lse = _fused_forward(kind, scores, q, k, v)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
-        seen = seen.squeeze(-2).cumsum(-1) > 0 if scores.is_causal else seen.any(-1)
+        if scores.is_causal:  # the rows behind the last key see them all
+            rows = torch.arange(lse.shape[-1], device=lse.device).clamp(max=seen.shape[-1] - 1)
+            seen = seen.squeeze(-2).cumsum(-1)[..., rows] > 0
+        else:
+            seen = seen.any(-1)
         empty = ~seen.expand(lse.shape)
         lse.masked_fill_(empty, -torch.inf)
         out.masked_fill_(empty.unsqueeze(-1), 0.0)

@@ -150,7 +150,14 @@ class _Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeSparse(_Selection):
-    """Describe the `nn.NativeSparseAttention` of a LongNet's layers; the attributes are its arguments."""
+    """Describe the `nn.NativeSparseAttention` of a LongNet's layers; the attributes are its arguments.
+
+    Examples:
+        >>> from dilated_attention.models import LongNetConfig, LongNetLM, NativeSparse
+        >>> config = LongNetConfig(num_layers=1, embed_dim=32, num_heads=2, selection=NativeSparse(window=32))
+        >>> LongNetLM(config)(torch.randint(256, (1, 100))).shape
+        torch.Size([1, 100, 256])
+    """
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = NativeSparseAttention
 
@@ -165,7 +172,14 @@ class NativeSparse(_Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMixture(_Selection):
-    """Describe the `nn.BlockAttentionMixture` of a LongNet's layers; the attributes are its arguments."""
+    """Describe the `nn.BlockAttentionMixture` of a LongNet's layers; the attributes are its arguments.
+
+    Examples:
+        >>> from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM
+        >>> config = LongNetConfig(num_layers=1, embed_dim=32, num_heads=2, selection=BlockMixture(block_size=32))
+        >>> LongNetLM(config)(torch.randint(256, (1, 100))).shape
+        torch.Size([1, 100, 256])
+    """
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = BlockAttentionMixture
 

@@ -99,6 +99,14 @@ class NativeSparseAttention(SelectingAttention):
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
     continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
     Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
+
+    Examples:
+        >>> from dilated_attention.nn import NativeSparseAttention
+        >>> sizes = {"compress_block": 8, "compress_stride": 4, "block_size": 8, "num_selected": 4, "window": 8}
+        >>> layer = NativeSparseAttention(32, num_heads=4, num_kv_heads=2, query_block=4, **sizes)
+        >>> x = torch.randn(1, 64, 32)
+        >>> torch.allclose(layer(x)[:, :32], layer(x[:, :32]), atol=1e-5)  # causal: later tokens change nothing
+        True
     """
 
     unrotated = 1  # those that are pooled first

@@ -135,7 +135,8 @@ class SelectionCache:
 
     def __init__(self, croppable: int = 16) -> None:
         self.earlier: deque[_State] = deque(maxlen=checks.integer("croppable", croppable, 0))
-        self.user: tuple[ReferenceType[object], int] | None = None  # the layer, and the batch
+        self.layer: ReferenceType[object] | None = None
+        self.batch = 0
         self.length = 0
         self.rows: dict[str, Rows] = {}
         self.chosen: Tensor | None = None
@@ -145,13 +146,18 @@ class SelectionCache:
 
         Raises ValueError if they belong to another layer, or to a batch of another size.
         """
-        if self.user is None or not self.length:
-            self.user = ref(layer), batch
-        if self.user[0]() is not layer:
+        if not self.length:
+            self.layer, self.batch = None, batch
+        self.layer = self.layer or ref(layer)
+        if self.layer() is not layer:
             raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
-        if self.user[1] != batch:
-            raise ValueError(f"cache holds {self.user[1]} samples, got x with {batch}; begin with an empty one")
+        if self.batch != batch:
+            raise ValueError(f"cache holds {self.batch} samples, got x with {batch}; begin with an empty one")
         return self.length > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the layer: a copy, or a cache that was saved, belongs to the first layer that calls with it."""
+        return self.__dict__ | {"layer": None}
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -192,10 +198,10 @@ class SelectionCache:
 
         `crop` cannot go back to earlier tokens after this.
         """
-        if self.user is None:
+        if not self.batch:
             return
-        indices = checks.samples_to_continue(samples, self.user[1])
-        self.user = self.user[0], len(indices)
+        indices = checks.samples_to_continue(samples, self.batch)
+        self.batch = len(indices)
         self.chosen = None if self.chosen is None else self.chosen[indices.to(self.chosen.device)]
         self.rows = {name: rows.of(indices) for name, rows in self.rows.items()}
         self.earlier.clear()

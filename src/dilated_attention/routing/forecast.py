@@ -88,9 +88,10 @@ class Forecast:
 
 
 def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
-    """Return the causal softmax of some tokens of each sampled block over some keys, by key block.
+    """Return the causal softmax of some tokens of each sampled block over every eighth key, by key block.
 
-    It is averaged over the tokens: (B, H, sampled blocks, columns).
+    It is averaged over the tokens: (B, H, sampled blocks, columns). The first key, which may hold most of the softmax
+    (an attention sink), is always among them and counts once; each other key stands for eight.
     """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
@@ -99,13 +100,16 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     place = (block * GOLDEN + torch.arange(FORECAST_TOKENS, device=q.device) / FORECAST_TOKENS) % 1
     tokens = (block * grid.q_block + (place * grid.q_block).floor()).long().sort(-1).values
     weight = torch.full((len(sampled), FORECAST_TOKENS), 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
+    logarithm = torch.zeros(grid.columns, grid.k_block // stride, dtype=grid.dtype, device=q.device)
+    logarithm[:1, :1] = -math.log(stride)
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
     for start in range(0, len(tokens), FORECAST_GROUP):
         token = tokens[start : start + FORECAST_GROUP]
         first = start // FORECAST_GROUP % stride
-        seen = (token - first) // stride + 1  # the keys first, first + stride, ... up to the token
+        seen = (token - first) // stride + 1  # the keys 0, first + stride, first + 2 stride, ... up to the token
+        keys = torch.cat([k[:, :1], k[:, first + stride :: stride]], 1)
         sample = Sample(
-            q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale
+            q[:, token.flatten()], weight[: len(token)], keys, grid.k_block // stride, grid.scale, logarithm
         )
         found += [share for _, share in shares(sample, seen.clamp(min=0), grid.columns)]
     return torch.cat(found, 2)

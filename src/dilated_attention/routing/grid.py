@@ -13,10 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
 from dilated_attention.ranking import stable_topk
+from dilated_attention.torch_internals import is_mapped
 
 ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
 Queries = Float[Tensor, "batch seq heads head_dim"]
@@ -59,6 +61,11 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
 
         with torch.no_grad(), torch.autocast(device, enabled=False):
             q, k = given.arguments["q"], given.arguments["k"]
+            if any(isinstance(x, Tensor) and is_mapped(x) for x in (q, k)):
+                raise UnsupportedError(
+                    f"{choose.__name__} under torch.func.vmap: it reads values, which vmap hides; give the mapped "
+                    "dimension as part of the batch"
+                )
             if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
                 return one(q, k)  # which says what is wrong
             if not (len(q) or len(k)):  # a batch of none has no lists: those of a batch of one, all but that one

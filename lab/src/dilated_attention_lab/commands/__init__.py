@@ -65,11 +65,16 @@ class Parser(argparse.ArgumentParser):
         self.complete()
         found, unknown = super().parse_known_args(*arguments, **options)
         if unknown:  # here, where the options of the command are known
-            near = [get_close_matches(word, self._option_string_actions, 1) for word in unknown]
-            meant = [word for words in near for word in words]
+            meant = [option for word in unknown for option in self._near(word)]
             hint = f"; did you mean {' '.join(meant)}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
+
+    def _near(self, word: str) -> list[str]:
+        """Return the option that a word ends with, as --dilation-rates does with --rates, or else the nearest one."""
+        options = list(self._option_string_actions)
+        ends = [option for option in options if word.endswith(option.removeprefix("-"))]
+        return ends[:1] or get_close_matches(word, options, 1)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")

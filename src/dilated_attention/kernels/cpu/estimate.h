@@ -8,16 +8,17 @@
 //                `seen` keys, summed over the `peaks` keys of column j
 //     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k whose products
 //                with the `size` planes of a hash exceed those of q[b, i, h] where the bucket has a bit; `columns` hashes
-//     forecast   out (B, M, rows, D), shares of all rows from `first` on, becomes its mixture with the two other forecasts
+//     forecast   out (B, M, rows, D), shares of the rows that begin with `first`, becomes its mixture with the two other forecasts
 //                (routing/forecast.py); k is float32 (B, M, H, D), the shares that H `sampled` rows have seen; values
 //                (B, M, 3): what the lists of each forecast have held so far
 //     largest    the lists (B, M, H) of the `counts` largest of each row of k, float32 (B, M, H, D), ascending, each at its
 //                `offsets` in places: first the columns starts[i] <= j < stops[i], then those below seen[i]; of equal
 //                ones the first; a NaN counts as 0
 //
-// Rows of forecast and largest have starts, stops, seen (rows), counts and offsets (B, M, rows). A row of shares is `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens
-// past the end are zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they
-// see those whose keys they all see. Legend: call.h.
+// Rows of forecast and largest have starts, stops, seen (rows), counts and offsets (B, M, rows). A row of shares is
+// `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens past the end are
+// zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they see those whose
+// keys they all see. Legend: call.h.
 #pragma once
 #include <cstdint>
 
@@ -36,10 +37,10 @@ struct Estimate {
   const int64_t *counts, *offsets, *sampled;
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
   int64_t rows, parts, columns, peaks, size, joined, tile, first, threads;  // size: tokens of a block
-  double scale;  // of the scores; of a forecast, how fast its weights follow
+  double scale;  // of the scores; in a forecast, how fast its weights follow
 };
 
-// 0, 1 for want of memory, 2 for an element type that the set does not serve.
+// Return 0, or 1 if memory ran out, or 2 if the set does not serve this element type.
 int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512_bf16(Estimator estimator, int64_t type, const Estimate &call);

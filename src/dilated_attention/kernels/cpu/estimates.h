@@ -229,8 +229,8 @@ class Shares {
     }
   };
 
-  // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Those of the next chunk of keys are
-  // fetched meanwhile.
+  // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Meanwhile, the tokens of the next
+  // chunk of keys are prefetched.
   template <bool TURNED>
   void gather(Rows<const Element> x, int64_t number, int64_t tokens, float *row, Word *to) const {
     float *floats = Arithmetic::PER_WORD == 1 ? to : row;
