@@ -200,6 +200,7 @@ def test_nested_tensors(layout):
     [
         (lambda: BlockLayout.hierarchical(100, 3), ["levels", "3", "(stride, window)"]),
         (lambda: BlockLayout.stack([1]), ["layouts", "[1]", "BlockLayout"]),
+        (lambda: BlockLayout.global_(16, tokens=[0], density=0.5, block_size=4), ["tokens", "[0]", "density=0.5"]),
         (lambda: BlockLayout.local(100, 5, 8).select(heads=[3]), ["heads", "[3]", "[0, 1)"]),
         (lambda: BlockLayout.local(100, 5, 8).select(batch=[-2]), ["batch", "[-2]", "[0, 1)"]),
         (lambda: BlockLayout.local(100, 5, 8).to(torch.float16), ["device", "torch.float16"]),

@@ -148,7 +148,7 @@ def test_refusals(attend, of_product):
         ((q, k, v[:, :4], pattern), r"v \(2, 4, 2, 8\)"),
         ((q, k[:, :, :0], v[:, :, :0], pattern), r"divide; got q .*, k \(2, 8, 0, 8\)"),
         ((q.float(), k, v, pattern), "one floating dtype"),
-        ((q.long(), k.long(), v.long(), pattern), "one floating dtype; got q torch.int64"),
+        ((q.long(), k.long(), v.long(), pattern), "q must have a floating dtype; got torch.int64"),
         ((None, k, v, pattern), "q must be a torch.Tensor; got NoneType"),
         ((q[0], k, v, pattern), r"q must have 4 dimensions, .*; got shape \(1, 2, 8\)"),
         ((q, k.to("meta"), v, pattern), "on one device; got k on meta"),

@@ -15,13 +15,16 @@ from dilated_attention.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hold one call of the library: its tiles, and how threads share them.
+    """Hold one call of the compiled kernels: its tiles, and how threads share them as jobs.
 
     Attributes:
-        jobs: int64; job x is lines jobs[x] to jobs[x + 1] - 1 of the table, the heaviest job first.
+        side: what the tiles hold.
+        table: the tiles, ordered so that those of a job are neighbours.
+        jobs: int64 `(jobs + 1,)`; job x is lines jobs[x] to jobs[x + 1] - 1 of the table. Owned jobs (`launch_of`) run
+            the heaviest first; others in an order in which neighbours read the same rows.
         weights: the score entries of each job, roughly.
-        few: whether tiles are for kernels/cpu/few.h, which has no owned jobs.
-        rows: the most rows that are held at once: of a tile, or of a job if `few`.
+        few: whether the tiles are small enough for kernels/cpu/few.h. That kernel must not get owned jobs.
+        rows: the most rows that a thread holds at once: of a tile, or of a job that kernels/cpu/few.h takes as one.
     """
 
     side: Side
@@ -55,11 +58,14 @@ class Launches:
 
 
 def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tiles.Table) -> Launch:
-    """Return the launch of a table.
+    """Order the tiles of a table, group them into jobs for threads, and return the launch.
 
     Args:
-        owned: no row is seen by tiles of two jobs.
-        most_few: the most rows per tile for kernels/cpu/few.h, which takes up to `together` tiles as one job.
+        side: what the tiles hold.
+        owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
+            it sees. If not, a job is one tile.
+        most_few: a launch whose tiles have at most this many rows is for kernels/cpu/few.h.
+        together: the most tiles that form one job there, if not `owned`.
     """
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)

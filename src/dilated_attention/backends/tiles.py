@@ -46,14 +46,15 @@ class Table:
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
-        chain: some tile of queries continues results that an earlier launch wrote.
-        is_causal: the diagonals of the spans apply.
-        banded: both diagonals of a span apply, not only the first.
-        even: no tile, held or streamed, reaches past its rows.
-        edge: which of the tiles that the loop streams need masks: 0: none; -1: all; else those at the edges of spans
-            (for lists of blocks: this number of blocks).
+        spans: the number of spans in each line; unused ones are empty.
+        chain: whether some tile of queries continues results that an earlier launch wrote.
+        is_causal: whether the diagonals of the spans apply.
+        banded: whether both diagonals of a span apply, not only the first.
+        even: whether no tile, held or streamed, reaches past its rows.
+        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those at the ends of a
+            span; in lists of blocks, those of the last `edge` key blocks (or the first `edge` query blocks) of a list.
         reach: the most tokens between the first and the last row of a tile that the loop streams.
-        count: the number of rows of the segments, which determines the layout; None without layouts.
+        count: the number of rows of a segment, by which its layout is found; None without layouts.
     """
 
     lines: Tensor

@@ -269,9 +269,13 @@ class Launch:
     bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
     def __call__(self, problem: Problem, tensors: Tensors, chain: bool) -> None:
-        """Run the launch.
+        """Run the kernel over the table's tiles; results go into the output tensors.
 
-        `tensors`: the kernel's tensors by name, except the lists of a layout; `chain` as in kernels/strided.py.
+        Args:
+            problem: gives the scale, dropout, softcap and the layouts, from which the lists of blocks are taken.
+            tensors: the kernel's other tensors by their names in the kernel, inputs and outputs.
+            chain: forward: some tile continues the out and lse that an earlier launch wrote. Backward: add to the
+                float32 gradients that the outputs hold, instead of writing them.
         """
         scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
         # One beyond these bounds is 0 or infinite in single precision, or makes what it divides so.
@@ -411,7 +415,10 @@ def _hidden(problem: Problem) -> dict[str, Tensor | None]:
 
 
 def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> dict[str, Any]:
-    """Return the kernels' arguments that the call determines."""
+    """Return the kernel arguments that are no tensors and depend on no table, by name: strides, sizes, scale, dropout.
+
+    `tensors` holds Q, K, V and, for a backward, DOUT. The names are those in the legend of kernels/strided.py.
+    """
     q, k = tensors["Q"], tensors["K"]
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]

@@ -44,10 +44,17 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
 
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
-    """Show the first `tokens` tokens, or the tokens at these positions.
-    A number may be a NumPy number or a 0-d tensor."""
+    """Return the intervals of keys for global tokens: all queries see them, and they see all keys.
+
+    Args:
+        tokens: the number of leading global tokens (a NumPy number or a 0-d tensor will do), or their positions.
+        density: choose the number of leading tokens whose layout comes nearest to this density. Give either this or
+            `tokens`.
+    """
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
         return leading(grid, tokens, density)
+    if density is not None:
+        raise ValueError(f"give either tokens or density, got tokens={tokens!r} and density={density}")
     try:
         positions = torch.as_tensor(tokens, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

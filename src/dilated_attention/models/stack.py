@@ -274,8 +274,16 @@ class LongNetStack(Pretrained):
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
     ) -> Places | None:
-        """Return the places of the tokens of samples that are packed one after another, as `places_of` does:
-        `(tokens,)` each."""
+        """Return each token's position in its packed sample and the middle of that sample, `(tokens,)` each.
+
+        Returns None in a model without positions.
+
+        Args:
+            x: the tokens, over a mesh those of this shard.
+            positions: must be None, else an UnsupportedError is raised.
+            counts: the tokens of each sample; over a mesh, of the whole sequence.
+            seq_len: over a mesh, the length of the whole sequence.
+        """
         if self.config.rotary is None:
             return None
         if positions is not None:

@@ -309,7 +309,16 @@ class NativeSparseAttention(SelectingAttention):
         return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """The probabilities of the compressed keys, by the blocks that they cover, summed over a group."""
+        """Return how much these queries look at each of the first blocks, `(batch, kv_heads, queries, blocks)`.
+
+        It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
+        adds the probabilities of all compressed keys that cover it. A query without a compressed key gets 0.
+
+        Args:
+            q: `(batch, queries, heads, head_dim)`.
+            position: the token of each query, ascending, `(queries,)`.
+            key: the compressed keys, `(batch, compressed, kv_heads, head_dim)`.
+        """
         dtype = torch.promote_types(q.dtype, torch.float32)
         seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
         number = int(seen[-1])

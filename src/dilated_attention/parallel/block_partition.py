@@ -145,13 +145,18 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class BlockQueries:
-    """Hold the queries of a block-sparse problem, a sequence of its own of which some rows are the shard's.
+    """Hold the queries of a block-sparse problem, and which of its keys they see.
+
+    The problem is over a short sequence of its own: the query and key blocks that were kept. Its queries are the
+    shard's tokens in the crossing segment.
 
     Attributes:
-        layout: the lists of the rank's own query blocks; the other query blocks have none.
+        layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
         heads: KV heads, in the order of the problem's heads.
-        tokens, positions: the shard's tokens, and their rows; the other rows have no query.
-        hidden: bool `(rows,)`, True for rows of listed blocks that must not be seen; or None.
+        tokens: the queries, as indices into the shard.
+        positions: their rows in the short sequence; the other rows have no query.
+        hidden: bool `(rows,)`, True for keys that lie in a listed block but belong to another part of the call; None if
+            there are none.
     """
 
     layout: BlockLayout

@@ -131,11 +131,15 @@ class Transfer:
 
 @dataclass
 class Forwards:
-    """Number the forwards of one layer under one plan. Ranks that run the same program get the same numbers.
+    """Give each forward of one layer under one plan a number, which goes into the seals of its messages.
+
+    Ranks that run the same program get the same numbers. A forward that activation checkpointing recomputes inside a
+    backward gets a number of its own, made from that of the forward which it repeats.
 
     Attributes:
-        places: autograd's sequence number at each of the last forwards, ascending.
-        again: the autograd node in which forwards were last recomputed, and how many.
+        count: the forwards so far, without recomputed ones.
+        places: autograd's sequence number at each of the last forwards, ascending, by which a repeated one is found.
+        again: the autograd node that last recomputed forwards, and how many it had recomputed before the latest.
     """
 
     count: int = 0

@@ -198,7 +198,14 @@ class Feed:
 
 @dataclass(frozen=True)
 class Local:
-    """Hold what needs no other rank: a plan of whole segments, and block-sparse problems over the shard's own rows."""
+    """Hold the parts that a rank computes from its shard alone.
+
+    Attributes:
+        plan: the segments that lie in the shard; without block layouts, also the shard's own rows of crossing segments
+            (those that the shard's edges cut).
+        crossing: with block layouts, the block-sparse problems of those own rows, which read a buffer that the rank
+            fills itself; otherwise without parts.
+    """
 
     plan: Plan
     crossing: Feed

@@ -26,10 +26,22 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Forecast:
-    """Correct causal estimates, which describe the block before, by what earlier tokens have seen.
+    """Forecast the shares of each query block's keys, from causal estimates that describe the block before it.
 
-    Call it once over all rows, in order. For some query blocks, `sampled`, the softmax of a few tokens is computed;
-    `seen`: their mean share, in the key blocks that the row may choose. A row knows those before it.
+    The forecast mixes three: the estimate, the estimate moved on by one key block, and the mean of what earlier sampled
+    rows have seen at each distance from the last key block that a row may choose. Each weighs the more, the more of
+    what earlier tokens have seen its lists would have held.
+
+    Call it on consecutive slices of rows, in order, from the first row to the last: it remembers these weights.
+
+    Attributes:
+        sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
+        seen: these tokens' mean share of each key block, `(B, H, sampled, columns)`; 0 where the row may not choose the
+            block. The forecast of a row uses those of earlier rows only.
+        held: the logarithms of the three weights so far, over FORECAST_RATE.
+
+    Args:
+        group: average what the query heads of a KV head have seen; H is then the number of KV heads.
     """
 
     def __init__(self, q: Queries, k: Keys, grid: Candidates, *, group: bool = False) -> None:
