@@ -150,9 +150,8 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
             return
         model, text = activations.load_gemma()
         tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
-        # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384. Small blocks hold more of the
-        # softmax (docs/notebook.md).
-        chosen = partial(topk_blocks, density=0.235, block_size=16, floor=64)
+        # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384.
+        chosen = partial(topk_blocks, density=0.235, block_size=64, floor=16)
         selectors = {"chosen blocks": chosen, "dense": None}
 
         def contender(name: str) -> Contender:
