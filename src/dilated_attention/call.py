@@ -246,7 +246,11 @@ class Call:
     def _with_layouts(
         self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int, over_ranks: bool
     ) -> Call:
-        """Return the same call with the layouts of its pattern, or with the name of the function that gives them."""
+        """Return the same call with `layouts` taken from the pattern, and checked against q and k.
+
+        If the pattern has a function from lengths to layouts, and seq_len is a symbol because the call is exported, the
+        layouts are not known yet. Then `layout_function` is set to the function's name instead (`with_function`).
+        """
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
             # Packed samples use the layout of their first tokens, whatever their common length.

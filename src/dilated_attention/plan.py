@@ -159,8 +159,11 @@ class Spans(NamedTuple):
 
 
 def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """Return the segments that hold some of `tokens`: segments of w tokens, counted from the start of `grid` [start,
-    stop)."""
+    """Find the segments that hold some of `tokens` [start, stop), and return them as runs of equal segments.
+
+    Segments of `segment` tokens follow one another from the start of `grid` [start, stop); the last one may be cut
+    by the end of the grid.
+    """
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:

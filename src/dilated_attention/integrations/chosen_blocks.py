@@ -54,9 +54,14 @@ class ChosenBlocks:
 
 @torch.no_grad()
 def _held(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the share of the softmax that the blocks hold, `(heads,)`, averaged over samples and sampled rows.
+    """Return how much of the softmax over all keys falls on the chosen blocks, per head: `(heads,)`, from 0 to 1.
 
-    A row's share is exp(lse - dense lse), where lse runs over the blocks only. Neither value includes sinks.
+    This is the mean over samples and over evenly spaced rows. For these rows the lse over all keys is computed here;
+    a row's share is exp(lse - lse over all keys). Neither lse includes sinks.
+
+    Args:
+        lse: the lse of the attention over the chosen blocks only, `(batch, heads, seq)`.
+        options: the options of `attention` that gave it.
     """
     tokens, options = q.shape[1], {**options, "dropout_p": 0.0}
     whole = Dilated((tokens,), (1,))

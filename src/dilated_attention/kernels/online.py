@@ -73,8 +73,11 @@ def write_rows(X, rows, d, inside, x, D: tl.constexpr, CHAIN: tl.constexpr):
 
 @triton.jit
 def survives(a, b, k, threshold):
-    """Return which pairs survive dropout. The words a and b of queries, and k of keys,
-    broadcast to the tile of scores."""
+    """Return which pairs of query and key dropout keeps, as booleans in the shape of the tile of scores.
+
+    A pair is kept if a hash of three int32 words is at least `threshold`: a and b belong to the query, k to the key
+    (backends/dropout.py). The caller shapes them so that they broadcast to the tile.
+    """
     x = a.to(tl.uint32, bitcast=True) ^ k.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15) ^ b.to(tl.uint32, bitcast=True)) * 0xD35A2D97

@@ -491,7 +491,10 @@ class BlockLayout:
         return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
 
     def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
-        """Return this layout for `num_heads` query heads, checked."""
+        """Return `for_heads(num_heads)`, and raise ValueError unless the layout fits this length and number of heads.
+
+        num_heads counts query heads. The layout may have lists for one head, or for KV heads whose number divides it.
+        """
         self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
         return self.for_heads(num_heads)
 

@@ -515,5 +515,8 @@ def link_of(group: ProcessGroup) -> Link:
 
 
 def use_link(link: Link) -> None:
-    """Use the given link, made by a rehearsal or a measurement, as the group's link."""
+    """Make `link_of` return this link for its process group from now on, instead of the usual one.
+
+    Rehearsals and measurements install links that, for example, send nothing.
+    """
     _links[link.group] = link

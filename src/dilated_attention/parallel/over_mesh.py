@@ -285,10 +285,12 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Compute out, contiguous, and lse, `(batch, shard, heads)`, and what the backward needs.
+    """Return [out, lse, *saved] of the shard: out like q, lse `(batch, shard, heads)`, both contiguous.
 
-    For each sample of a padded batch, or once, this is two flat tensors of other ranks' rows, and the number of the
-    forward, int64 on the CPU.
+    saved is what `backward` needs: three tensors, or three for each sample of a padded batch. The first two are flat:
+    the keys and values that the transport keeps, which may be none, and an empty tensor; with Ulysses, q, k, v and
+    out of the whole sequence for this rank's heads, and their lse. The third is the number of the forward, int64 on
+    the CPU.
     """
     wide = parts.statistic(q.dtype)
     if call.lengths is not None and len(q):

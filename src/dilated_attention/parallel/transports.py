@@ -230,10 +230,13 @@ class _DoublingTables:
 
 
 class Doubling(_Schedule[_DoublingTables]):
-    """Run log2 rounds: after round i a rank holds the rows of its block of 2^(i + 1) shards that later segments need.
+    """Exchange rows by recursive doubling: in round i = 0, 1, ... each rank swaps rows with one peer, rank XOR 2^i.
 
-    With nested offsets and segments and rates that double together each round is only a sibling's half, of constant
-    size. A branch is computed when its segment is complete, while the next round travels.
+    The ranks form blocks of 2^i neighbours. In round i, two sibling blocks give each other their rows of the segments
+    that reach beyond one block, so a segment of 2^n shards is complete after n rounds. Its branch is then computed,
+    while the rows of the next round travel. If the offsets are nested, and segments and dilation rates double
+    together from branch to branch, every round moves the same number of rows. The backward gets the buffer of all
+    rows that the forward held, and returns their gradients through the same rounds in reverse order.
     """
 
     @staticmethod

@@ -126,7 +126,7 @@ def load() -> ctypes.CDLL | str:
 
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """Return the library; None without one."""
+    """Load the compiled library, once per process, and return it; return None where `load` says why there is none."""
     found = load()
     return None if isinstance(found, str) else found
 
