@@ -107,6 +107,7 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert said.endswith("see dilated-attention train --help")
     said = failure(capsys, "plot", "dilated", "--segments", "8", "--dilation-rates", "1")
     assert "unrecognized arguments: --dilation-rates 1; did you mean --rates?" in said
+    assert "did you mean -h" not in failure(capsys, "train", "--depth", "3")
     assert "--prompt is empty" in failure(capsys, "generate", "--prompt", "")
     assert "not allowed with" in failure(capsys, "train", "--resume", "--overwrite")
     for words, message in {

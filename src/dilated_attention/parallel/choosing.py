@@ -75,10 +75,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.link.enter(ctx.name, ctx.number)
-        counts, link = [stop - start for start, stop in pairwise(ctx.bounds)], ctx.link
-        own = counts[link.rank]
-        copies = link.moved(gradient, counts, [own] * link.size, "in backward")
-        return copies.view(link.size, own, *copies.shape[1:]).sum(0), None, None, None
+        return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
 
 
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:

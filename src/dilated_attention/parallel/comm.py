@@ -302,6 +302,15 @@ class Link:
         buffer = self.all_to_all(message, sent, received, what).wait()
         return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
+    def summed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
+        """Return the sum over ranks of their copies of this rank's rows: the gradient of `whole`, with its bounds."""
+        counts = [stop - start for start, stop in pairwise(bounds)]
+        own = counts[self.rank]
+        if not rows.shape[1:].numel():
+            return rows.new_empty(own, *rows.shape[1:])
+        copies = self.moved(rows, counts, [own] * self.size, what)
+        return copies.view(self.size, own, *copies.shape[1:]).sum(0)
+
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
         """Gather the shards of all ranks into the whole sequence, on every rank.
 

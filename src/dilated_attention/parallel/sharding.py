@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -70,12 +69,9 @@ class _Unshard(torch.autograd.Function):
         link = link_of(ctx.group)
         link.enter("unshard_sequence", ctx.number)
         rows = gradient.movedim(ctx.dim, 0)
-        counts = [stop - start for start, stop in pairwise(ctx.bounds)]
-        own, shape = counts[link.rank], rows.shape[1:]
-        if not shape.numel():
-            return gradient.new_empty(own, *shape).movedim(0, ctx.dim), None, None, None
-        shards = link.moved(rows.flatten(1) if shape else rows[:, None], counts, [own] * link.size, "in backward")
-        return shards.view(link.size, own, *shape).sum(0).movedim(0, ctx.dim), None, None, None
+        own, shape = ctx.bounds[link.rank + 1] - ctx.bounds[link.rank], rows.shape[1:]
+        shard = link.summed(rows.flatten(1) if shape else rows[:, None], ctx.bounds, "in backward")
+        return shard.view(own, *shape).movedim(0, ctx.dim), None, None, None
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:

@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     def _near(self, word: str) -> list[str]:
         """Return the option that a word ends with, as --dilation-rates does with --rates, or else the nearest one."""
         options = list(self._option_string_actions)
-        ends = [option for option in options if word.endswith(option.removeprefix("-"))]
+        ends = [option for option in options if option.startswith("--") and word.endswith(option[1:])]
         return ends[:1] or get_close_matches(word, options, 1)
 
     def error(self, message: str) -> NoReturn:
