@@ -42,7 +42,7 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
 
 
 class _Term:
-    """Base class of the terms of a sum; a `BlockLayout`, which has no `+` of its own, may stand beside one."""
+    """Base class of the terms of a sum; a `BlockLayout`, which has no `+` of its own, may be added to one."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""

@@ -134,7 +134,7 @@ class Forwards:
     """Give each forward of one layer under one plan a number, which goes into the seals of its messages.
 
     Ranks that run the same program get the same numbers. A forward that activation checkpointing recomputes inside a
-    backward gets a number of its own, made from that of the forward which it repeats.
+    backward gets another number, which is computed from the number of the forward which it repeats.
 
     Attributes:
         count: the forwards so far, without recomputed ones.
@@ -524,7 +524,7 @@ def link_of(group: ProcessGroup) -> Link:
 
 
 def use_link(link: Link) -> None:
-    """Make `link_of` return this link for its process group from now on, instead of the usual one.
+    """Make `link_of` return this link for its process group, instead of the usual one.
 
     Rehearsals and measurements install links that, for example, send nothing.
     """
