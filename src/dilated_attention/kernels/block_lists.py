@@ -1,19 +1,19 @@
 # mypy: ignore-errors
-"""Lists of blocks: which tiles the loop of strided.py visits when a layout thins out the scores of a span.
+"""Choose the tiles that the loop of strided.py visits when a block layout selects a part of a span.
 
-The layout cuts the span's positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A tile lies in
-one block of its own side, number `list` in its table line, and visits the blocks
+The layout cuts the span's positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. The rows of a
+tile also lie in one block; its number is `list` in the table line. The tile visits the blocks
 
     indices[indptr[x] : indptr[x + 1]],   x = sample · lsb + (query head // LH) · lsh + list.
 
-Lists ascend; if CAUSAL, none names a block that lies wholly above the diagonal. For dk/dv they are the transposed
-lists: the blocks of queries that see a block of keys.
+Lists ascend; if CAUSAL, no list names a block that lies wholly above the diagonal. For dk/dv the lists are transposed:
+they name the blocks of queries that see a block of keys.
 
 Legend beyond strided.py's.
-  SIZE             positions per block on the streamed side: any number; the tiles inside are powers of two
+  SIZE             positions per block that the loop streams: any number, while tiles have powers of two
   lsb, lsh         strides of indptr
   LH               query heads that share a list
-  EDGE             blocks that may need a mask at one end of a list: the last (lists of keys) or the first (of queries)
+  EDGE             how many blocks of a list may need a mask: its last ones (keys) or first ones (queries); < 0: all
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Return the part of a tile's list of blocks that one pass visits (see `read_spans` for the passes).
 
-    Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
-    `near` of the span.
+    `sample`: the sample's offset b · lsb in INDPTR. Returns the number of steps, and the part: the address of its first
+    block, then start, stride, count and diagonal `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -52,7 +52,7 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """Do what `locate` in strided.py does, for layouts without `far`. A block takes ceil(SIZE / R) steps."""
+    """Return the rows of a step, as `locate` does, with `near` also as `far`. A block takes ceil(SIZE / R) steps."""
     LISTED, start, stride, count, near = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R

@@ -1,7 +1,7 @@
 """List tile shapes per architecture, kernel, element size and head_dim.
 
-They are chosen by what compiles well (no spills, shared memory that fits; results/aot/). No time has been measured
-on any architecture. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
+The shapes compile well (no spills, shared memory that fits; results/aot/). No time has been measured on any
+architecture. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Architecture:
     256.
 
     Attributes:
-        of_lists: the shapes that differ for lists of blocks.
+        of_lists: the shapes that replace those of `shapes` in calls with a block layout.
     """
 
     shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
@@ -84,16 +84,16 @@ _SM_80 = Architecture({
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
-# 8.6, 8.9 and 12.0 have 99 KB of shared memory a program where 8.0 has 163.
+# 8.6, 8.9 and 12.0 have 99 KB of shared memory per program; 8.0 has 163.
 _SM_86 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
-# 8 warps are two warpgroups, each with its half of the rows in wgmma; at head_dim 64 two programs of 4 find room. At
-# 128 a tile of 128 keys takes 555 instructions where two of 64 take 714. Loads of lists run a step behind: 5 stages
-# take them as far ahead as 3 take others.
+# 8 warps are two warpgroups, each with half of the rows in wgmma. At head_dim 64, two programs of 4 warps fit on a
+# multiprocessor. At 128, a tile of 128 keys takes 555 instructions; two of 64 take 714. With lists of blocks, loads
+# start a step later, so 5 stages prefetch as far as 3 do otherwise.
 _SM_90 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
@@ -108,7 +108,7 @@ _SM_100 = Architecture(_SM_90.shapes | {
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
 })  # fmt: skip
 
-# 4 wavefronts have 512 registers a lane; 64 KB of shared memory.
+# With 4 wavefronts there are 512 registers per lane. Shared memory: 64 KB.
 _GFX942 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 1)),
     ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),

@@ -5,12 +5,12 @@ Legend of this package.  A tile is [M, D] queries or [N, D] keys, its scores are
   q, k, v, do      queries, keys, values, gradient of out
   s, p, ds         scores, probabilities, gradient of the scores
   m, z, acc        running softmax: maximum, denominator, numerator;  out = acc / z,  lse = m + log z
-  lse, delta       of merged rows: the natural logarithm; rowsum(dout · out) - dlse
+  lse, delta       of the merged result: log-sum-exp (natural logarithm in LSE); rowsum(dout · out) - dlse
   b, h, g          sample, KV head, query head within the KV head (query head h · G + g)
-Inside the kernels scores, m and lse are in units of log 2, so that exp2 serves. A `softcap` c takes c tanh(s / c) in
-place of the scores s; None: scores stay.
+Inside the kernels, scores, m and lse are multiplied by log2(e), so that exp2 replaces exp. A `softcap` c replaces the
+scores s by c tanh(s / c); None: no cap.
 
-Dropout keeps a pair by a hash of two words of its query and one of its key, as backends/dropout.py says.
+Dropout decides by a hash of two words of the query and one of the key, as backends/dropout.py says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows of X at offsets `rows` as a tile [R, D']; zeros where not `inside` (if MASKED) and beyond D."""
+    """Load the rows of X at offsets `rows` as a tile [R, len(d)]; zeros beyond D and, if MASKED, where not `inside`."""
     at = X + rows[:, None] + d[None, :]
     if MASKED and d.shape[0] > D:
         return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -39,7 +39,7 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load k and v of the tokens base + ahead, and return which of them are seen: those that no mask hides."""
+    """Load k and v of the tokens base + ahead. Return them, and which of the `seen` tokens HIDDEN does not hide."""
     k = load_rows(K + base * ksn, ahead * ksn, d, seen, D, MASKED)
     v = load_rows(V + base * vsn, ahead * vsn, d, seen, D, MASKED)
     return k, v, shown(HIDDEN, sample + base + ahead, seen)
@@ -47,7 +47,7 @@ def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.conste
 
 @triton.jit
 def shown(HIDDEN, keys, seen):
-    """Return which of the keys that are `seen` the mask HIDDEN leaves visible; all of them if there is no mask."""
+    """Return which of the `seen` keys stay visible under the mask HIDDEN; all of them if there is no mask."""
     if HIDDEN is not None:
         seen &= tl.load(HIDDEN + keys, mask=seen, other=0) == 0
     return seen
@@ -98,15 +98,15 @@ def load_pairs(X, rows, inside, R: tl.constexpr):
 
 @triton.jit
 def load_stats(STATS, stats, inside, R: tl.constexpr):
-    """Return lse and delta of R merged rows. A row outside gets lse = inf, so that its p is 0."""
+    """Return lse and delta of R rows. Rows that are not `inside` get lse = inf, so that their p is 0."""
     lse, delta = load_pairs(STATS, stats, inside, R)
     return tl.where(inside, lse, INF), delta
 
 
 @triton.jit
 def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
-    """Return the initial (m, z, acc) of a tile: what an earlier launch wrote, or the identity, then merged with the
-    phantoms."""
+    """Return the initial (m, z, acc) of a tile: the state that an earlier launch wrote (CHAIN, and `first` is 0) or an
+    empty one, merged with the phantoms."""
     if CHAIN:
         before = inside & (tl.broadcast_to(first, inside.shape) == 0)  # the interpreter has no masks of scalars
         m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E
@@ -134,7 +134,7 @@ def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
 
 @triton.jit
 def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
-    """Return (s, factor) for two tiles: their scores are s * factor. With a softcap, s holds hyperbolic tangents."""
+    """Return (s, factor): the scores times log2(e) are s * factor. With a softcap, s holds hyperbolic tangents."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if softcap is None:
         return s, scale * LOG2E
@@ -178,9 +178,9 @@ def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED
 @triton.jit
 def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add ds k to dq, without the scale, where p = exp(s - lse) and ds = p (do vᵀ - delta).
+    """Return dq + ds k, where p = exp(s - lse) and ds = p (do vᵀ - delta). The caller multiplies by the scale.
 
-    With a cap, ds is also multiplied by the slope of the cap.
+    With a softcap, ds is also multiplied by the derivative of the cap.
     """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
@@ -199,7 +199,7 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
 @triton.jit
 def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add pᵀ do to dv and dsᵀ q to dk, without the scale. Scores, `visible` and `keep` are transposed."""
+    """Return dk + dsᵀ q, without the scale, and dv + pᵀ do. Scores, `visible` and `keep` are transposed."""
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
     if MASKED:
@@ -221,7 +221,7 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
 def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Write lse and delta side by side, for the `size` = B · N · H rows of out.
+    """Write lse · log2(e) and delta side by side, for the `size` = B · N · H rows of out.
 
     Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous; dout has the strides (sb, sn, sh) ·
     UNIT.

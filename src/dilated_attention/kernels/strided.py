@@ -8,26 +8,26 @@ A launch is an int32 table with one line per tile:
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows of out and lse; `forward` then continues from them. `phantoms`
-counts keys of score and value 0. With lists of blocks there is one span, of which only the blocks in list number `list`
-are visited (block_lists.py). If CAUSAL, row i of the tile sees key j of the span iff j <= i + near and, in a WINDOW, j
->= i + far. In dk/dv the tile holds keys and the spans are queries: row i is seen by query j iff j >= i + near and, in a
-WINDOW, j <= i + far.
+counts keys with score 0 and value 0. With lists of blocks a line has one span, and the loop visits only the blocks in
+list number `list` (block_lists.py). If CAUSAL, row i of the tile sees key j of the span iff j <= i + near and, in a
+WINDOW, j >= i + far. In dk/dv the tile holds keys and the spans hold queries: row i is seen by query j iff j >= i +
+near and, in a WINDOW, j <= i + far.
 
-The loops are inside `if steps > 0`. Where a loop may have no steps, ptxas would let every wgmma end before the next
-one begins (its warning C7515).
+The loops are inside `if steps > 0`. If a loop could have no steps, ptxas would make each wgmma wait for the one before
+it (its warning C7515).
 
 Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
   N, M             tokens of q and of k
-  .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (so that the compiler knows what rows align to)
-  a, w, x          dropout: the two words of queries and the one of keys; WK has the strides wsn, wsh
+  .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (which tells the compiler the alignment)
+  a, w, x          dropout: hash words, two per query and one per key (backends/dropout.py); wsn, wsh: strides of WK
   SPANS            spans per tile
-  WINDOW           both diagonals of a span count, not the first alone
-  CHAIN            forward: some tile is not `first`; backward: launches add up, in float32
-  EDGE             0: no tile that the loop streams needs a mask; < 0: all may; > 0: those at the edges of spans
+  WINDOW           both diagonals of a span apply, not only `near`
+  CHAIN            forward: some tile has first = 0; backward: add to the float32 gradients of earlier launches
+  EDGE             which streamed tiles may need a mask. 0: none; < 0: all; > 0: those at the edges of spans
   EVEN             dk/dv: no tile, held or streamed, reaches past its rows
   SIZE             positions per block of a list (block_lists.py)
-  WIDE             the elements that a tile of the loop reaches over do not fit 32 bits
+  WIDE             offsets inside a tile that the loop streams need 64 bits
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
 """
@@ -62,7 +62,7 @@ INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 @triton.jit
 def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
     """Return the address of this program's line of the table, its sample, its KV head,
-    and the query head within that."""
+    and its query head counted within the KV head."""
     program = tl.program_id(0)
     T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
     return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
@@ -83,10 +83,10 @@ def read_rows(T, i):
 @triton.jit
 def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
                KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return which tiles of R tokens one pass over the spans of a line visits.
+    """Return the tiles of R tokens that one pass visits, over all spans of a line.
 
-    One pass visits the tiles that need no mask; the pass MASKED visits those on a diagonal or at the end of a span.
-    Spans hold KEYS or queries; only diagonals mask queries (past the end their p is 0).
+    The pass MASKED visits the tiles on a diagonal or at the end of a span; the other pass visits the rest. If KEYS, the
+    spans hold keys, otherwise queries. Queries past the end of a span need no mask, because their p is 0.
 
     Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, near, far. In a
     WINDOW the pass MASKED has two such parts per span: the tiles before those without a mask, and those after.
@@ -140,10 +140,10 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
 
 @triton.jit
 def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows that a step visits.
+    """Return the rows that a step visits: (positions in the span, base, ahead, which rows exist, near, far).
 
-    Returns their positions in the span, their tokens as base + ahead, which of them exist, and the span's diagonals.
-    The span is picked by selects, without a branch, so that the loop over all parts of spans is pipelined as one loop.
+    Their tokens are base + ahead. `spans` is what `read_spans` returns; the span of the step is picked by selects,
+    without a branch, so that the loop over all parts of spans is pipelined as one loop.
     """
     _, tile, start, stride, count, near, far = spans[0]
     tile += step
@@ -170,7 +170,7 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Compute out and lse, both contiguous.
 
-    HIDDEN (B, M) has bytes, and a nonzero one hides its key. WQ (B, N, H · G, 2) and WK are the words of dropout.
+    HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK hold the hash words of dropout.
     """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -288,7 +288,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
         WQ += 2 * b * N * (H * G)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
-    # Query heads that share spans or a list lie in one loop: an outer loop would cost registers.
+    # One loop serves all query heads that share spans or a list: an outer loop would cost registers.
     TOGETHER: tl.constexpr = 1 if INDPTR is not None and LH % G != 0 else G
     for g in tl.range(0, G, TOGETHER):
         for MASKED in tl.static_range(2):
@@ -325,7 +325,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                         dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep,
                                              keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
-    if HIDDEN is not None:  # what the loop gave to hidden keys is theirs alone
+    if HIDDEN is not None:  # the loop ignores HIDDEN; only the rows of the hidden keys are wrong
         real = shown(HIDDEN, b * M + token, inside)[:, None]
         dk = tl.where(real, dk, 0.0)
         dv = tl.where(real, dv, 0.0)

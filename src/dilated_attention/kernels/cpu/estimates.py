@@ -1,4 +1,4 @@
-"""Estimate which blocks carry the attention, with the compiled library. Each function reads its tensors once
+"""Estimate which blocks hold most of the softmax, with the compiled library. Each function reads its tensors once
 (estimate.h)."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Estimate(ctypes.Structure):
 
 @cache
 def _compiled() -> tuple[Callable[..., int], int] | None:
-    """Return the library's function and the machine's instruction set; None if one of them is missing."""
+    """Return the library's function and the number of the instruction set; None if there is no library or no set."""
     library = build.loaded()
     if library is None:
         return None
@@ -68,9 +68,9 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """Return the greatest and the least value of each component over each interval of tokens.
+    """Return the greatest value of each component of x over each interval of tokens, followed by the least values.
 
-    Arguments are as in `means`; the result is `(batch, intervals, heads, 2 * head_dim)`.
+    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`.
     """
     return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
 
@@ -85,12 +85,12 @@ def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor
     """Return the `number` keys of each block that score highest along a direction, and the mean of the others.
 
     Args:
-        direction: float32 `(batch, blocks or 1, heads, head_dim)`, heads a multiple of those of k.
+        direction: float32 `(batch, blocks or 1, heads, head_dim)`; the number of heads is a multiple of those of k.
 
     Returns:
         keys: float32 `(batch, blocks, number + 1, heads, head_dim)`, the mean last; 0 for keys that do not exist.
         scores: float32 `(batch, blocks, heads, number)`, descending; -inf for keys that do not exist.
-        tokens: int64 `(batch, blocks, heads, number)`.
+        tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence.
     """
     columns, heads = -(-k.shape[1] // block), direction.shape[2]
     direction = direction.contiguous()
@@ -118,16 +118,16 @@ def shares(
 ) -> Tensor:
     """Return the share of each row's softmax that falls on each column's keys, `(batch, heads, rows, columns)`.
 
+    A row has `parts` queries, whose shares are averaged with weights. A column has `peaks` keys.
+
     Args:
         q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
             head_dim)`; tokens that are missing at the end count as zeros.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
         seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
-        peaks: the number of keys per column.
         logarithm: float32 `(columns, peaks)`, added to the scores.
-        joined: how many tokens are joined into one query (taken from the last to the first), and into one key.
-        listed: int64 `(batch, heads, tiles, columns)`, ascending: each tile of `tile` rows looks at these columns
-            only.
+        joined: how many tokens are concatenated into one query (in reverse order), and into one key.
+        listed: int64 `(batch, heads, tiles, columns)`, ascending: the only columns that a tile of `tile` rows sees.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
@@ -140,9 +140,9 @@ def shares(
 
 
 def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
-    """Return the weight of each block's tokens in each bucket of each hash, `(batch, heads, blocks, hashes * buckets)`.
+    """Return the summed weight of each block's tokens in each bucket, `(batch, heads, blocks, hashes * buckets)`.
 
-    Bit i of a token's bucket in a hash says whether its product with plane i of the hash exceeds the level.
+    Bit i of a token's bucket in a hash says whether its product with plane i of the hash exceeds `level`.
 
     Args:
         x: `(batch, blocks * tokens, heads, head_dim)`.
@@ -160,9 +160,9 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
 
 
 class Rows(NamedTuple):
-    """The rows that list columns: each always lists those from `starts` to `stops`, and may list the first `choices`.
+    """Hold which columns each row always lists, `starts` to `stops` - 1, and how many of the first it may choose among.
 
-    int64 `(all rows,)` each, contiguous.
+    All are int64 `(all rows,)`, contiguous.
     """
 
     starts: Tensor
@@ -177,18 +177,18 @@ def forecast(
 
     Args:
         share: float32 `(batch, lists, some rows, columns)`, contiguous, of the rows `at`.
-        seen: float32 `(batch, lists, sampled rows, columns)`, contiguous: what some rows have seen.
-        sampled: int64, these rows, ascending.
-        counts: int64 `(batch, lists, some rows)`, the columns that each row lists.
-        held: float32 `(batch, lists, 3)`, what the lists of each forecast have held so far; updated.
-        rate: how fast the weights follow it.
+        seen: float32 `(batch, lists, sampled rows, columns)`, contiguous: measured shares of the rows `sampled`.
+        sampled: int64, ascending row numbers.
+        counts: int64 `(batch, lists, some rows)`, how many columns each row lists.
+        held: float32 `(batch, lists, 3)`, the measured share on each forecast's lists so far; updated.
+        rate: a forecast's weight is proportional to exp(rate * held).
     """
     fields = {"counts": counts.contiguous(), "sampled": sampled, "values": held, "scale": rate}
     _run(5, None, seen, out=share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
 
 
 def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tensor, indices: Tensor) -> None:
-    """Write the lists of the `counts` largest of each row, of equal ones the first, ascending.
+    """Write to `indices` the columns with the `counts` largest shares of each row, ascending; in a tie, the first ones.
 
     Args:
         share, counts, at: as in `forecast`.
