@@ -1,16 +1,16 @@
-"""Sort the blocks of a layout into groups, each one batched call of `blocks`.
+"""Sort the blocks of a layout into groups. `blocks` runs each group as a batched call.
 
 A run of key blocks that moves along with its query block (a window), or stays (global keys), is an overlapping strided
-view of k and v. What is left of each row is gathered, rows with equally many blocks together. The blocks that the
-diagonal cuts, and the partial last block, are groups of their own. No loop is over blocks or heads.
+view of k and v. The other key blocks of each row are gathered, rows with equally many together. The blocks that the
+diagonal cuts, and the partial last block, form separate groups. No Python loop runs over blocks or heads.
 
 Glossary:
     entry: a place in the layout's flat arrays; one pair of a query block and a key block of a head.
     shape: how many query blocks, and how far apart, are computed together as one row.
     row: the query blocks of a shape that one problem of a call holds; rows of a head are numbered from 0.
-    lane: head * rows per head + row: what has one list of key blocks.
-    run: consecutive key blocks in one lane. family: runs of equal length in consecutive rows, at one pace.
-    group: lanes with equally many key blocks, all of one size: one call.
+    lane: a row of a head, numbered head * rows per head + row; it has one list of key blocks.
+    run: consecutive key blocks in one lane. family: runs of equal length in consecutive rows, moved by equal steps.
+    group: lanes with equally many key blocks, all of one size, which one call computes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 
 _VIEW_BLOCKS = 8
-"""Blocks that a family of runs must hold to be worth a call of its own; others are gathered."""
+"""The fewest key blocks for which a family of runs gets a separate call; smaller families are gathered."""
 _LONG_ROWS = (768, 256)
-"""Tokens of merged query blocks: the CPU operator cuts 768 queries and more into pieces of 256, 192 and more into 64,
-fewer into 32; a score entry costs 0.98, 1.15 and 1.3 to 1.4 of one of long dense attention (docs/notebook.md)."""
+"""The lengths, in tokens, to which query blocks are merged. PyTorch's CPU operator cuts 768 and more queries into parts
+of 256, 192 and more into 64, fewer into 32. A score entry then costs 0.98, 1.15 and 1.3 to 1.4 times as much as in long
+dense attention (docs/notebook.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +39,8 @@ class Group:
 
     Attributes:
         rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
-        keys: (R, m) key blocks.
-        q_tokens, k_tokens: tokens per query block and per key block; the block size, or what the last block holds.
+        keys: (R, m) the key blocks that each row sees.
+        q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
         first: no earlier group holds any of the rows.
         row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
@@ -65,7 +66,7 @@ class Group:
         return self.keys.shape[1] * self.k_tokens
 
     def part(self, start: int, stop: int) -> Group:
-        """Return the rows start to stop."""
+        """Return a group of the rows start to stop - 1 alone."""
         if stop - start == len(self.rows):
             return self
         row_view, key_view = (
@@ -94,12 +95,12 @@ class _BlockPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """Describe rows of one head that a fused call takes together, as many of them as memory allows.
+    """Describe a group without its tensors. A fused call computes as many of its rows as memory allows.
 
     Attributes:
-        rows: how many, over all lists of the layout; queries, keys: tokens of each.
+        rows: the number of rows, over all lists of the layout; queries, keys: tokens per row.
         copied: the keys are gathered; else they are a view.
-        masked: the diagonal cuts them. first: they are written; else merged into what earlier calls wrote.
+        masked: the diagonal cuts the key blocks. first: results are written; else merged into those of earlier calls.
     """
 
     rows: int
@@ -111,7 +112,7 @@ class Calls:
 
 
 def calls_of(layout: BlockLayout) -> tuple[Calls, ...]:
-    """Return what runs for a layout, in order, for all its batch elements and heads that have lists of their own."""
+    """Describe the groups of a layout, in order, for all batch elements and heads that have separate lists."""
     return tuple(
         Calls(len(g.rows), g.row_tokens, g.key_tokens, g.key_view is None, g.masked, g.first)
         for batch in range(layout.batch_size)
@@ -155,7 +156,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
 class _Shape:
     """Describe rows of `merged` query blocks, `stride` blocks apart.
 
-    A head's rows are numbered by residue, then by place.
+    A head's rows are numbered by the residue of their blocks modulo the stride, then by place.
     """
 
     merged: int
@@ -180,7 +181,7 @@ _SINGLE = _Shape(1, 1)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return rows to try, long ones first: query blocks as far apart as many key blocks are, then neighbours."""
+    """Return the row shapes to try, long ones first. For each length: strides that are usual in the lists, then 1."""
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
     strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
@@ -198,7 +199,7 @@ class _Groups:
         self.written = self.begun.clone()  # by a group marked `first`
 
     def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add a group of lanes, of rows of that shape, each of which sees a row of the key blocks `key` (R, m)."""
+        """Add one group: lanes (R,) of rows of this shape; lane[t] sees the key blocks key[t], for `key` (R, m)."""
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
         head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
@@ -213,7 +214,7 @@ class _Groups:
         self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add groups of sorted lists, one for each number of key blocks."""
+        """Add one group for each number of key blocks that a lane lists. Entries (lane, key) are sorted."""
         if not len(lane):
             return
         lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -223,7 +224,7 @@ class _Groups:
             self.add(lanes[counts == count], key[entries], shape, q_tokens, k_tokens, cut)
 
     def add_views_and_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Add groups of sorted lists of whole, unmasked key blocks: families of runs first, then what is left."""
+        """Add groups for sorted entries of whole, unmasked key blocks: families of runs first, then what is left."""
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
@@ -237,13 +238,13 @@ class _Groups:
 
 
 def _progression(x: Tensor) -> tuple[int, int] | None:
-    """Return (first, step) if x[t] = first + t * step, with step >= 0."""
+    """Return (first, step) if x[t] = first + t * step, with step >= 0; otherwise None."""
     step = 0 if len(x) < 2 else int(x[1] - x[0])
     return None if step < 0 or bool((x.diff() != step).any()) else (int(x[0]), step)
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the key blocks that all query blocks of a row see: which entries, and the lists of such rows, as lanes."""
+    """Find key blocks that all query blocks of a row see. Return which entries they are, then the rows' (lane, key)."""
     blocks, columns = layout.query_blocks, layout.key_blocks
     rows = shape.stride * shape.per_residue(blocks)
     code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key
@@ -257,11 +258,10 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 
 
 def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int]]:
-    """Yield families of equal runs of key blocks in consecutive rows: (entry that starts each run, length).
+    """Yield families of equally long runs of key blocks in consecutive rows: (entry that starts each run, length).
 
-    The run moves by `pace`, the key blocks that a row spans (a window), or not at all (step 0: global keys). A run is
-    viewed where that saves a gather of at least two blocks, or if its row has nothing else: otherwise the merge costs
-    what the gather would.
+    From row to row, the run moves by `pace`, the key blocks that a row spans (a window), or stays (global keys). Runs
+    of a single block count only if their row has no other run: otherwise the merge costs as much as the gather.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

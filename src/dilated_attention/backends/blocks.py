@@ -1,6 +1,7 @@
-"""Compute block-sparse attention with PyTorch's fused operators: the groups of `block_groups`, one batched call each.
+"""Compute block-sparse attention with PyTorch's fused operators: one batched call for each group of `block_groups`.
 
-The groups' results merge, so the softmax runs over whole rows. Groups are cut so that temporaries stay bounded.
+The groups' results are merged, so the softmax runs over whole rows. Large groups are cut into several calls, so that
+temporaries stay bounded.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from dilated_attention.merge import merge_into
 _CHUNK_BYTES = 16 << 20
 """The most bytes that one call may use for temporaries: gathered keys and values, and partial results."""
 _GATHER_BYTES = 2 << 20
-"""The same bound per thread where forward gathers keys and values on CPU, a head at a time: a cache then holds what is
-copied, and the head's keys. It takes 0.85 to 0.97 of the time that 16 MiB of all heads take; backward, which adds to
-the keys of all heads, would be 3 to 6 % slower with it."""
+"""The same bound per thread where forward gathers keys and values on CPU. A call takes few heads, so that a cache holds
+their keys and the copies. Forward then takes 0.85 to 0.97 of the time of calls with all heads and 16 MiB. Backward,
+which adds to the keys of all heads, would be 3 to 6 % slower with this bound."""
 _FOLD_TOKENS = 1 << 20
 """The number of elements of a problem below which a batch of problems is copied into one problem with more heads.
 
@@ -33,14 +34,12 @@ Larger problems are run one after another.
 
 
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), for one head per row or all
-    heads.
+    """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), in head heads[r] for row r.
 
-    Returns a view of x and indices (R * m,) into its first dimension; at each index lies one block, (tokens, ...).
-    For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements, and the
-    block at an index starts at that element. The latter copies whole runs of memory at any strides. It is 3 to 5 times
-    as fast as advanced indexing, most of all for a single head, and a tenth to a half slower than the view that counts
-    blocks.
+    If `heads` is None: in all heads. Returns a view of x and indices (R * m,); view[index] is a block, (tokens, ...).
+    For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements of
+    memory, and a block starts at the element of its index. This overlapping view is 3 to 5 times as fast as advanced
+    indexing of x, most of all for a single head, and a tenth to a half slower than the view that counts blocks.
     """
     if heads is None and tokens == block:
         return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()
@@ -62,7 +61,7 @@ def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None)
 
 
 def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """View (R, heads or 1, m * tokens, ...) as the slices of `_blocks`: (tokens, R * m, ...), slices in dimension 1."""
+    """View (R, heads or 1, m * tokens, ...) as (tokens, R * m, ...), with the blocks of `_blocks` in dimension 1."""
     x = x.squeeze(1) if per_head else x.transpose(1, 2)
     return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
 
@@ -75,19 +74,19 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
 
 
 def _cut(queries: int) -> int:
-    """Return the number of queries in which the CPU operator works at a time, its unit of work."""
+    """Return how many queries PyTorch's CPU operator handles per unit of work."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 class Sequence:
-    """Hold the lists of one sequence, whose q, k, v are `(seq, heads, head_dim)`: shared by all heads, or per head."""
+    """Hold the block lists of one batch element. Its methods read and write rows of tensors (seq, heads, ...)."""
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
-        """Yield the groups, cut into calls whose temporaries stay bounded, and the heads of each.
+        """Yield (part of a group, slice of heads) for each call, so that the temporaries of a call stay bounded.
 
         A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
         `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
@@ -133,14 +132,14 @@ class Sequence:
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: Group) -> bool:
-        """Return whether the operator's own causal mask applies: the key block is the query block."""
+        """Return whether the operator's causal mask serves: each row has one key block, its own query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
-        """Return 0 or -inf per score, from the key bias and the diagonal.
+        """Return a bias, 0 or -inf per score, `(rows, 1, 1 or queries, keys)`; None if it would hide nothing.
 
-        It hides the keys that the key bias hides. It also hides the keys after each query, unless the diagonal runs
-        from corner to corner of the blocks: then the operator's own causal mask is used.
+        It hides the keys that the key bias hides. In groups that the diagonal cuts it also hides the keys after each
+        query, unless the operator's causal mask does so (see `causal`).
         """
         bias = None
         if self.key_bias is not None:
@@ -156,9 +155,9 @@ class Sequence:
 
 
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Return many small problems that share everything as one with more heads; other problems as they are.
+    """Fold a batch of small problems with one shared list into one problem with more heads; return others unchanged.
 
-    (batch, heads, ...) becomes (1, batch * heads, ...). `tensors`: q first; None stays None.
+    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...); None stays None.
     """
     q, pairs = tensors[0], scores.pairs
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
@@ -177,11 +176,13 @@ def _fold(x: Any) -> Any:
 def _calls(
     layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int, *, by_head: bool = False
 ) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
-    """Yield what one call of a fused operator computes: a group, its scores, and views (seq, heads, ...) of tensors.
+    """Yield the arguments of each call of a fused operator: (sequence, group, its scores, views of the tensors).
+
+    The views are (seq, heads, ...) of one batch element and the call's heads.
 
     Args:
         tensors: (batch, heads, seq, ...), q first; None stays None.
-        copies: how many numbers of temporaries a component of a token takes.
+        copies: the number of temporary elements per element of a token.
         by_head: as in `Sequence.parts`.
     """
     q, pairs = tensors[0], scores.pairs
@@ -201,10 +202,10 @@ def _calls(
 def forward(
     layout: BlockLayout, scores: Scores, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Statistic]:
-    """Return (out, lse) of a layout, as `fused.forward`: q, k, v `(batch, heads, seq, head_dim)`, any strides.
+    """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
     Args:
-        scores: causality is the layout's; a bias has one row for all heads and queries.
+        scores: `is_causal` is ignored, the layout's counts; a bias has one row for all heads and queries.
     """
     shape = q.shape
     scores, (q, k, v) = _folded(layout, scores, q, k, v)

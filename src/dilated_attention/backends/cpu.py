@@ -1,7 +1,7 @@
 """Run calls on the CPU with our own C++ kernels (kernels/cpu). They read the tables of tiles that Triton uses too.
 
-Each turn of a plan (see `tiles.turns`) is one call of the library. For a tile of queries, a call runs one loop and
-one softmax over the keys of all spans that the tile sees. Tables are made once per plan and kernel.
+A launch (see `tiles.launched`) is one call of the library. For a tile of queries, it runs one loop and one softmax
+over the keys of all spans that the tile sees. Tables are made once per plan and kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE_THREAD = 2**22
 """The work, in score entries times head_dim, that one core finishes before other cores have joined it."""
 
 MOST_IDLE = 1.3
-"""The largest imbalance of threads at which the backward uses its kernel of five products instead of two with seven.
+"""The largest imbalance of threads at which the backward uses one kernel of five products, not two with seven in all.
 
 The imbalance is `Launch.idle`: the time with whole jobs relative to perfect balance. The kernel of five products has
 few, large jobs, so threads may idle at the end.
@@ -158,9 +158,9 @@ def has_amx() -> bool:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a problem, float32; arguments and results are those of `native.forward`.
+    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`.
 
-    `state`: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
+    `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
     """
     out, lse = state or tiles.outputs(q, problem.plan)
     arguments = _Arguments(problem, q, k, v)
@@ -174,7 +174,7 @@ def backward(
     problem: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv of a problem from the merged out and lse; `state`, running sums, is float32.
+    """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place.
 
     A launch uses one kernel of five products for all three gradients if there are enough independent jobs for all
     threads: tiles of keys that share queries form one job. Otherwise one kernel of four products computes dk and dv and
@@ -235,7 +235,7 @@ def launches(
 
     Args:
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: return only the launches for the groups of these launches of keys; None: all launches.
+        which: indices of launches of side "keys"; return only launches for the groups of these. None: all.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():

@@ -46,12 +46,12 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Return the least signed 32-bit number that survives."""
+        """Return the least hash that survives, as a signed 32-bit number."""
         return min(round(self.probability * 2**32), 2**32 - 1) - 2**31
 
     @property
     def factor(self) -> float:
-        """Return what surviving weights are multiplied by."""
+        """Return 1 / (1 - p), by which surviving weights are multiplied."""
         return 1 / (1 - self.probability)
 
     @property
@@ -124,7 +124,7 @@ def dropout_of(
 def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
-    """Return K of every pair of a row and a key."""
+    """Return K for every pair of a row and a key: True where the pair survives."""
     a, b = queries[..., 0, None], queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)

@@ -41,7 +41,7 @@ def order(capability: tuple[int, int]) -> tuple[int, ...]:
 
 def refusal(facts: Facts) -> str | None:
     """Return why FlashAttention cannot serve a call, and what would serve it; None if it can."""
-    if torch.compiler.is_compiling():  # what the next lines ask cannot be traced; `_library` asks it when the call runs
+    if torch.compiler.is_compiling():  # the next lines cannot be traced; `_library` calls this when the call runs
         return None
     if facts.device.type != "cuda":
         return f"FlashAttention needs a CUDA device; got {facts.device.type}"

@@ -7,8 +7,8 @@ gradient from any given (out, lse), which is what the merged backward needs. So 
 Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 
 Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
-few keys on CPU, for a bias or an odd head_dim on CUDA, and for dropout. The CPU operator has no dropout; those of CUDA
-draw dropout masks that no other backend or rank could repeat.
+few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide; and for softcap and dropout. The CPU
+operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat.
 
 Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
 """
@@ -35,7 +35,7 @@ Bias = Float[Tensor, "batch #heads #queries keys"]
 _CHUNK = 1 << 18
 """The number of scores per chunk of plain products. Its temporaries, 4 bytes per score each, stay in a cache."""
 _CHUNK_OF_ACCELERATORS = 1 << 24
-"""The same on accelerators, where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
+"""The number on accelerators, where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
 
 
 class Scores(NamedTuple):
@@ -109,7 +109,7 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
 
 @constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, or its equivalent on other devices with CUDA's interface."""
+    """Return the compute capability of a CUDA device; (9, 0) on ROCm, whose operators have no such limits."""
     return _capability_of(device)
 
 
@@ -143,7 +143,7 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse).
 
-    lse is finite. A gradient on lse enters as one more column, see `append_column`.
+    lse must be finite. A gradient on lse enters as one more column, see `append_column`.
     """
     if scores.plain or _kind(q, k, scores.bias) == "plain":
         return _plain_backward(scores, merged, q, k, v)
@@ -155,9 +155,9 @@ def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tu
 
 
 def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
-    """Return the inputs of a backward that takes no gradient on lse: unchanged if there is none, else wider.
+    """Return inputs for a backward that takes no gradient on lse: unchanged if dlse is None, otherwise wider.
 
-    dout, q, k, v and out get `width` columns more. With q, k, v = 0, out = 1 and dout = -dlse in the first of them,
+    dout, q, k, v and out get `width` more columns. With q, k, v = 0, out = 1 and dout = -dlse in the first of them,
     sum(dout out) becomes sum(dout out) - dlse, and no product changes.
     """
     if merged.dlse is None:
@@ -232,7 +232,7 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return out, in single precision at least, and lse of the queries from index `first`."""
+    """Return out, in single precision at least, and lse. `first`: the index of the first query of q, for causality."""
     s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
@@ -262,7 +262,7 @@ def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Ten
 def _plain_gradients(
     scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, in single precision at least, of the queries from index `first`."""
+    """Return dq, dk and dv, in single precision at least. `first`: the index of the first query of q."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
     s, slope = _formed(scores, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()
@@ -277,7 +277,7 @@ def _chunk(q: Tensor) -> int:
 
 
 def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Yield problems, heads, rows and the keys that they see, with at most `chunk` scores if possible."""
+    """Yield slices of problems, heads, rows and the keys that they see, with at most `chunk` scores if possible."""
     number, heads, rows, keys = *q.shape[:3], k.shape[2]
     sizes, left = [], chunk // max(1, keys)
     for length in (rows, heads, number):  # whole rows of a head first: long matrix products
@@ -292,9 +292,9 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores of the queries from index `first` on, and with a cap the derivative of the capped scores.
+    """Return the scores, and with a softcap its derivative at each score (otherwise None).
 
-    Both are in single precision, or double for double.
+    Both are float32, or float64 for float64. `first`: the index of the first query of q, for causality.
     """
     statistic = torch.promote_types(q.dtype, torch.float32)
     s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None

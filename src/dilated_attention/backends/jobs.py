@@ -24,7 +24,7 @@ class Launch:
             the heaviest first; others in an order in which neighbours read the same rows.
         weights: the score entries of each job, roughly.
         few: whether the tiles are small enough for kernels/cpu/few.h. That kernel must not get owned jobs.
-        rows: the most rows that a thread holds at once: of a tile, or of a job that kernels/cpu/few.h takes as one.
+        rows: the most rows that a thread holds at once: those of a tile, or for kernels/cpu/few.h those of a job.
     """
 
     side: Side
@@ -35,7 +35,7 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Return the time of threads that each take the next job when one is done, relative to even shares."""
+        """Estimate the launch's time relative to perfect balance (1.0), if free threads always take the next job."""
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
@@ -63,9 +63,9 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     Args:
         side: what the tiles hold.
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
-            it sees. If not, a job is one tile.
+            it sees. If not, a job is one tile, or up to `together` tiles in a launch for kernels/cpu/few.h.
         most_few: a launch whose tiles have at most this many rows is for kernels/cpu/few.h.
-        together: the most tiles that form one job there, if not `owned`.
+        together: the most tiles per job in such a launch.
     """
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)

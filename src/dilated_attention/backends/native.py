@@ -58,11 +58,10 @@ def on_request(facts: Facts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Hold groups of one shape, each shifted from the previous one by one token and one KV head.
+    """Hold `residues` groups of one shape: `group`, and groups each shifted from the last by one token and one KV head.
 
-    A branch whose offset is h mod r gives such groups.
-
-    A dimension over these groups is then a view: its stride is one token plus one head.
+    A branch whose offset is h mod r gives such groups. A view can have a dimension over them: its stride is one token
+    plus one head.
     """
 
     group: StridedGroup
@@ -88,10 +87,10 @@ def _shifted(group: StridedGroup, step: int) -> StridedGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Describe the part of a family that one fused call computes: every combination of its indices.
+    """Describe the part of a family that one fused call computes: every combination of these indices.
 
-    At most one of batch, segment and residue has several, unless batch and segment are one stride. A residue shifts the
-    tokens by 1, the query heads by q_shift and the KV heads by 1.
+    Only one of batch, segment and residue may have several indices; or both batch and segment, if a view can fold them
+    into one dimension. A residue shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
 
     Attributes:
         q_heads, k_heads: heads for residue 0, equally many; or one KV head that all query heads share.
@@ -136,17 +135,17 @@ class _Tile:
         return self._view(x, rows, self.q_heads, len(self.q_heads), self.q_shift)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with KV heads in the same way; a shared head is repeated by a stride of 0."""
+        """View a tensor with KV heads as `queries` does. A shared head is repeated, by a stride of 0."""
         return self._view(x, rows, self.k_heads, len(self.q_heads), 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with KV heads with a shared head only once, for sums over its query heads."""
+        """View a tensor with KV heads as `keys` does, but a shared head once: gradients are summed over query heads."""
         return self._view(x, rows, self.k_heads, len(self.k_heads), 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
-        """View a bias as (problems, 1, 1, keys).
+        """View a bias x as (problems, 1, 1, keys).
 
-        It is (batch, seq), or (batch, seq, heads) and equal over the heads of a group.
+        x is (batch, seq), or (batch, seq, KV heads) with equal values for all heads of the tile.
         """
         if x is None:
             return None
@@ -175,7 +174,7 @@ class _Tile:
         return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
 
     def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
-        """View x at `number` heads: `heads`, or a single one repeated."""
+        """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times."""
         head_step = heads.step if len(heads) == number else 0
         every_head = number == x.shape[2] and head_step == 1 and len(self.residue) == 1
         if every_head and rows.count == x.shape[1] and len(self.batch) == x.shape[0]:  # a quicker way to the same view
@@ -194,7 +193,7 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the largest product of problems and heads for which one call with these rows is allowed.
+    """Return the limit for problems times heads in one call with these rows.
 
     The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
@@ -229,7 +228,7 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
-    """Return a group's query heads in progressions, each with its KV heads or with the one that it shares.
+    """Split a group's query heads into arithmetic progressions; return each with its KV heads.
 
     A progression is either the neighbouring query heads of one KV head, or one query head of each KV head. `ratio` is
     the number of query heads per KV head.
@@ -243,7 +242,7 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
 
 
 def _blocks(family: _Family, batches: int, folds: bool) -> Iterator[tuple[range, range, range]]:
-    """Yield the (batch, segment, residue) indices of a family in as few blocks as calls can view.
+    """Yield index ranges (batch, segment, residue) that together cover a family: as few as calls can view.
 
     One call spans either all residues of one segment, or all segments of one residue.
     """
@@ -258,7 +257,7 @@ def _each(indices: range) -> list[range]:
 
 
 def _pieces(indices: range, number: int) -> list[range]:
-    """Return at most `number` nearly equal pieces."""
+    """Split `indices` into at most `number` nearly equal pieces."""
     length, number = len(indices), min(number, len(indices))
     return [indices[i * length // number : (i + 1) * length // number] for i in range(number)]
 
@@ -319,7 +318,7 @@ class _Whole:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor that tiles view: q, k, v, the mask and the words of dropout."""
+        """Return every tensor that tiles view: q, k, v, the bias of the key mask, and the hash words of dropout."""
         dropout = self.problem.dropout
         words = () if dropout is None else (dropout.queries, dropout.keys.expand(self.k.shape[:3]))
         return tuple(x for x in (self.q, self.k, self.v, self.bias, *words) if x is not None)
@@ -327,11 +326,11 @@ class _Whole:
     def tiles(
         self, groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], head_dim: int
     ) -> Iterator[tuple[StridedGroup, _Tile]]:
-        """Cut groups into few tiles, whose outputs stay within a limit of bytes if possible.
+        """Yield (group, tile): groups cut into few tiles, whose outputs stay within a limit of bytes if possible.
 
         Args:
             tensors: all (batch, seq, ...) tensors that the tiles will view.
-            head_dim: head_dim of the calls.
+            head_dim: the number of columns of q in the calls.
         """
         q, layouts = self.q, self.problem.layouts
         limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
@@ -445,7 +444,7 @@ def backward(
     whole, plan = _Whole(problem, operators, q, k, v), problem.plan
     merged = Merged(_dense_rows(dout), dlse, out, lse)
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
-    head_dim = q.shape[-1] + (0 if dlse is None else 8)  # of the calls, with what a gradient on lse appends at most
+    head_dim = q.shape[-1] + (0 if dlse is None else 8)  # a gradient on lse appends at most 8 columns
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
     assign = state is None and plan.square and q.shape[2] == k.shape[2] and groups == plan.groups
     # Rows that several parts add to are summed in single precision at least.

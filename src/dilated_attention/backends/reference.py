@@ -178,7 +178,7 @@ def attend(
     nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
     score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
     score = torch.where(visible, score, -torch.inf)
-    # A constant shift drops out of P and of lse, so it takes no gradient. The extra column serves rows of no keys.
+    # A constant shift drops out of P and of lse, so it takes no gradient. The extra column is for calls without keys.
     shift = torch.nn.functional.pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
     shift = torch.where(shift.isfinite(), shift, 0.0)
     weight = counts * torch.exp(score - shift)
@@ -217,7 +217,7 @@ def batch_counts(
     num_keys: int | None = None,
     **of_branches: Any,
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
-    """Return counts and phantoms of a batch whose samples each have segments from their own first token.
+    """Return the counts and phantoms (None without compat) of a batch. A sample's segments start at its first token.
 
     Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are unseen.
     """

@@ -1,7 +1,7 @@
 """Register the backends and choose among them.
 
-Whether a backend serves a call, and whether `auto` chooses it, depends on facts of the call, never on the environment.
-Every refusal is a sentence that says what would serve the call.
+Whether a backend serves a call, and whether `auto` chooses it, depends on facts of the call and on what the machine
+supports. Every refusal is a sentence that says why, and where possible what would serve the call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Backend:
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if it does.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
-        attend: replaces these two by a function that autograd differentiates; the arguments are those of `reference`.
+        attend: replaces these two by a function that autograd differentiates, such as `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
             in parts.
-        masks_over_mesh: they can also do so with a key mask or dropout, which differ by head in rows from other ranks.
-        packs_samples: takes the samples of a ragged call as one sequence with one plan.
+        masks_over_mesh: they can also do so with a key mask or dropout. In rows from other ranks these differ by head.
+        packs_samples: it computes all samples of a ragged call as one sequence with one plan.
         details: what else `explain` should say about a call that it serves.
     """
 
@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Return why each other backend does not serve the call."""
+        """Return why each other backend does not serve the call, by name; empty without `facts`."""
         return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 
@@ -117,7 +117,7 @@ def choose(name: str, facts: Facts) -> Choice:
     """Choose the backend for a call: the named one, or for "auto" the first one whose `refusal` and `on_request` allow
     it.
 
-    Raises BackendError, with every refusal, when none can serve it.
+    Raises BackendError, with the refusals, if none of them can serve the call.
     """
     if name == "auto":
         for backend in BACKENDS.values():

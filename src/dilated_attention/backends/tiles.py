@@ -2,8 +2,9 @@
 
 A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
 program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
-tiles hold queries or keys. It is made from *cells*: lines that are not yet cut into tiles or assigned to heads. NumPy
-handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches write.
+tiles hold queries or keys. A table is made from *cells*: lines that are not yet cut into tiles or assigned to heads.
+NumPy handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches
+write.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
 Part = tuple[np.ndarray, Sequence[int]]
-"""Cells, and the KV heads that have them."""
+"""An array of cells, and the KV heads for which each of them is computed."""
 
 TILE_FIELDS, SPAN_FIELDS = 8, 5
 HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
@@ -49,12 +50,12 @@ class Table:
         spans: the number of spans in each line; unused ones are empty.
         chain: whether some tile of queries continues results that an earlier launch wrote.
         is_causal: whether the diagonals of the spans apply.
-        banded: whether both diagonals of a span apply, not only the first.
+        banded: whether the second diagonal of the spans (`far`) applies too.
         even: whether no tile, held or streamed, reaches past its rows.
         edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those at the ends of a
             span; in lists of blocks, those of the last `edge` key blocks (or the first `edge` query blocks) of a list.
-        reach: the most tokens between the first and the last row of a tile that the loop streams.
-        count: the number of rows of a segment, by which its layout is found; None without layouts.
+        reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams.
+        count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
     lines: Tensor
@@ -79,8 +80,8 @@ def tables(
 ) -> list[Table]:
     """Return the tables of all launches of a plan, in the order in which they run.
 
-    With layouts, the launches compute the blocks that these list in every segment. `join`: look for turns that can run
-    in one launch.
+    With layouts, the launches compute only the blocks that the layouts list in each segment. `join`: run several turns
+    (see `turns`) in one launch where that is cheap.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -120,7 +121,7 @@ def _block_table(
 
 
 def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
-    """Return the group; if its layout is causal, with the layout's diagonal."""
+    """Return the group with the band of its layout: the diagonal if the layout is causal, otherwise no bound."""
     return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
@@ -136,9 +137,9 @@ def _table(
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
-    """Copy lines to a device. Raises ValueError if a token's number does not fit 32 bits.
+    """Copy lines to a device. Raises UnsupportedError if a token's number does not fit 32 bits.
 
-    Refusals count the tokens of one sample, and a packed batch has more.
+    The backend's `refusal` counts the tokens of one sample, but a packed batch has those of all samples.
     """
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
@@ -147,7 +148,7 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
 
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
-    """Return the most rows that a tile can hold, and the most rows that one step of its loop can visit."""
+    """Return two bounds for tile sizes: the most rows that a tile can hold, and the most that a loop step can visit."""
     sides = [_sides(group, side) for group in plan.groups]
     own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
     if layouts is None:
@@ -220,8 +221,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch when no turns are joined: a launch has the groups of one turn with one
-    layout."""
+    """Return the groups of each launch if turns are not joined. With layouts, a turn has one launch for each layout
+    that its groups use."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -236,9 +237,9 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
     """Return cells per launch: one launch per turn, or fewer with `join`.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
-    one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch fill
-    tiles inside the segments of the densest (w >= own · r). Causal turns stay apart: a tile of a sparse class spans so
-    much of a dense segment that up to half of its scores would lie above the diagonal.
+    one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
+    r) fill tiles inside the segments (w) of the densest: w >= own · r. Callers do not join causal turns: a tile of a
+    sparse class spans so much of a dense segment that up to half of its scores would lie above the diagonal.
     """
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
@@ -266,7 +267,7 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """Return one cell per segment of a group. A cell sees all rows of its only span."""
+    """Return one cell per segment of a group, with one span: the segment's rows on the other side, and the band."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
@@ -284,7 +285,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cut cells into blocks of `size` rows and return these. A layout numbers the blocks from 0 in every segment."""
+    """Return the cells cut into blocks of `size` rows, with each block's number in its segment in the field LIST."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -299,7 +300,7 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Replace each line, in place, by its piece number `index` of `size` rows."""
+    """Cut each line into pieces of `size` rows and replace it, in place, by piece number `index`."""
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
         lines[:, edges] += masked * (index * size)[:, None]
@@ -341,10 +342,10 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
     segments = np.concatenate([_segment_cells(group, side) for group in groups])
-    segment, step = _runs(period // segments[:, STRIDE])  # of each class in which it has rows
+    segment, step = _runs(period // segments[:, STRIDE])  # one entry per segment and residue class of its rows
     start, stride, rows = segments[segment, START], segments[segment, STRIDE], segments[segment, ROWS]
     residue = (start + step * stride) % period
-    # Row residue + number * period is known by residue * beyond + number, so that classes come one after another.
+    # Row residue + number * period gets the code residue * beyond + number, so that classes follow one another.
     begin, end = -((residue - start) // period), -((residue - start - (rows - 1) * stride - 1) // period)
     beyond = int(end.max()) + 1
     begin, end = residue * beyond + begin, residue * beyond + end

@@ -1,4 +1,4 @@
-"""Run calls on GPUs with Triton: each turn of a plan is one kernel launch over a device table of tiles (tiles.py).
+"""Run calls on GPUs with Triton: a plan is a few kernel launches, each over a device table of tiles (tiles.py).
 
 Where an earlier launch wrote a row, a kernel continues its running state. So nothing is gathered, padded or kept per
 branch. Tables are made once per plan, kernel and device. A later call only launches, without a host synchronisation,
@@ -30,12 +30,12 @@ from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced
 
 Tensors = Mapping[str, Any]
-"""The tensors that a kernel gets anew in every call, by name; None where a call has none."""
+"""The tensors of a call by their names in the kernel; None for a tensor that the call does not have."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-MOST_BOUND = 64  # launches of one kernel over one table that are kept for tensors of one kind each
+MOST_BOUND = 64  # the most `Bound` launches kept per kernel and table
 WIDE_FROM = 2**31
 """The number of elements over which a streamed tile may extend before its offsets need 64 bits."""
 
@@ -146,9 +146,9 @@ def _architecture(device: torch.device) -> str:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a problem, float32; arguments and results are those of `native.forward`.
+    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`.
 
-    `state`: a running (out, lse), contiguous; the groups that are not `first` continue it in place.
+    `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
     """
     out, lse = state or tiles.outputs(q, problem.plan)
     tensors = {
@@ -164,7 +164,7 @@ def backward(
     problem: Problem, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv of a problem from the merged out and lse; `state`, running sums, is float32."""
+    """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place."""
     plan = problem.plan
     held = _launches("dkdv", problem, q)
     keys, queries = held.launches, _launches("dq", problem, q).launches
@@ -278,7 +278,7 @@ class Launch:
                 float32 gradients that the outputs hold, instead of writing them.
         """
         scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
-        # One beyond these bounds is 0 or infinite in single precision, or makes what it divides so.
+        # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
         softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
         layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
         lists = None if layout is None else _lists(layout, self.kernel)
@@ -361,8 +361,8 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     key = "triton", id(plan), blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
     if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
-        # Not the default stream, whose memory the tables have: when nobody holds them any more, it would give that away
-        # before this stream has read it. A capture may record a stream, too.
+        # The tables were allocated on the default stream. Without this, the allocator could reuse their memory, once
+        # nothing refers to them, before this stream has read it. This is allowed during a capture too.
         lists = [_lists(layout, kernel) for layout in (layouts or {}).values()]
         tables = [launch.table.lines for launch in held.launches]
         for table in (*tables, *(x for each in lists for x in (each.indptr, each.indices))):
@@ -381,7 +381,7 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], Bound]
 ) -> Tensor:
-    """Return lse and rowsum(dout · out) - dlse as the kernels read them: (B, N, H, 2)."""
+    """Return lse · log2(e) and rowsum(dout · out) - dlse as the kernels read them: float32 (B, N, H, 2)."""
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()
@@ -405,7 +405,7 @@ def _stats(
 
 
 def _hidden(problem: Problem) -> dict[str, Tensor | None]:
-    """Return the tensors that hide pairs."""
+    """Return the kernel's tensors for the key mask and for dropout, by name."""
     hidden, dropout = problem.hidden, problem.dropout
     return {
         "HIDDEN": None if hidden is None else hidden.contiguous().view(torch.uint8),
@@ -415,7 +415,7 @@ def _hidden(problem: Problem) -> dict[str, Tensor | None]:
 
 
 def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> dict[str, Any]:
-    """Return the kernel arguments that are no tensors and depend on no table, by name: strides, sizes, scale, dropout.
+    """Return the non-tensor arguments of a kernel that no table determines, by name: strides, sizes, scale, dropout.
 
     `tensors` holds Q, K, V and, for a backward, DOUT. The names are those in the legend of kernels/strided.py.
     """
