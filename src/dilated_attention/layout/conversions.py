@@ -13,7 +13,7 @@ from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pa
 from dilated_attention.torch_internals import mapped_indices
 
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
-WIDE_LISTS = 2**22  # entries of a BlockMask's lists that may be mostly zeros
+WIDE_LISTS = 2**22  # the most entries that the padded lists of a BlockMask may have
 
 
 def _few(x: Tensor) -> str:
@@ -163,7 +163,7 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    """Return (indptr, indices, seq_len, block size)."""
+    """Return (indptr, indices, seq_len, block size) of a BSR tensor."""
     if t.layout != torch.sparse_bsr:
         raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
     if not 2 <= t.ndim <= 4:
@@ -200,9 +200,9 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
 
 
 def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) -> tuple[Tensor, Tensor]:
-    """Return lists sorted by row as int32 (counts, entries), filled up with zeros.
+    """Turn (row, column) pairs, sorted by row, into int32 (counts, entries): each row's list, padded with zeros.
 
-    Lists are `width` entries long, as BlockMask's own tools need, or as long as the longest where that is too much.
+    Lists are padded to `width`, as BlockMask's methods need, or only to the longest list where that is too much.
     """
     counts = torch.bincount(row, minlength=math.prod(shape))
     if counts.numel() * width > WIDE_LISTS:
@@ -215,7 +215,7 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that finds a block in its list by bisection, in `steps` steps."""
+    """Return a mask_mod that looks up whether a pair's block is listed, by bisection in `steps` steps."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 

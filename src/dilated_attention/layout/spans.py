@@ -103,9 +103,9 @@ def rows_of(counts: Tensor, entries: int) -> Tensor:
 
 
 def kept_before(keep: Tensor) -> Tensor:
-    """Count the kept entries before each entry, and in all.
+    """Return how many kept entries come before each entry of a list, and in all: int64 `(entries + 1,)`.
 
-    This turns offsets into a list into offsets into what is kept of it.
+    Indexed by offsets into the list, the result gives offsets into the kept entries.
     """
     before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
     torch.cumsum(keep, 0, out=before[1:])
@@ -120,11 +120,11 @@ def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Sort in ascending order; on the CPU in place.
+    """Return keys in ascending order. On the CPU they are sorted in place.
 
     There, kind "stable" merges sorted runs, which takes linear time for a few sorted lists one after another.
     """
-    if keys.device.type != "cpu" or in_torch_func():  # whose tensors have no memory that NumPy could sort
+    if keys.device.type != "cpu" or in_torch_func():  # their tensors have no memory that NumPy could sort
         return keys.sort().values
     keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
     return keys

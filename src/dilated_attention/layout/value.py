@@ -313,8 +313,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """Join several layouts into one: for a batch, for the samples that `cu_seqlens` packs, or for the heads.
 
-        The rows of a shorter sample end earlier. In a call with `lengths` or `cu_seqlens` each sample therefore gets
-        the result that it gets alone.
+        The lists after the end of a shorter sample are empty. In a call with `lengths` or `cu_seqlens` each sample
+        therefore gets the result that it gets alone.
 
         Args:
             layouts: layouts of one block size, on one device, either all causal or all not. For the batch, give one per
@@ -360,12 +360,12 @@ class BlockLayout:
 
     @property
     def batch_size(self) -> int:
-        """Return the number of batch elements with lists of their own; 1 when all share the lists."""
+        """Return the number of batch elements with separate lists; 1 if all share the lists."""
         return self.indptr.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """Return the number of heads with lists of their own; 1 when all share the lists."""
+        """Return the number of heads with separate lists; 1 if all share the lists."""
         return self.indptr.shape[1]
 
     @property
@@ -378,7 +378,7 @@ class BlockLayout:
 
     @property
     def nnz(self) -> int:
-        """Return the number of active blocks, over all batch elements and heads that have lists of their own."""
+        """Return the number of active blocks, over all batch elements and heads that have separate lists."""
         return self.indices.numel()
 
     @property
@@ -465,7 +465,7 @@ class BlockLayout:
         With lists per batch element the shape is `(batch, num_heads, seq_len)`. If the layout has fewer heads than
         num_heads, its lists are per KV head, and its heads must divide num_heads.
 
-        Warns with their number if some tokens of some heads see no key at all: their output is 0.
+        Warns if some tokens of some heads see no key at all, and says how many: the output of such a token is 0.
         """
         keys = self.seen_by(seq_len, checks.positive("num_heads", num_heads))
         causal = ", is_causal=True" * self.is_causal
@@ -691,10 +691,10 @@ class BlockLayout:
         return cls.from_indices(indptr, indices, seq_len, block_size, is_causal=is_causal)
 
     def to_block_mask(self) -> BlockMask:
-        """Return a FlexAttention `BlockMask`. A dense mask is never formed: the memory is O(rows * widest row).
+        """Return a FlexAttention `BlockMask`, without forming a dense mask over tokens.
 
-        Up to 4 million pairs of blocks its lists are as wide as PyTorch makes them, which printing, slicing and
-        `to_dense` of a `BlockMask` need.
+        Its lists are as wide as PyTorch makes them, as printing, slicing and `to_dense` of a `BlockMask` need. If they
+        would have more than 4 million entries, they are only as wide as the longest list.
 
         Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
@@ -743,7 +743,7 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return the numbers row * key_blocks + column of all blocks, ascending, with the lists repeated to `lead`."""
+        """Return row * key_blocks + column of all blocks, ascending, with lists repeated to `lead`, (batch, heads)."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
