@@ -31,14 +31,14 @@ def antidiagonal_blocks(
 
     Each row gets as many blocks as in `topk_blocks`.
 
-    Queries and keys are cut into pieces of `stride` tokens, x and y. With
+    Queries and keys are cut into pieces of `stride` tokens, x and y. The mean score along the antidiagonal of a tile,
+    which crosses every column and diagonal, is
 
-        s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i},
+        s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i}.
 
-    the mean score along the antidiagonal of a tile of scores (the antidiagonal crosses every column and diagonal),
-    share(i, J) is the mean over the pieces x of query block i of the softmax of s(x, ·) over all pieces, summed over
-    the pieces of J. Every query and key is read, but only 1 / stride² of the scores is formed. Tokens past the end are
-    zeros.
+    share(i, J) is the softmax of s(x, ·) over all pieces, summed over the pieces of key block J, and averaged over the
+    pieces x of query block i. Every query and key is read, but only 1 / stride² of the scores is formed. Tokens past
+    the end are zeros.
 
     Args:
         stride: the number of tokens per piece; it must divide both block sizes. Computing all scores instead would

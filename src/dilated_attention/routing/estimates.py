@@ -35,8 +35,8 @@ class Sample(NamedTuple):
         peaks: the number of keys per block.
         scale: the factor of the scores.
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
-        joined: how many tokens are joined into one query (taken from the last to the first), and into one key. Missing
-            tokens count as zeros.
+        joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
+            count as zeros.
         skipped: how many query blocks come before row 0.
     """
 
@@ -115,8 +115,8 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
 
     Args:
         choices: (all rows,): each row may see this many columns, counted from the first.
-        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows. Numbers past the last column fill
-            short lists up and see nothing.
+        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows. Numbers past the last column pad
+            short lists and are never seen.
     """
     batch, heads, _, number = listed.shape
     parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]

@@ -18,10 +18,10 @@ from dilated_attention.routing.grid import Candidates, Keys, Queries, is_compile
 
 FORECAST_PRIOR = 0.5, 0.25, 0.25
 FORECAST_RATE = 4.0
-FORECAST_ROWS = 8  # query blocks from block 2^n to block 2^(n+1) of which some tokens' softmax is computed
-FORECAST_TOKENS = 4  # tokens of such a block
-FORECAST_STRIDE = 8  # of the keys that they see
-FORECAST_GROUP = 8  # of those blocks whose tokens see the same keys; a power of two
+FORECAST_ROWS = 8  # how many query blocks from block 2^n to block 2^(n+1) are sampled
+FORECAST_TOKENS = 4  # sampled tokens per such block, whose softmax is computed
+FORECAST_STRIDE = 8  # distance of the keys that they see
+FORECAST_GROUP = 8  # consecutive sampled blocks whose tokens see the same keys; a power of two
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -29,8 +29,8 @@ class Forecast:
     """Forecast the shares of each query block's keys, from causal estimates that describe the block before it.
 
     The forecast mixes three: the estimate, the estimate moved on by one key block, and the mean of what earlier sampled
-    rows have seen at each distance from the last key block that a row may choose. Each weighs the more, the more of
-    what earlier tokens have seen its lists would have held.
+    rows have seen at each distance from the last key block that a row may choose. A forecast weighs more if lists made
+    from it would have held more of what earlier tokens have seen.
 
     Call it on consecutive slices of rows, in order, from the first row to the last: it remembers these weights.
 
@@ -38,7 +38,7 @@ class Forecast:
         sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
         seen: these tokens' mean share of each key block, `(B, H, sampled, columns)`; 0 where the row may not choose the
             block. The forecast of a row uses those of earlier rows only.
-        held: the logarithms of the three weights so far, over FORECAST_RATE.
+        held: the logarithms of the three weights so far, divided by FORECAST_RATE, `(B, H, 3)`.
 
     Args:
         group: average what the query heads of a KV head have seen; H is then the number of KV heads.
@@ -56,7 +56,8 @@ class Forecast:
         self.held = prior.repeat(*seen.shape[:2], 1)
 
     def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
-        """share: estimated for the rows `at`, (B, H, rows, columns). counts: the lengths of their lists, (…, rows)."""
+        """Return the forecast of the rows `at`, given their estimates `share`, (B, H, rows, columns), and the lengths
+        `counts` of their lists, (…, rows). It may overwrite `share`."""
         grid, counts = self.grid, counts.expand(share.shape[:3])
         if is_compiled(share, self.seen):
             share = share.contiguous()
@@ -83,7 +84,8 @@ class Forecast:
 
     @cached_property
     def distant(self) -> Tensor:
-        """`seen` by distance from the last block that a row may choose, its mean over the first 0, 1, ... of them."""
+        """Return means of `seen`, by distance from the last block that a row may choose, over the first 0, 1, ... of
+        the sampled rows."""
         may = self.grid.allowed[self.sampled]
         reached = torch.arange(self.grid.columns, device=self.grid.device) < may.sum(-1, keepdim=True)
         mean = self._turned(self.seen, may).cumsum(2) / reached.cumsum(0).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The key blocks that a query block may choose, those that it always has, and how many it keeps."""
+"""Describe which key blocks a query block may choose, which it always lists, and how many it keeps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.torch_internals import is_mapped
 
-ALWAYS = 4.0  # on top of the share of a block that is always listed; shares lie in [0, 2)
+ALWAYS = 4.0  # added to the share of a block that is always listed; shares lie in [0, 2)
 Queries = Float[Tensor, "batch seq heads head_dim"]
 Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled library reads these tensors: it gives no gradients."""
+    """Return whether the compiled library serves these tensors. It gives no gradients."""
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
@@ -68,7 +68,7 @@ def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
                 )
             if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
                 return one(q, k)  # which says what is wrong
-            if not (len(q) or len(k)):  # a batch of none has no lists: those of a batch of one, all but that one
+            if not (len(q) or len(k)):  # an empty batch: make the lists of a batch of one, and select none of them
                 return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
             if key_padding_mask is not None:
                 if lengths is not None or cu_seqlens is not None:
@@ -121,20 +121,20 @@ class Candidates(BlockGrid):
 
     @cached_property
     def always(self) -> Tensor:
-        """Key blocks that the query block's tokens lie in."""
+        """Booleans `(rows, columns)`: with `keep_diagonal`, the key blocks that the query block's tokens lie in."""
         column, (starts, stops, _) = torch.arange(self.columns, device=self.device), self.bounds
         return (column >= starts[:, None]) & (column < stops[:, None])
 
     @cached_property
     def bounds(self) -> compiled.Rows:
-        """The key blocks that each query block always lists, from one to another, and how many it may choose."""
+        """The first key block that each query block always lists, the end of these, and how many it may choose from."""
         last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
         starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
         return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)
 
     @cached_property
     def choices(self) -> Tensor:
-        """The number of key blocks, from the first on, that each query block may choose, `(rows,)`."""
+        """The number of key blocks, counted from the first, that each query block may choose from, `(rows,)`."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
         return (self.first_query + 1) // self.k_block
@@ -159,10 +159,10 @@ class Candidates(BlockGrid):
         return self._blocks(density)
 
     def _blocks(self, density: float) -> Tensor:
-        """Return round(density * visible) per row, corrected for a causal last query block that is partial.
+        """Return max(floor, round(density * visible)) per row, but not fewer than the blocks that are always listed.
 
-        Such a block chooses as many earlier blocks as it would if it were whole, so that its choice does not depend on
-        how many tokens follow. It only lacks the diagonal blocks that do not exist.
+        When causal, a partial last query block chooses as many earlier blocks as it would if it were whole, so that its
+        choice does not depend on how many tokens follow. It only lacks the diagonal blocks that do not exist.
         """
         visible = self.visible().to(self.device)
         whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
@@ -170,7 +170,7 @@ class Candidates(BlockGrid):
         return torch.maximum(present, self.bounds.stops - self.bounds.starts).minimum(visible)
 
     def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
-        """Return the layout whose rows list the `counts` largest of their shares, of equal ones the first.
+        """Return the layout whose rows list the blocks with the `counts` largest shares; in a tie, the first ones.
 
         rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) of all rows, in order.
         """
@@ -223,6 +223,6 @@ def candidates(
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
-    """Return shares with `ALWAYS` on top where a block is always listed, and -1 where it may not be."""
+    """Return shares, plus `ALWAYS` where a block is always listed; -1 where it may not be chosen."""
     share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))

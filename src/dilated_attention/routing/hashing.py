@@ -20,7 +20,7 @@ from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
 NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query alone there hits none
-WEIGHT_ALONE = 0.3  # of a key's weight beside its collisions; 0 and 1 captured less of MiniLM's attention
+WEIGHT_ALONE = 0.3  # factor of the share by weights alone; 0 and 1 captured less of MiniLM's attention
 
 
 @selector
@@ -66,7 +66,7 @@ def lsh_blocks(
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
     hashes = _Hashes(planes.to(grid.device, grid.dtype), num_bits)
     queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
-    met = hashes.weights(*queries)  # (B, H, rows from the first that has queries on, hashes * buckets)
+    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
     means, sizes = part_means(k, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     everything, skip = slice(0, grid.rows), int(is_causal)
@@ -87,7 +87,8 @@ def lsh_blocks(
 
 
 class _Tokens(NamedTuple):
-    """Tokens of blocks (B, blocks, T, H, D), a centre for each block or for all, and which exist, (1, blocks, 1, T)."""
+    """Hold tokens of blocks (B, blocks, T, H, D), the centre of each block or of all, and 1 for each token that exists
+    (1, blocks, 1, T), else 0."""
 
     x: Tensor
     centre: Tensor
@@ -95,7 +96,8 @@ class _Tokens(NamedTuple):
 
 
 def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
-    """Each `step`-th query of each block; causal: of the q_block queries that end at its first one, from block 1 on."""
+    """Return each `step`-th query of each block. When causal, a block has the q_block queries that end at its first
+    one, and block 0 is left out."""
     stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
     blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
     token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
@@ -108,14 +110,14 @@ def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
 def _shares(
     met: Tensor, centre_q: Tensor, k: Tensor, means: Tensor, centre_k: Tensor, hashes: _Hashes, grid: Candidates
 ) -> Tensor:
-    """The estimate of `lsh_blocks`, (B, H, rows from the first that has queries on, columns).
+    """Return the estimate of `lsh_blocks`, (B, H, rows, columns); when causal without row 0.
 
-    The exponent of a key's weight, q̄·k, is split at the largest one of its block: within the block q̄ is the mean as of
-    its first chooser, so that the weights are the same for all rows; across blocks it is the row's own.
+    A key's weight is the product of two factors. Its weight relative to the largest in its block uses the q̄ of the
+    block's first chooser, so that it is the same for all rows. The largest weight is estimated with the row's own q̄.
 
     Args:
-        met: the shares of a block's queries in each bucket, of 1 / hashes in each hash.
-        means: of each block of keys.
+        met: the share of a block's queries in each bucket; the shares in one hash sum to 1 / hashes.
+        means: the mean key of each block.
     """
     group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)
     chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if grid.is_causal else centre_q
@@ -140,10 +142,10 @@ def _shares(
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """(B, blocks, H, D), of `size` tokens each -> the mean of all tokens (B, 1, H, D); causal: up to each block.
+    """Return the mean of all tokens, (B, 1, H, D), from the means (B, blocks, H, D) of blocks of `size` tokens.
 
-    When causal, the result has one mean per block, over the tokens up to that block. Computed in single precision at
-    least, because float16 cannot count beyond 65,504.
+    When causal, return for each block the mean of its own and all earlier means, (B, blocks, H, D). Computed in single
+    precision at least, because float16 cannot count beyond 65,504.
     """
     dtype = torch.promote_types(means.dtype, torch.float32)
     means, size = means.to(dtype), size.to(dtype)
@@ -154,7 +156,7 @@ def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
 
 
 class _Hashes(NamedTuple):
-    """Hashes by sides of planes (head_dim, hashes * num_bits)."""
+    """Hash tokens by the sides of planes on which they lie; planes: (head_dim, hashes * num_bits)."""
 
     planes: Tensor
     num_bits: int
@@ -164,7 +166,7 @@ class _Hashes(NamedTuple):
         return 2**self.num_bits
 
     def weights(self, x: Tensor, centre: Tensor, weight: Tensor) -> Tensor:
-        """Weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
+        """Return the summed weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
 
         Args:
             x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).

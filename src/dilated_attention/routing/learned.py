@@ -119,7 +119,8 @@ class LearnedRouter(nn.Module):
         return grid
 
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        """Score in the router's dtype, under autocast too: rounding would change the choice and a gate's row sums."""
+        """Return the scores (B, H, rows, columns), in the router's dtype even under autocast: rounding would change the
+        choice and the sums of gates."""
         with torch.autocast(q.device.type, enabled=False):
             dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
             blocks = (

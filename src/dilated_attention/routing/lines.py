@@ -59,7 +59,7 @@ def vertical_slash(
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Scores (B, H, some rows, columns) for all rows, in order."""
+    """Yield slices of rows, in order, with the scores of `vertical_slash`, (B, H, rows of the slice, columns)."""
     own = grid.first_query // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
@@ -77,7 +77,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
         if not grid.is_causal:
             sums = sums[0] + share.sum(2, keepdim=True), sums[1] + slash.sum(2, keepdim=True)
             continue
-        for i in range(at.stop - at.start):  # a column exists from the row on that reaches it, and so does a diagonal
+        for i in range(at.stop - at.start):  # columns and diagonals exist as soon as a row reaches them
             weight = KEPT * weight + exists[i]
             sums = tuple(KEPT * total + x[:, :, i : i + 1] for total, x in zip(sums, (share, slash), strict=True))
             share[:, :, i], slash[:, :, i] = (total[:, :, 0] / weight.clamp(min=1) for total in sums)

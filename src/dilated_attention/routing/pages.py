@@ -70,7 +70,7 @@ class PageBounds:
     """Keep the least and greatest components of each page's keys up to date as new keys arrive, for decoding.
 
     `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
-    `page_bounds`; `decoding.listed_attention` reads only those. Two rows per page are kept in memory.
+    `page_bounds`; `decoding.listed_attention` reads only those. Two rows per page are kept, and the keys of two pages.
 
     Raises ValueError if new keys do not have the batch size, heads, head_dim and dtype of the earlier ones, or if a
     query does not fit the keys.
