@@ -189,9 +189,9 @@ class Call:
         return plan_of(self.branches, rows, columns, self.is_causal)
 
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
-        """Return the (batch, seq) slices of the call's samples, each of which has a segment grid of its own.
+        """Return the (batch, seq) slices of the call's samples. Segments start anew in each sample.
 
-        Raises ValueError if lengths or cu_seqlens do not fit. No earlier place reads their values.
+        Raises ValueError if lengths or cu_seqlens do not fit: their values are first read here.
         """
         if self.lengths is not None and is_mapped(self.lengths):
             raise UnsupportedError(
@@ -215,8 +215,7 @@ class Call:
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def row_counts(self, length: int) -> set[int]:
-        """Return the numbers of participating tokens that the segments of a sample of this length have, each number
-        once."""
+        """Return the set of the numbers of tokens that take part in a segment, for a sample of this length."""
         # torch.compile of PyTorch 2.8 does not support a slice of a named tuple.
         segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
         return row_counts(segment_lengths, dilation_rates, offsets, length)

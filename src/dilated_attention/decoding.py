@@ -217,7 +217,7 @@ def listed_attention(
         checks.indices("lengths", lengths, new, seq_len + 1)
     position = lengths.to(q.device)[:, None] - new + torch.arange(new, device=q.device)
     lists = lists.expand(batch, max(lists.shape[1], kv_heads), new, -1)
-    query = torch.arange(batch * new, device=q.device)[:, None, None]  # each with a batch element of its own
+    query = torch.arange(batch * new, device=q.device)[:, None, None]  # each becomes a batch element
     token, hidden = _tokens(lists.transpose(1, 2).flatten(0, 1), block_size, position.expand(batch, -1).reshape(-1))
     head = torch.arange(lists.shape[1], device=q.device)[:, None] * kv_heads // lists.shape[1]
     keys, values = (x[query // max(1, new), token, head] for x in (k, v))

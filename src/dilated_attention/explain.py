@@ -29,7 +29,7 @@ class Explanation:
         refusals: why each other backend would not.
         groups: the strided groups of the plan, in order of execution.
         flops: floating-point operations of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes
-            count the groups before block layouts thin them out.
+            do not take block layouts into account: they count the whole groups.
         bytes: the least memory traffic that the forward needs on the device: rows of q, k and v read, rows of out and
             lse read and written, counted per group, or per call inside a layout.
         calls: for each number of tokens that a segment has, the calls that the native backend makes for the layout
@@ -130,7 +130,7 @@ def explain(
     else:
         chosen, exchange, shared = over_mesh.account(call, q, k)
         batch = q.shape[0] if call.lengths is None else 1
-        work = [(group, batch, None) for group in shared]  # as if no layout thinned the groups out
+        work = [(group, batch, None) for group in shared]  # as if there were no layouts
         layouts = [x.causal() if call.is_causal else x for x in call.layouts]
     inside: dict[int, tuple[Calls, ...]] = {}
     for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
@@ -147,7 +147,7 @@ def explain(
         heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
         layout = own.for_heads(q.shape[2])
         layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
-        each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be of none
+        each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be empty
         pairs += each * int(layout.seen.sum())
         for run in calls_of(layout):
             read = run.queries * row + run.keys * 2 * row

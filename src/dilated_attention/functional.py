@@ -186,7 +186,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 
 
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend to the terms of a sum separately, and merge."""
+    """Attend to the parts of a sum separately; return their merged out and lse, `(batch, heads, seq)`."""
     if options["dropout_p"]:
         raise UnsupportedError(
             "dropout_p with a sum of block layouts and other patterns is not supported; train with dropout_p=0.0"
@@ -223,7 +223,7 @@ def _layout_at_positions(
 ) -> tuple[Tensor, Tensor]:
     """Attend with the rows and columns of a layout at some positions.
 
-    q, k and v are filled up to the sequence so far; the other query blocks list nothing, and the other keys are hidden.
+    q, k and v are padded to the sequence so far. Query blocks before q list nothing, and padded keys are hidden.
     """
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])

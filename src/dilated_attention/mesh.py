@@ -40,9 +40,9 @@ def context_group(mesh: Mesh) -> ProcessGroup:
 
 
 def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
-    """Return what a module keeps: a device mesh.
+    """Return the mesh as a DeviceMesh, which a module keeps; None stays None.
 
-    It can be copied and pickled with the module, unlike a process group.
+    Unlike a process group, it can be copied and pickled with the module.
     """
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh

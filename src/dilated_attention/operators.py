@@ -76,7 +76,7 @@ def _differentiated(*tensors: Tensor) -> bool:
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
-    """Return a call as the operators' arguments after their tensors."""
+    """Return a call as the arguments that the operators take after q, k, v and the other tensors of attention."""
     branches, shards = call.branches, call.shards
     numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
     numbers += (len(branches.offsets), len(branches.bands))
@@ -110,7 +110,7 @@ def _unpack(
     key_padding_mask: Tensor | None,
     seed: Tensor | None,
 ) -> Call:
-    """Return the call that `_pack` packed; k has its KV heads."""
+    """Return the call that `_pack` packed; k gives the number of KV heads."""
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
@@ -127,9 +127,9 @@ def _unpack(
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Return whether words belong to a call over a mesh.
+    """Return whether the packed words belong to a call over a mesh.
 
-    A call on one device has at most a backend and a layout function.
+    The words of a call on one device are only its backend and, if it has one, its layout function.
     """
     return len(words) > 2
 

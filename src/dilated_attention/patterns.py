@@ -42,7 +42,7 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
 
 
 class _Term:
-    """Base class of the terms of a sum; a `BlockLayout`, which has no `+` of its own, may be added to one."""
+    """Base class of the terms of a sum. A `BlockLayout`, which has no `+` itself, may be added to one."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
@@ -62,8 +62,8 @@ class _Branched(_Term):
     def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
         """Return the number of keys that each token sees, per head: int64, `(num_heads, seq_len)`.
 
-        Keys are counted with multiplicity. Warns with their number if some tokens of some heads see no key at all:
-        their output is 0.
+        Keys are counted with multiplicity. Warns if some tokens of some heads see no key at all, and says how many:
+        the output of such a token is 0.
 
         Args:
             is_causal: count only the keys that do not come after the token.
@@ -387,7 +387,7 @@ class Sum(_Branched):
         """Return the terms in one normal form for num_heads KV heads.
 
         Raises:
-            UnsupportedError: there are several `parts`: a term with a layout is a call of its own.
+            UnsupportedError: there are several `parts`, because a term with a layout needs a separate call.
         """
         if len(self.parts) > 1:
             raise UnsupportedError(f"pattern={self!r}: its layouts are calls of their own; give each of pattern.parts")
@@ -463,7 +463,7 @@ def _covering(pattern: Dilated) -> str:
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """Return the layout for `length` tokens.
 
-    `plan_cache` keeps what a callable returns as long as the callable lives, which a weak reference to it tells. A
+    `plan_cache` holds what a callable returned, under a name (`name_of`) that is valid as long as the callable lives. A
     callable that allows no weak reference (`__slots__`) is called every time.
     """
     if isinstance(layout, BlockLayout):
@@ -509,7 +509,7 @@ _FUNCTIONS: dict[str, LayoutOfLength] = {}
 
 @constant_when_traced
 def function_name(layout: LayoutOfLength) -> str:
-    """Return the name under which an exported program of this process finds a layout function."""
+    """Register a layout function, and return the name by which exported programs of this process find it."""
     name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
     _FUNCTIONS[name] = layout
     return name
@@ -563,8 +563,8 @@ class Product(_Term):
     def coverage(self, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> Tensor:
         """Return the number of keys that each token sees, per query head: int64, `(num_heads, seq_len)`.
 
-        Keys are counted with multiplicity. Warns with their number if some tokens of some heads see no key at all:
-        their output is 0.
+        Keys are counted with multiplicity. Warns if some tokens of some heads see no key at all, and says how many:
+        the output of such a token is 0.
 
         Args:
             num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.

@@ -16,9 +16,9 @@ from dilated_attention.errors import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FAINTEST = 0.22  # how dark the least that is seen is drawn; black is 1
+FAINTEST = 0.22  # how dark the pixel with the fewest shown pairs is drawn; black is 1
 PERCENTILE = 99  # of the tiles' values: the end of their scale
-PIXELS = 512  # a side of a picture, at most, where a square may stand for several pairs
+PIXELS = 512  # the largest side of a picture; in a longer sequence, a pixel shows several pairs
 
 
 class Branches(Protocol):

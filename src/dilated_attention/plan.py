@@ -1,7 +1,7 @@
 """Compile a pattern into a plan: the groups of rows that the pattern consists of at one sequence length.
 
-A group is a family of equal strided blocks, so a plan is a few integers at any length. Plans are pure integers:
-tables on a device are derived from them elsewhere.
+A group is a set of attention problems of one shape at equal distances, so a plan is a few integers at any length. Plans
+hold nothing else: tables on a device are derived from them elsewhere.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Branches(NamedTuple):
     Attributes:
         compat: `"torchscale"` or None, as in `Dilated`.
         bands: for each branch, which of a segment's participating rows see which; empty: all see all.
-        leading: for each branch, the number of first tokens that all see and that see all, besides what the band shows;
-            empty: no leading tokens.
+        leading: for each branch, the number of first tokens that all tokens see and that see all tokens, besides what
+            the band shows; empty: no leading tokens.
     """
 
     segment_lengths: tuple[int, ...]
@@ -91,8 +91,8 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
     def triangle(side: int) -> int:
         return side * (side + 1) // 2 if side > 0 else 0
 
-    # Rows from the first that has an entry above; those where whole columns lie above are not a triangle's.
-    side = columns - 1 - diagonal  # entries above in row 0, were there columns enough
+    # Row i has side - i entries above, cut to [0, columns]. The last two terms subtract what exceeds `columns`.
+    side = columns - 1 - diagonal
     return triangle(side) - triangle(side - rows) - triangle(-1 - diagonal) + triangle(-1 - diagonal - rows)
 
 
@@ -184,8 +184,8 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
     """Return, as runs of equal segments, the rows that take part in a branch.
 
     Returns:
-        For each run: its rows; how many rows of the same segment lie before them; how many rows the whole segment lacks
-            to ceil(w' / r); whether the segment reaches beyond the tokens.
+        For each run: its rows; how many rows of the same segment lie before them; by how many rows the whole segment
+            falls short of ceil(w' / r); whether the segment reaches beyond the tokens.
     """
     segment, lower, upper, runs = spans
     found = []
@@ -405,8 +405,8 @@ def plan_of(
 
     Args:
         queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows
-            of the plan are numbered from these starts. compat="torchscale" needs all tokens. Its groups that are not
-            causal then count ceil(w' / r) keys per segment, w' = min(w, stop), padding included.
+            of the plan are numbered from these starts. compat="torchscale" needs all tokens. Without causality its
+            groups count ceil(w' / r) keys per segment, padding included, with w' = min(w, stop).
     """
     keys = queries if keys is None else keys
     return plan_cache.get(
@@ -435,7 +435,7 @@ def plan_dilated(
 def row_counts(
     segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int
 ) -> set[int]:
-    """Return the numbers of tokens that take part in a segment, over all segments, branches and heads.
+    """Return the set of the numbers of tokens that take part in a segment, over all segments, branches and heads.
 
     Uses no plan and no cache, whose lock `torch.compile` cannot trace.
     """

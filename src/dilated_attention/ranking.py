@@ -15,7 +15,7 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :number], indices[..., :number]
-    # one integer each: above, the bits of the float in an order that rises with it; below, the places, falling
+    # One integer per entry: the high half rises with the float, the low half falls with the place.
     last = x.shape[-1] - 1
     bits = (x.detach().float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
     order = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long().bitwise_left_shift_(32)

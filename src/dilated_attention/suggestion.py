@@ -124,9 +124,9 @@ class _Problem:
 
         `rate`: the rate of the last branch. Without causality a first segment of `rate` tokens is enough, because it
         has a token of every residue. When causal, a pair can fail close to a border between two first segments, if no
-        token between the two has the right residue. rate (rate - 1) / 2 pairs at each border are never connected; these
-        may be at most 0.5 % of all pairs. The same number for any two segments are not connected within two layers;
-        these may be at most 5 %.
+        token between the two has the right residue. At each border, rate (rate - 1) / 2 pairs are never connected;
+        these may be at most 0.5 % of all pairs. For any two segments, as many pairs are not connected within two
+        layers; these may be at most 5 %.
         """
         if not self.is_causal:
             return rate

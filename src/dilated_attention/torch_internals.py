@@ -57,7 +57,7 @@ def is_symbol(size: int) -> bool:
 
 
 def not_traced(function: Function) -> Function:
-    """Wrap `function` in `torch.compiler.disable` as soon as the compiler is loaded, and call it as it is before."""
+    """Wrap `function` in `torch.compiler.disable` once the compiler is loaded. Until then, calls are direct."""
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)
