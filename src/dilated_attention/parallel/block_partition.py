@@ -36,7 +36,7 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return which rows of a crossing segment some of its tokens are."""
+    """Return the interval of rows that a run of a crossing segment's tokens has in the segment."""
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
@@ -58,7 +58,7 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 
 
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return the list and the key block of each entry; lists are counted by batch, head and query block."""
+    """Return, for each entry of some lists, its list's number (by batch, head, query block) and its key block."""
     tables = layout.to("cpu")
     indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
     starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
@@ -80,7 +80,7 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield KV heads and the rows, ascending, inside `within` that the lists of these queries hold."""
+    """Yield (KV heads, rows): the rows inside `within`, ascending, that the lists of these queries name."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
@@ -98,7 +98,7 @@ def distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys that a rank receives."""
+    """Return the sorted row keys that a rank receives."""
     found = []
     for crossing in crossings(sharding, rank):
         start, stop = own = _rows_of(crossing, crossing.own)
@@ -172,7 +172,7 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class BlockProblem(Remote):
-    """Hold a rank's attention of its own rows of a crossing segment to some of the keys that they list."""
+    """Hold the problem of a rank's own rows of a crossing segment over some of the keys that their lists name."""
 
     queries: BlockQueries
 
@@ -191,7 +191,7 @@ class _Shrunk:
         return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
 
     def layout(self, heads: int, lists: Integers, blocks: Integers) -> BlockLayout:
-        """Return the layout with these entries of the query blocks' lists, as `_lists` gives them for some heads."""
+        """Return this sequence's layout with some entries; `lists` and `blocks` are as `_lists` returns them."""
         q_block, k_block = self.whole.block_size
         counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
         lengths = np.bincount(lists, minlength=self.whole.batch_size * heads * len(self.query_blocks))
@@ -203,7 +203,10 @@ class _Shrunk:
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
 ) -> BlockProblem | None:
-    """Return the problem over the keys among `tokens`, intervals of the global sequence; None if no list has any."""
+    """Return the problem of a rank's queries over the keys in `tokens`, intervals of the whole sequence.
+
+    None if no list of these queries names such a key.
+    """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
     listing = [head for _, heads in _heads(sharding, layout, crossing) for head in heads]

@@ -79,9 +79,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
-    """Return on every rank the rows of all ranks in dimension `dim`, of which rank i holds bounds[i] to bounds[i + 1].
+    """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
 
-    The gradient is the sum over ranks of the gradients of their copies. `name`: of the call, for errors.
+    The gradient is summed over the ranks' copies. `name` is the call's name, the same on every rank.
     """
     rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
     return rows.movedim(0, dim)
@@ -99,7 +99,7 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
     """Return all tokens of this rank's key-value heads and of the query heads that read them.
 
-    A message's row is what one token has of one rank's heads, filled up with zeros to the widest share.
+    A row of a message holds q and k of one token for one rank's heads, padded with zeros to the largest share.
     """
     group, counts = q.shape[2] // k.shape[2], [last - first for first, last in pairwise(shares)]
     widest, mine = max(counts), counts[link.rank]

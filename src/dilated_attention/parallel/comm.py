@@ -1,10 +1,10 @@
 """Move rows between the ranks of one process group, in sealed messages; refuse a group that has failed.
 
-`torch.distributed` moves the bytes. Gloo hands over whatever arrives: a message shorter than expected leaves the rest
-of the buffer as it was, without an error. So every message ends in a *seal*, which the receiver compares before it uses
-a row: the fingerprint of its plan, layer, phase and forward, and the number of the transfer. And before the first
-transfer of a plan the ranks compare fingerprints, so that a rank with a different call raises an error instead of
-exchanging rows.
+`torch.distributed` moves the bytes. Gloo does not check sizes: if a message is shorter than expected, the rest of the
+receive buffer keeps its old contents, without an error. So every message ends in a *seal*, which the receiver checks
+before it uses a row. The seal holds a hash of the plan, layer, forward and phase, and the number of the transfer.
+Before the first transfer of a plan the ranks also compare hashes of their calls, so that a rank with a different call
+raises an error instead of exchanging rows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**16
-"""The most descriptions kept. The oldest is dropped first, at the same call on every rank."""
+"""The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank."""
 _MOST_FORWARDS = 2**12
 """The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
 
 def seal_rows(row_bytes: int) -> int:
-    """Return how many rows of a message its seal takes."""
+    """Return how many rows a seal takes, for rows of `row_bytes` bytes."""
     return -(-_SEAL_BYTES // max(row_bytes, 1))
 
 
 @dataclass(frozen=True)
 class Framing:
-    """Describe a buffer of messages, one for each of `peers`, ascending.
+    """Describe a buffer that holds one message for each rank in `peers`, in ascending order.
 
-    A message is its rows, then `seal` rows that hold its seal.
+    Message i is `counts[i]` rows of data, then `seal` rows that hold its seal.
     """
 
     peers: tuple[int, ...]
@@ -58,7 +58,7 @@ class Framing:
 
     @classmethod
     def of(cls, counts: Sequence[int] | dict[int, int], seal: int) -> Framing:
-        """Make a framing from the rows of each rank's message; a message without rows is not sent."""
+        """Make a framing from the number of data rows per rank. A rank without rows gets no message."""
         rows = counts if isinstance(counts, dict) else dict(enumerate(counts))
         peers = tuple([peer for peer in sorted(rows) if rows[peer]])
         return cls(peers, tuple([rows[peer] for peer in peers]), seal)
@@ -86,13 +86,13 @@ class Framing:
         return (ends - self.seal)[:, None] + np.arange(self.seal)
 
     def without(self, rank: int) -> Framing:
-        """Return the framing of the messages to or from other ranks."""
+        """Return this framing without the message to or from `rank`."""
         return Framing.of(dict(zip(self.peers, self.counts, strict=True)) | {rank: 0}, self.seal)
 
 
 @dataclass
 class Traffic:
-    """Count what one rank has moved, where tensors are handed to `torch.distributed`.
+    """Count what one rank has sent and received through `torch.distributed`.
 
     Attributes:
         rounds: collectives, and batches of sends and receives that are posted together.
@@ -147,9 +147,10 @@ class Forwards:
     again: tuple[int, int] = (-1, 0)
 
     def next(self) -> int:
-        """Return the number of the forward that starts or, inside a backward, of the one that it recomputes.
+        """Return the number of the forward that starts.
 
-        That is the last one before the node that runs, adjusted by how many forwards that node has recomputed so far.
+        Inside a backward it is made from the number of the forward being recomputed, the last one that began before
+        the running autograd node, and from how many forwards this node has recomputed so far.
         """
         here, node = autograd_position()
         if node is None:
@@ -163,7 +164,7 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for a description, and the forwards of each layer under it."""
+    """Hold what the ranks have agreed on for one call description, and the forwards of each layer with it."""
 
     wanted: bool | None = None  # whether some rank wants gradients, in calls that can have them; None: not compared yet
     layers: dict[str, Forwards] = field(default_factory=dict)
@@ -173,7 +174,7 @@ class Agreed:
 class Link:
     """Send and receive rows for one rank of a process group.
 
-    A link does not keep the group alive; its threads end when the group is destroyed.
+    A link refers to the group weakly, so that it does not keep a destroyed group and its threads alive.
     """
 
     end_of: InitVar[ProcessGroup]
@@ -213,9 +214,11 @@ class Link:
             )
 
     def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> Agreed:
-        """Compare a call's description between the ranks, once for each description, before any row moves.
+        """Compare a call's description between the ranks before any row moves, and return what they agreed on.
 
-        Raises ValueError on every rank, naming the ranks that differ and how, or those that refuse their call.
+        Each description is compared once. If the ranks differ, or if one refuses its call, every rank raises a
+        ValueError that names these ranks and the reason. A refusal of a description that was compared before raises
+        on this rank alone.
 
         Args:
             description: one `name=value` per line, for everything that must be equal so that the ranks' messages
@@ -249,7 +252,7 @@ class Link:
         return agreed
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a collective call that is not attention; `number` is as in `begin`."""
+        """Begin a collective call that is not attention; `number` and the result are as in `begin`."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
         return self._begin(name, self._functions, number)
 
@@ -257,7 +260,7 @@ class Link:
         """Put the layer and the number of the call into the seals that follow, and return the number.
 
         Args:
-            number: in a backward, the number of its forward.
+            number: in a backward, the number that its forward got; default: a new one.
         """
         return self._begin(layer, self._agreed[self.fingerprint].layers, number)
 
@@ -286,7 +289,7 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
-        """Start handing one message of rows, of the same size on every rank, to every rank."""
+        """Start an all-gather of one message per rank. All ranks' messages have the same number of rows."""
         everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
         with self.guard(what):
@@ -294,7 +297,10 @@ class Link:
         return self.started(works, buffer, everyone, everyone, seal, what)
 
     def moved(self, rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], what: str) -> Tensor:
-        """Send `leaving[j]` of the rows, `(rows, ...)` in the order of the ranks j, and return those that arrive."""
+        """Send `leaving[j]` rows to each rank j, and return the rows that arrive, `arriving[j]` from each rank j.
+
+        Both are `(rows, ...)`, in the order of the ranks.
+        """
         seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
         sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
         message = rows.new_empty(sent.rows, *rows.shape[1:])
@@ -303,7 +309,7 @@ class Link:
         return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
     def summed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Return the sum over ranks of their copies of this rank's rows: the gradient of `whole`, with its bounds."""
+        """Return this rank's rows of the sum of all ranks' `rows`: the backward of `whole`, with its `bounds`."""
         counts = [stop - start for start, stop in pairwise(bounds)]
         own = counts[self.rank]
         if not rows.shape[1:].numel():
@@ -344,7 +350,7 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
-        """Start moving the bytes. A link for rehearsals replaces this method, `gather` and `post`."""
+        """Start the all-to-all of two buffers. A link for rehearsals replaces this method, `gather` and `post`."""
         splits = received.splits(self.size), sent.splits(self.size)
         return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
 
@@ -356,7 +362,7 @@ class Link:
         return works
 
     def received(self, transfer: Transfer) -> None:
-        """Compare the seals of the received rows before any of them is used."""
+        """Check the seals of received messages before any row is used; raise an error if one is wrong."""
         expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
         seals = self._seals(transfer.buffer, transfer.framing)
         right = (seals == expected).all(1)
@@ -410,9 +416,9 @@ class Link:
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Return which ranks, the likely culprits, do not report this failure, or why they refused this call.
+        """Report this failure in the store, and return as text which ranks do not report it or why they refused.
 
-        If all ranks have reported, return how their calls differ.
+        If all ranks report it, return how their calls differ.
         """
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
@@ -465,7 +471,7 @@ class Link:
     def started(
         self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
-        """Count a transfer that has started."""
+        """Add a transfer that has started to the traffic counts, and return it."""
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows
@@ -484,7 +490,10 @@ def fingerprint(text: str) -> int:
 def compare_texts(
     text: str, group: ProcessGroup, device: torch.device, number: int = 0, flag: bool = False
 ) -> tuple[list[str], int, bool]:
-    """Return every rank's text, gathered only if they differ, the largest number, and whether any flag is set."""
+    """Return (every rank's text, the largest number of all ranks, whether any rank's flag is set).
+
+    The texts are gathered only if they differ.
+    """
     size, mine = dist.get_world_size(group), fingerprint(text)
     words = torch.tensor([mine, -mine, number, int(flag)], device=device)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
@@ -496,7 +505,7 @@ def compare_texts(
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """Return which ranks' descriptions differ from the most frequent one, and where."""
+    """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the usual one."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
     if len(refusals) == len(texts) and len(set(texts)) == 1:
         return refusals[0]

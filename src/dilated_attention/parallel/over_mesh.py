@@ -1,7 +1,7 @@
 """Run a call over a mesh: each rank computes its own rows.
 
 Forward merges the parts that a transport yields into a running (out, lse). Backward runs the same parts with the merged
-out and lse, which is the exact gradient of the whole (see `merge`).
+out and lse, which gives the exact gradient of the whole (see `merge`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _digest(layout: BlockLayout) -> str:
 
 
 def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tuple[_Plan, Link, Agreed]:
-    """Check that every rank makes the same call; `wanted` as in `Link.agree`."""
+    """Check that every rank makes the same call, and return its plan, link and agreement. See `Link.agree`."""
     plan, (shards, group, _) = _Plan.of(call, q, k), _mesh(call)
     link = link_of(group)
     start, stop = plan.sharding.shard(link.rank)
@@ -178,11 +178,11 @@ class _Compute:
     def problem(
         self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0
     ) -> Problem:
-        """Return a problem with the mask and the dropout of its rows.
+        """Return the backend's problem for a plan, with the mask and the dropout of its rows.
 
         Args:
-            queries, keys: the token of each row of q, and of each row of k, or row and head.
-            head: the first of q's heads, counted from the rank's first head.
+            queries, keys: the token of each row of q; the token of each row of k, or of each row and head of k.
+            head: the index of q's first head among the call's heads.
         """
         call, dropped = self.call, None
         if self.seed is not None:
@@ -244,7 +244,7 @@ class _Compute:
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Return the shard's rows that the part reads."""
+        """Copy the rows of these queries from each tensor of the shard into a part's rows; all others are `fill`."""
         index, made = self._index(queries), []
         for x in tensors:
             rows = x.new_full((x.shape[0], queries.layout.seq_len, len(index[2]), *x.shape[3:]), fill)
@@ -254,7 +254,7 @@ class _Compute:
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return out, lse and, flat, what the backward needs."""
+    """Return out and lse of the shard, and the two flat tensors that `_heads_backward` needs."""
     q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
     whole_out, whole_lse = compute.call.backend.forward(compute.whole_problem(heads, q), q, k, v)
     out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
@@ -287,10 +287,10 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return [out, lse, *saved] of the shard: out like q, lse `(batch, shard, heads)`, both contiguous.
 
-    saved is what `backward` needs: three tensors, or three for each sample of a padded batch. The first two are flat:
-    the keys and values that the transport keeps, which may be none, and an empty tensor; with Ulysses, q, k, v and
-    out of the whole sequence for this rank's heads, and their lse. The third is the number of the forward, int64 on
-    the CPU.
+    saved is what `backward` needs: three tensors, or three for each sample of a padded batch. The first is flat: the
+    keys and values that the transport keeps, possibly empty; with Ulysses, q, k, v and out of all tokens for this
+    rank's heads. The second is empty; with Ulysses, the flat lse of these heads. The third is the number of the
+    forward, int64 on the CPU.
     """
     wide = parts.statistic(q.dtype)
     if call.lengths is not None and len(q):
@@ -397,7 +397,7 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Raise `error` on every rank that waits for this rank, because this rank's call is impossible."""
+    """Refuse this rank's call, see `Link.refuse`. Return without an error if there is no mesh or only one rank."""
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return
     group = context_group(mesh)
@@ -406,7 +406,7 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
-    """Split a padded batch into calls of one sample each: yield how many of this shard's tokens it has, and its call.
+    """Split a padded batch into calls of one sample: yield (number of this shard's tokens in the sample, its call).
 
     A sample is sharded like the batch, with every shard edge limited to the sample's length.
     """

@@ -4,20 +4,20 @@ on integers.
 Rank j holds the tokens [bounds[j], bounds[j + 1]). A segment that a shard edge cuts is *crossing*. A crossing
 segment of rank j contains bounds[j] or bounds[j + 1], so a rank has at most two per branch. A window has one segment,
 the whole sequence. In each residue class of a crossing segment a query at token p sees the keys at p + i * rate for low
-<= i <= high: all of the segment (no bounds), those up to itself (high = 0), or a window of them. A rank's queries are a
-contiguous run of the class, and so are the keys that they see. The attention of these queries splits into
+<= i <= high: the whole class (no limits), the keys up to itself (high = 0), or a window. A rank's queries are a
+contiguous run of the class, and so are the keys that they see. The attention of these queries splits by the keys:
 
-    its own rows         a group of the *local* plan, over k and v of the shard, with a band;
-    rows before, after   groups of the *remote* plan, over received rows: the same band, shifted. Where a bound hides
-                         nothing it is left out, so that whole segments are groups without a band.
+    own keys             a group of the *local* plan, over k and v of the shard, with the band (low, high);
+    keys before, after   groups of the *remote* plan, over received rows, with the band shifted. A limit that hides no
+                         key is left out, so that whole segments are groups without a band.
 
-The rows of a rank's own keys that a peer sees follow in the same way, for all peers at once. `plan.sights` says what a
-branch shows; this module does not distinguish windows and leading tokens.
+Which of a rank's own rows each peer sees follows in the same way, for all peers at once. `plan.sights` says what a
+branch shows, so this module does not distinguish windows and leading tokens.
 
-Everything before the exchange can therefore be computed on the shard alone. A *key* names one row of one KV head:
-token * num_heads + head. Keys ascend by token, hence by owner: a sorted list of keys is a list of messages. A row that
-several branches show is received once. Which rows move is a list of shares, (tokens, heads): a transport lists their
-keys; `traffic` counts them in closed form, as unions of arithmetic progressions by inclusion and exclusion.
+A *row key* names the key and value of one token of one KV head: token * num_heads + head. Row keys ascend by token,
+hence by owner: a sorted list of row keys is a list of messages. A row that several branches show is received once. The
+rows that move are given as shares, (tokens, heads). A transport lists the row keys of shares; `traffic` counts them in
+closed form, as unions of arithmetic progressions by inclusion and exclusion.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def balanced_bounds(seq_len: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Describe a pattern in normal form over a sharded sequence. Every rank has the same description.
+    """Describe a pattern, as `Branches`, over a sharded sequence. Every rank has the same description.
 
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
@@ -100,7 +100,7 @@ class Sharding:
 
     @property
     def nbytes(self) -> int:
-        """Return the size that the cache counts for a key that holds this sharding."""
+        """Return the bytes that the plan cache counts for this sharding as part of a cache key."""
         return 8 * len(self.bounds) + sum([layout.nbytes for layout in self.layouts])
 
     def layout(self, rows: int) -> BlockLayout:
@@ -119,7 +119,7 @@ class Crossing:
     A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
-        queries, keys: the rows of the segment, over all ranks.
+        queries, keys: the tokens of the segment that are queries and keys, on all ranks.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
         before, after: the keys of other ranks that `own` sees.
@@ -198,8 +198,8 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
 def local_plan(sharding: Sharding, rank: int) -> Plan:
     """Plan what a rank can compute from its shard alone: every whole segment, plus its own rows of crossing segments.
 
-    Rows are numbered from the shard's first token. With layouts the plan has whole segments only: the crossing ones are
-    `block_partition.problem`s.
+    Rows are numbered from the shard's first token. With layouts the plan has whole segments only, and
+    `block_partition.problem` makes the problems of crossing ones.
     """
     lower, upper = sharding.shard(rank)
     branches = sharding.branches
@@ -225,7 +225,7 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 
 @dataclass(frozen=True)
 class Remote:
-    """Hold the groups over rows in a buffer, and the layout of the key tensor that they read.
+    """Hold a plan over received rows, and where each of these rows lies in the key tensor that the plan reads.
 
     The key tensor is `(batch, rows, num_heads, head_dim)`.
 
@@ -300,17 +300,17 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
 
 
 Share = tuple[range, tuple[int, ...]]
-"""Some tokens of some heads. Which rows a rank needs, sends or passes on is the union of such shares."""
+"""Some tokens of some heads. The rows that a rank needs, sends or passes on are a union of shares."""
 
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
-    """List the keys of a union of shares: int64, sorted, without repeats, hence grouped by owner."""
+    """List the row keys of a union of shares: int64, sorted, without repeats, hence grouped by owner."""
     keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
 
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
-    """Count the keys of a union of shares between neighbouring edges, in closed form: one count fewer than edges."""
+    """Count a union's row keys between neighbouring edges, in closed form. Returns one count fewer than edges."""
     shares, tokens = list(shares), np.array(edges)
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
     columns = list(zip(*sharding.branches.offsets, strict=True))
@@ -331,7 +331,7 @@ def _received(sharding: Sharding, rank: int) -> list[Share]:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys that a rank receives."""
+    """Return the sorted row keys that a rank receives."""
     return keys_of(sharding, _received(sharding, rank))
 
 
@@ -361,7 +361,7 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
 
 
 def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
-    """Yield peers that see the same of this rank's rows, and these rows."""
+    """Yield (peers, shares): peers that see the same rows of this rank, and these rows."""
     found = crossings(sharding, rank)
     if found:
         asked = [_asked(sharding, rank, crossing) for crossing in found]
@@ -374,7 +374,7 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
+    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
     messages = [np.empty(0, dtype=np.int64)] * sharding.world_size
     for peers, shares in _sent(sharding, rank):
         keys = keys_of(sharding, shares)
@@ -392,7 +392,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 
 def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
-    """Yield a rank's rows that queries before or after its shard see: what it contributes to an all-gather."""
+    """Yield the rows of a rank that queries of other ranks see: what it contributes to an all-gather."""
     lower, upper = sharding.shard(rank)
     for crossing in crossings(sharding, rank):
         for start, stop in ((0, lower), (upper, sharding.seq_len)):
@@ -401,7 +401,7 @@ def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted keys of a rank's rows that some other rank sees."""
+    """Return the sorted row keys of a rank's rows that some other rank sees."""
     return keys_of(sharding, _contributed(sharding, rank))
 
 
@@ -514,10 +514,10 @@ def doubling_rounds(sharding: Sharding) -> int:
 
 
 def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
-    """Yield what a block of 2^level ranks, `block` the first, passes on in round `level`.
+    """Yield the rows that the ranks of a block pass on in round `level` of doubling.
 
-    The block has 2^level neighbouring ranks; `block` is the first. It passes on its rows of segments of which it does
-    not yet hold all rows.
+    The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on their rows of those
+    segments of which they do not yet hold all rows.
     """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
@@ -528,7 +528,7 @@ def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted keys that each of 2^level ranks, `block` the first, sends to its sibling in round `level`."""
+    """Return the sorted row keys that each rank of a block sends in round `level`; `block` as in `_passed_on`."""
     return keys_of(sharding, _passed_on(sharding, block, level))
 
 

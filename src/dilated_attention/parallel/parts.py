@@ -1,8 +1,8 @@
 """Compute one rank's share of a call in parts. A part is a plan over keys and values that were gathered from rows.
 
-Rows lie in buffers, of the shard's own and of received rows. A row is the key and the value of one token of one KV
-head, `(2, batch, head_dim)`. A part's keys have *slots*, row * heads + head. The tables that say which row goes to
-which slot are made once per sharding.
+Rows lie in buffers, which hold the shard's own rows or received ones. A row is the key and the value of one token of
+one KV head, `(2, batch, head_dim)`. A *slot* is a place in a part's key tensor, numbered row * heads + head. The tables
+that say which buffer row goes to which slot are made once per sharding.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Gather:
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather:
-        """Make it from the keys that a buffer holds and the buffer row of each."""
+        """Make the tables for a buffer that holds the row keys `held` in its rows `positions`."""
         heads = remote.plan.num_heads
         index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
         index[remote.slots], tokens[remote.slots] = positions[locate(held, remote.keys)], remote.keys // heads
@@ -112,14 +112,14 @@ class Gather:
         return self.plan.nbytes + sum([x.nbytes for x in tables]) + (self.queries.nbytes if self.queries else 0)
 
     def part(self, buffer: Tensor) -> Part:
-        """Return the keys and values in a buffer `(buffer rows, 2, batch, head_dim)`."""
+        """Gather the part's keys and values from a buffer `(buffer rows, 2, batch, head_dim)`."""
         slots = buffer.index_select(0, self.index)
         if self.holes is not None:
             slots.index_fill_(0, self.holes, 0)
         return Part(*_keys_and_values(slots, self.plan.num_heads), self.plan, self.queries, self.tokens)
 
     def scatter(self, gradients: Gradients, sums: Tensor) -> None:
-        """Add a part's (dk, dv) to the gradients of the buffer's rows, in the dtype of these gradients."""
+        """Add a part's (dk, dv) to `sums`, the gradients of the buffer's rows, in the dtype of `sums`."""
         index = self.index if self.filled is None else self.index[self.filled]
         for i, rows in enumerate(_slot_rows(gradients)):
             rows = rows if self.filled is None else rows[self.filled]
@@ -130,7 +130,7 @@ class Gather:
 class Own:
     """Say which of the shard's rows a buffer holds.
 
-    Row `positions[i]` of the buffer, which has `size` rows, holds token `tokens[i]` and KV head `heads[i]`.
+    The buffer has `size` rows. Row `positions[i]` holds token `tokens[i]` of the shard and KV head `heads[i]`.
     """
 
     tokens: Tensor
@@ -157,9 +157,9 @@ class Own:
         return out
 
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add returned gradients to the shard's gradients, contiguous.
+        """Add the gradients that other ranks returned to dk and dv of the shard, which must be contiguous.
 
-        They are a buffer of rows, or one such buffer from each rank. A row may have gone to several ranks.
+        `returned` is a buffer of rows, or one such buffer from each rank if rows went to all of them.
         """
         if len(returned) > self.size:
             returned = returned.unflatten(0, (-1, self.size)).sum(0)
@@ -246,10 +246,10 @@ def gathers_of(
     among: Interval | None = None,
     found: Sequence[Crossing] | None = None,
 ) -> tuple[Gather, ...]:
-    """Return the parts over other ranks' rows of crossing segments.
+    """Return the tables of the parts that read other ranks' rows of crossing segments.
 
     Args:
-        held, positions: the keys that the buffer holds, and the buffer row of each.
+        held, positions: the row keys that the buffer holds, and the buffer row of each.
         among: the tokens [start, stop) whose rows are attended; default: all.
         found: the crossing segments; default: all of the rank's.
     """

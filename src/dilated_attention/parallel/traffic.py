@@ -31,7 +31,8 @@ class ExchangePlan:
     """Describe what one rank sends and receives in one attention call.
 
     A row is the key and the value of one token of one KV head. Every message ends in a seal, which receivers check;
-    seals count as bytes but not as rows. What the rank sends to itself does not count.
+    seals count as bytes but not as rows. What the rank sends to itself does not count. With `ulysses` a row is q, k and
+    v of one token for the heads of one rank.
 
     Attributes:
         peers_sent, peers_received: messages of the forward, over all its rounds.
@@ -96,7 +97,7 @@ class Shape:
 
     @property
     def wide_itemsize(self) -> int:
-        """Return the bytes of a number in which gradients travel and lse is stored."""
+        """Return the bytes per number of the dtype in which gradients travel and lse is stored."""
         return torch.promote_types(self.dtype, torch.float32).itemsize
 
 
@@ -113,7 +114,7 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
 
 
 def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple[list[int], list[int], int, int]:
-    """Return the rows of each message out and in, the number of rounds, and the rows that the backward keeps."""
+    """Return the rows of each message out and in, the number of rounds, and the rows kept for the backward."""
     size, source = sharding.world_size, block_partition if sharding.layouts else partition
     if transport == "doubling":
         blocks = [(level, rank >> level << level) for level in range(partition.doubling_rounds(sharding))]
@@ -213,9 +214,10 @@ class TransportChoice:
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """Return the transport of a call, from the cache. The choice is the same on every rank.
 
-    It is made from the traffic of one fixed rank: the last rank when causal, the first if its leading tokens see
-    all, else the middle one. `auto` takes the transport with the least modelled time among those whose received rows
-    fit in a few times the shard's keys and values, else `ring`.
+    `auto` compares the traffic of one fixed rank: the last rank if causal, the first if the pattern has leading
+    tokens, else the middle one. It takes the transport with the least modelled time among `ulysses`, `exchange` and
+    `doubling`. The last two must keep at most a few times the shard's keys and values. If none is left, it takes
+    `ring`.
     """
     key = ("transport", transport, sharding, shape)
     return plan_cache.get(key, lambda: _choose(transport, sharding, shape))

@@ -52,7 +52,7 @@ class _Round(Feed):
 
 @dataclass(frozen=True)
 class _Tables:
-    """Hold what a rank computes alone, and its transfers by number; a number without rows is left out."""
+    """Hold what a rank computes alone, and its transfers by round. A round without rows is left out."""
 
     local: Local
     rounds: dict[int, _Round]
@@ -120,7 +120,7 @@ class Exchange(_Schedule[_Tables]):
 
 
 class AllGather(Exchange):
-    """Run one all_gather over the group of every rank's rows of crossing segments, padded to the longest list."""
+    """Run one all_gather: every rank gets all rows that some rank needs from another, padded to the longest list."""
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
@@ -143,14 +143,13 @@ class AllGather(Exchange):
 class Ring(_Schedule[_Tables]):
     """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
 
-    The backward fetches the rows again. Two ranks exchange rows at one distance, and return gradients at the number
-    of ranks minus this distance. Messages between two ranks match by their order, so every rank posts them in the order
-    of distances.
+    The backward fetches the rows again. If one rank sends rows to another in step d, it sends gradients to that rank
+    in step size - d. Messages between two ranks match by their order, so every rank runs the steps in the same order.
     """
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-        """Return the rounds by distance: rows go to the rank `distance` after this one, and come from as far before."""
+        """Return the rounds by distance: rows go `distance` ranks ahead and come from `distance` ranks behind."""
         size, source = sharding.world_size, block_partition if sharding.layouts else partition
         keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
         arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
@@ -173,7 +172,7 @@ class Ring(_Schedule[_Tables]):
         return self.link.swap(step.own.pack(k, v), step.sent, step.received, f"in {phase}'s ring step {distance}")
 
     def _rows(self, k: Tensor, v: Tensor, phase: str, first: Transfer | None) -> Iterator[tuple[int, _Round, Tensor]]:
-        """Yield each distance's rows while those of the next distance travel; `first` brings those of distance 1."""
+        """Yield each distance's rows while those of the next distance travel. `first` is the transfer of distance 1."""
         transfer = first
         for distance in range(1, self.link.size):
             rows = transfer.wait() if transfer else None
@@ -205,7 +204,7 @@ class Ring(_Schedule[_Tables]):
 
 @dataclass(frozen=True)
 class _Hop:
-    """Describe a round of doubling: `send` names the rows of the buffer that it sends; it fills [start, stop)."""
+    """Describe a round of doubling: it sends the buffer's rows `send`, and fills the rows [start, stop)."""
 
     send: Tensor
     sent: Framing
@@ -217,7 +216,7 @@ class _Hop:
 
 @dataclass(frozen=True)
 class _DoublingTables:
-    """Hold `own`, this rank's rows at the front of the buffer. Each round's message follows, with its seal."""
+    """Describe the buffer of all rounds: this rank's rows, `own`, then each round's received message with its seal."""
 
     local: Local
     own: Own
