@@ -1,4 +1,4 @@
-"""Attend to blocks that are chosen by content, in the full layers of a transformers model, as `sparsify` asks for."""
+"""Attend to blocks that are chosen by content, in the full layers of a transformers model: see `sparsify`."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class _Pattern:
     """Provide `config.dilated_attention` on every transformers configuration: a dict with the options of the pattern.
 
     Setting it requests dilated attention, unless another implementation was requested by its name. Reading a
-    configuration file sets it too. The request is written beside the options, where transformers reads it. Since
-    transformers then drops it, a model that was loaded and saved again would be dense without this attribute.
+    configuration file sets it too. The request is written to `config.attn_implementation`, which transformers reads
+    and then drops. Without this attribute, a model that was loaded and saved again would therefore be dense.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -405,11 +405,10 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _calls_the_interface(part: PreTrainedModel) -> bool:
-    """Return whether every attention of a model calls transformers' attention interface, if its class has no flag for
-    it.
+    """Return whether the source of every attention layer of a model calls transformers' attention interface.
 
-    About 75 files of transformers do so without the flag, Wav2Vec2 and HuBERT among them. Others, such as SAM, contain
-    an attention that does not.
+    About 75 files of transformers do so although their classes lack the flag `_supports_attention_backend`, Wav2Vec2
+    and HuBERT among them. Others, such as SAM, contain an attention that does not.
     """
     own = _attention_layers(part)
     return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
@@ -485,9 +484,9 @@ def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
 
 
 def _position_table(module: nn.Module) -> nn.Embedding | None:
-    """Return the learned positions of a model such as BERT or GPT-2, one for each position; None if there are none.
+    """Return a module's table of learned positions, one row per position as in BERT or GPT-2; None if it has none.
 
-    Tables of other classes, and tables with a row for padding, count the real tokens, which may be fewer.
+    Tables of other classes, and tables with a row for padding, are left out. They count only the real tokens.
     """
     for name in ("position_embeddings", "wpe"):
         table = getattr(module, name, None)
@@ -615,7 +614,7 @@ def visibility(
 
 
 def _padded(seen: Visibility, real: Tensor) -> Visibility:
-    """Return what is seen of the real tokens alone; real: `(batch, tokens in the cache and new)`, False at padding."""
+    """Return `seen` limited to the real tokens; real: `(batch, tokens in the cache and new)`, False at padding."""
     compiling = torch.compiler.is_compiling()  # then values cannot be looked at
     if not compiling and real.all():
         return seen
@@ -726,7 +725,7 @@ def attention_forward(
 def _attend_own(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
 ) -> Tensor:
-    """Compute a model's own attention, over the blocks that `sparsify` asks for, if it does."""
+    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it."""
     shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
         out = attend(shown, q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Compute the attention that a transformers model has by itself, at the cost of the pairs that it shows.
+"""Compute the attention that a transformers model has by itself, at the cost of the pairs that its mask shows.
 
 transformers describes what a layer's queries may see by a mask function: `causal_mask_function`, or closures that
 combine it with a window, with chunks, or with packed samples. `read_mask` turns such a function into a `Shown`, so that

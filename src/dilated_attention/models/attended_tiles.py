@@ -185,7 +185,7 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the layers over one slide; of the last layer only the attention is run."""
+    """Run the encoder's layers over one slide, the last only up to its attention; return what each has stored."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []

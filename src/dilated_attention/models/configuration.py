@@ -132,7 +132,7 @@ MOST, MOST_TOKENS = 1024, 1 << 48
 
 
 class _Selection:
-    """Options of a module that selects. The module itself checks them, where it needs no memory."""
+    """Base class of options of a module that selects. A module made on the meta device checks them."""
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 
@@ -214,7 +214,7 @@ class LongNetConfig(Configuration):
         dropout: dropout, in training, of what the blocks add to the residual stream.
         attention_dropout: dropout, in training, of the attention probabilities.
         selection: a `NativeSparse` or a `BlockMixture`: every layer selects the keys that it sees, and `pattern` is
-            None. For a `LongNetLM` without sub_ln and attention_dropout; it trains, and does not generate.
+            None. Only for a `LongNetLM` without sub_ln and attention_dropout, which then cannot generate.
         compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
 

@@ -51,7 +51,7 @@ class _Buffer(Protocol):
         """Return the number of rows of the buffer, for texts of at most `max_len` tokens."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        """Return the heads in which the token at a position takes part, its row, and the rows that it sees."""
+        """Return the heads in which the token at a position takes part, its row or None, and the rows it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
         """Yield what the buffer holds after the first `length` tokens: some heads, a range of tokens, the first token's

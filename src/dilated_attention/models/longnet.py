@@ -352,9 +352,9 @@ class LongNetLM(LongNetStack):
     ) -> Iterator[Int[Tensor, " batch"]]:
         """Return an iterator over sampled tokens that continue the prompts, one per sample at a time.
 
-        Each step gives its tokens as soon as they are drawn. The prompts are read once; each further token costs the
-        same at any position. Over a mesh the ranks share the reading. All of them compute each further token, and the
-        first one draws it. Arguments as in `generate`.
+        Each step gives its tokens as soon as they are drawn. The prompts are read once; each further token reads the
+        cache, whose size is fixed. Over a mesh the ranks share the reading. All of them compute each further token, and
+        the first one draws it. Arguments as in `generate`.
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)

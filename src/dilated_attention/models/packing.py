@@ -97,7 +97,7 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
 
 
 def require_tokens(inputs: Tensor) -> None:
-    """Raise ValueError unless they are `(batch, seq)` integers."""
+    """Raise ValueError unless `inputs` are `(batch, seq)` integers."""
     if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
         raise ValueError(f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}")
 

@@ -1,4 +1,4 @@
-"""Self-attention that selects, in the place of `SelfAttention` in a block of a LongNet."""
+"""Provide self-attention that selects its keys, in place of `SelfAttention` in the blocks of a LongNet."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Places = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Hold what a call of the layers gets in addition to its tokens; see `LongNetStack.hidden`."""
+    """Hold the options of one run of the layers; see `LongNetStack.hidden`."""
 
     is_causal: bool
     seq_len: int | None
@@ -112,9 +112,10 @@ class LongNetStack(Pretrained):
         Weights are normal with standard deviation 1 / sqrt(fan in), divided by sqrt(2 num_layers) for projections
         whose output is added to the residual stream.
 
-        With sub_ln they follow MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for
-        values, outputs and the MLP (in an encoder-decoder sqrt(log(3 decoder layers) log(2 encoder layers) / 3) and
-        sqrt(log(3 decoder layers))), and with gain 1 for everything else.
+        With sub_ln the blocks follow MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for
+        values, outputs and the MLP, and with gain 1 for queries, keys and cross-attention. In an encoder-decoder the
+        first gain is sqrt(log(3 decoder layers) log(2 encoder layers) / 3) in the encoder and
+        sqrt(log(3 decoder layers)) in the decoder.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
@@ -305,7 +306,7 @@ def places_of(
     counts: list[int] | None,
     seq_len: int | None,
 ) -> Places | None:
-    """Return where the tokens of x lie, `(batch or 1, seq or 1)` each; None in a model without positions.
+    """Return positions `(batch or 1, seq)` and origins `(batch or 1, 1)`; None in a model without positions.
 
     counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
     """

@@ -1,4 +1,4 @@
-"""Modules for attention: dilated, block-sparse, and selecting its keys; rotary positions; a transformer block."""
+"""Provide attention modules (dilated, block-sparse, with selected keys), rotary positions, a transformer block."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,

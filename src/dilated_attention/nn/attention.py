@@ -29,8 +29,8 @@ _MANY = 128
 class DilatedAttention(nn.Module):
     """Run `attention` as a module that holds its pattern and options. It has no parameters.
 
-    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q, or (out, lse).
-    Attention dropout acts in training only. A block layout follows q to its device.
+    forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q;
+    (out, lse) with return_lse. Attention dropout acts in training only. A block layout follows q to its device.
 
     Args:
         mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global

@@ -1,4 +1,4 @@
-"""Mix block attention: every query sees its own block and the blocks whose mean keys it scores highest."""
+"""Compute mixture of block attention: a query sees its own block and the blocks whose mean keys it scores highest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class BlockAttentionMixture(SelectingAttention):
         return mean, self._choose(q[:, :: self.query_block], position, mean)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """The row of one more token."""
+        """Return the output row of one more token."""
         q, (k, v) = self._project(x, rotary)
         if cache.length % self.query_block == 0:
             position = torch.tensor([cache.length], device=x.device)

@@ -51,7 +51,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """W_1 [x_{id}; …; x_{id + l - 1}], of rows some of which other ranks hold and which are 0 here."""
+        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Rows that other ranks hold are 0 in x."""
         return F.linear(self._blocks(x), self.hidden.weight)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -240,10 +240,10 @@ class NativeSparseAttention(SelectingAttention):
     def _compressed_over_mesh(
         self, k: Tensor, v: Tensor, rotary: Tables | None, edges: list[int], rank: int
     ) -> tuple[Tensor, Tensor]:
-        """All compressed keys and values of a sequence of which rank i holds the tokens edges[i] to edges[i + 1].
+        """Return all compressed keys and values of a sequence whose tokens [edges[i], edges[i + 1]) rank i holds.
 
-        A rank forms the sums of the blocks that its tokens lie in, 0 for others' tokens; the ranks add them up. The
-        tables of a key come from the rank that holds its last token.
+        Each rank applies W_1 to its own tokens of a block, and the ranks' results are added. The rotary tables of a
+        compressed key come from the rank that holds the last token of its block.
         """
         assert self.mesh is not None
         pooling, start = self.key_pooling, edges[rank]
@@ -274,9 +274,9 @@ class NativeSparseAttention(SelectingAttention):
         return key, self.value_pooling.of_sums(value_sums)
 
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        """d queries after one another see equally many keys: as d heads they attend causally, one key per row.
+        """Return the attention of q over the compressed keys; `start` is the position of the first query.
 
-        start: the position of the first query.
+        Each `stride` neighbouring queries see the same keys. As heads of one row they attend causally, one key per row.
         """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
         first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
@@ -295,7 +295,7 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the selection
 
     def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
-        """The blocks that all choosing queries select, each rank for its own."""
+        """Return the blocks that the choosing queries of all ranks select. Each rank computes those of its queries."""
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
         chosen = position.new_empty(len(q), self.num_kv_heads, 0, 0)
@@ -309,7 +309,7 @@ class NativeSparseAttention(SelectingAttention):
         return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """Return how much these queries look at each of the first blocks, `(batch, kv_heads, queries, blocks)`.
+        """Return how much weight these queries give to the first blocks, `(batch, kv_heads, queries, blocks)`.
 
         It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
         adds the probabilities of all compressed keys that cover it. A query without a compressed key gets 0.
@@ -339,7 +339,7 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the cache
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
-        """Append the keys and values of each branch, of tokens that are new: (batch, tokens, 2, heads, head_dim)."""
+        """Append new tokens to the cache; `rows` are the keys and the values of each branch in turn."""
         keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
         names = ("pooled", "selected", "window", "pattern")[: self.branches]
         for i, name in enumerate(names):

@@ -44,9 +44,10 @@ def rotary_tables(
 
 
 def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Float[Tensor, "batch seq heads head_dim"]:
-    """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`, in at least float32.
+    """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`.
 
-    The product of a query rotated to position m and a key rotated to position n depends on m - n only.
+    It computes in the wider dtype of x and the tables, and returns the dtype of x. The product of a query rotated to
+    position m and a key rotated to position n depends on m - n only.
 
     Examples:
         >>> from dilated_attention.nn import rotary_tables, rotate
@@ -143,7 +144,8 @@ def grid_sines(
     rows.
 
     Raises:
-        ValueError: points are not pairs of whole numbers, or on the CPU, one lies outside the grid.
+        ValueError: points are not pairs of integers, one lies outside the grid (checked on the CPU only), or embed_dim
+            is no multiple of 4.
 
     Examples:
         >>> from dilated_attention.nn import grid_sines

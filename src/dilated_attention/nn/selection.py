@@ -1,4 +1,4 @@
-"""Select blocks for queries, and remember what attention that selects needs of earlier tokens."""
+"""Provide the base class of attention that selects key blocks, and its cache of earlier tokens."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class SelectionCache:
     Attributes:
         length: the number of tokens so far.
         rows: the rows kept for these tokens, such as keys and values, by name.
-        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, filled up with -1.
+        chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, filled up with -1. There is a list per
+            head or KV head.
         nbytes: the size of the rows in bytes, including memory reserved for later ones.
 
     Examples:
@@ -228,8 +229,8 @@ class SelectingAttention(nn.Module):
     Attributes:
         shown: the arguments that its repr shows.
         input: the projections to queries, and to keys and values of each branch in turn.
-        unrotated: how many of these keys have no positions, from the first on.
-        choice: `number`, `local` and `first` of `largest_blocks`.
+        unrotated: the number of branches, counted from the first, whose keys get no positions.
+        choice: the options `number`, `local` and `first` of `largest_blocks`.
     """
 
     shown: tuple[str, ...]
@@ -276,7 +277,7 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> list[int]:
-        """The tokens at which the ranks' shards begin, and their number; ValueError where the shards do not fit."""
+        """Return the shard edges, from 0 to the sequence length. Raises ValueError if the shards do not fit."""
         assert self.mesh is not None
         group = context_group(self.mesh)
         return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
@@ -326,7 +327,7 @@ class SelectingAttention(nn.Module):
             return torch.cat(outs, 1)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Return queries, and keys and values of each branch, rotated."""
+        """Return the queries, and the keys and values of each branch in turn. Queries and keys are rotated."""
         rows = self.input(x).unflatten(-1, (-1, self.head_dim))
         q, rest = rows[..., : self.num_heads, :], list(rows[..., self.num_heads :, :].split(self.num_kv_heads, -2))
         if rotary is not None:
@@ -341,7 +342,7 @@ class SelectingAttention(nn.Module):
         position: Int[Tensor, " queries"],
         key: Float[Tensor, "batch rows kv_heads head_dim"],
     ) -> Int[Tensor, "batch lists queries chosen"]:
-        """Return the blocks that these queries see, -1 for none; key: what `_importance` scores."""
+        """Return the blocks that these queries see, filled up with -1. `key` is an argument of `_importance`."""
         own = position // self.block_size
         blocks = int(own[-1]) + 1
         chosen = [
@@ -355,7 +356,7 @@ class SelectingAttention(nn.Module):
         raise NotImplementedError
 
     def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """The layout of the blocks that each choosing query sees, (batch, heads, queries, blocks)."""
+        """Return the layout of the blocks that each choosing query sees, (batch, lists, queries, blocks)."""
         size = self.query_block, self.block_size
         return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
 
