@@ -1,4 +1,4 @@
-"""The commands of dilated-attention. This module loads neither PyTorch nor the library before Ctrl-C ends it well."""
+"""Start the commands of dilated-attention. PyTorch and the library load only after Ctrl-C is handled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Ctrl-C while it loads, and after it has ended, ends the process at once with one line."""
+    """Run a command and return its exit code. Ctrl-C while it loads, or after it ends, exits at once with one line."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when PyTorch loads: its profiler reports to stderr
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
     if not ours:
@@ -31,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stop(*_: object) -> NoReturn:
-    """Leave without the interpreter's own end: what is being imported may be half made."""
+    """Exit without the interpreter's shutdown, because an import may be half done."""
     os.write(2, b"dilated-attention: interrupted\n")
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Checkpoints of other implementations, converted and compared with what their own algorithm computes."""
+"""Convert checkpoints of other implementations, and compare them with what their own algorithm computes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from dilated_attention_lab import released
 Kind = Literal["gigapath", "longvit", "torchscale"]
 KINDS = ("gigapath", "longvit", "torchscale")
 WITHIN = 1e-3
-"""A relative difference in norm that single precision explains with room to spare; a wrong weight does not pass it."""
+"""The largest relative difference in norm that passes: above rounding in float32, below the effect of a wrong weight."""
 MOST_TOKENS = 1 << 20
 """The most tokens of the random input: more would take hours, and show no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Differences on one random input: the greatest of any entry, and the norm relative to the reference's."""
+    """Hold how two outputs differ: the greatest difference of any entry, and the norm relative to the reference's."""
 
     name: str
     greatest: float
@@ -53,18 +53,20 @@ def convert(
     overwrite: bool = False,
     **options: Any,
 ) -> tuple[Pretrained, list[Parity]]:
-    """Write a checkpoint as a folder of `from_pretrained`, and compare on random input, in single precision:
+    """Write a checkpoint as a folder that `from_pretrained` reads. Return the model and three comparisons.
+
+    They compare, on random input in single precision:
 
     - the model in compat mode with the released algorithm (`released`) on the source's own weights;
     - the corrected model with the same;
     - the model read back from the folder with the one written.
 
     Args:
-        tokens: of the random input; fewer where a segment that its rate does not divide would make the released code
-            misplace its results.
-        compat: of the model that is written.
+        tokens: length of the random input. It is reduced if a segment that its rate does not divide would make the
+            released code misplace its results.
+        compat: `compat` of the written model.
         overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
-        options: of `load_gigapath`, `load_longvit` or `load_torchscale`.
+        options: arguments of `load_gigapath`, `load_longvit` or `load_torchscale`.
 
     Raises:
         ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
@@ -105,7 +107,7 @@ def _tokens_in_place(model: Pretrained, tokens: int) -> int:
 
 
 def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
-    """Return how to call a model on the random input, and the released algorithm on the same input."""
+    """Return two functions: call a model on the random input, and run the released algorithm on the same input."""
     config = getattr(model.config, "encoder", model.config)
 
     def options(x: Any, is_causal: bool = False) -> released.Attention:

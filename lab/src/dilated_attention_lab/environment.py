@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
-    """The facts that a recorded figure needs beside it."""
+    """Return the facts about machine and versions that are recorded with each measurement."""
     return {
         "device": device_name(device),
         "threads": torch.get_num_threads(),
@@ -47,7 +47,7 @@ def device_name(device: torch.device | str = "cpu") -> str:
 
 
 def peak_memory(device: torch.device | str = "cpu") -> int | None:
-    """Bytes: the most that this process has held, resident, or on the GPU allocated by PyTorch. None on Windows."""
+    """Return the peak bytes of this process, resident or allocated on a GPU by PyTorch; None for the CPU on Windows."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":  # not getrusage: its maximum is inherited from the process that started this one
@@ -63,7 +63,7 @@ def peak_memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def memory(device: torch.device | str = "cpu") -> int | None:
-    """Bytes that this machine has, or the GPU. None where the system does not say."""
+    """Return the bytes of memory of this machine, or of the GPU. None if the system does not say."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
@@ -72,7 +72,7 @@ def memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def require_device(name: str) -> torch.device:
-    """ValueError unless PyTorch can use the device here."""
+    """Return the device of this name. Raises ValueError unless PyTorch can use it here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def report() -> str:
-    """Versions, devices, and for each device and dtype the backend that serves it, and why the others do not."""
+    """Return a text with versions and devices, and what each backend serves on each device, or why it does not."""
     facts = environment()
     lines = [
         f"dilated-attention  {facts['dilated_attention']}",

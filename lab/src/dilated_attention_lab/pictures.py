@@ -1,4 +1,4 @@
-"""Pictures that the commands write: loss curves, recall and context, patterns. Readable in black and white."""
+"""Draw the pictures that the commands write: loss curves, recall and context, patterns. Readable without colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
-    """Draw the loss of each run: grey per step, black as the mean over the last 25th of the run; one point at the end.
+    """Draw each run's loss: grey per step, black as the moving mean over a 25th of the run; a point for held-out text.
 
     Args:
         losses: nats per byte for each step, by run.

@@ -1,8 +1,8 @@
-"""The algorithm of released torchscale and GigaPath code, as a rival to measure against and to compare outputs with.
+"""Run the algorithm of released torchscale and GigaPath code, to measure against and to compare outputs with.
 
-No model uses it. It does what the released modules do, step by step, on their own state_dict: for each branch the
-sequence is padded with zeros to whole segments and these to whole dilated rows, the rows of every head are gathered
-into a copy, attended, scattered into a dense zero tensor, and the dense results of all branches are mixed by the
+No model uses it. It does what the released modules do, step by step, on their own state_dict. For each branch the
+sequence is padded with zeros to whole segments, and these to whole dilated rows. The rows of every head are gathered
+into a copy, attended, and scattered into a dense zero tensor. The dense results of all branches are mixed by the
 softmax of their logsumexps. Only the flash-attention call, which supports neither CPU nor float32, is replaced, by
 PyTorch's fused operator. tests/test_released.py compares it with recorded outputs of the released code itself.
 """
@@ -39,7 +39,7 @@ def _padded(x: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
-    """(batch, seq, heads, dim) to (batch x segments, rows, heads, dim): head block j keeps tokens j, j + rate, ..."""
+    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim): head block j keeps j, j + rate, ..."""
     heads, dim = x.shape[2:]
     x = _padded(x, segment, 1).reshape(-1, segment, heads, dim)
     x = _padded(_padded(x, rate, 2), rate, 1)
@@ -49,7 +49,7 @@ def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
 
 
 def _scatter(out: Tensor, lse: Tensor, batch: int, seq: int, rate: int) -> tuple[Tensor, Tensor]:
-    """Back to dense (batch x heads, seq, dim) and (batch x heads, seq, 1); a logsumexp of -1e8 where nothing was."""
+    """Undo `_gather`: return out (batch x heads, seq, dim) and lse (batch x heads, seq, 1), which is -1e8 at gaps."""
     heads = out.shape[2]
     short = -heads % rate
     out, lse = F.pad(out, (0, 0, 0, short)), F.pad(lse, (0, 0, 0, short), value=-1e8)
@@ -64,7 +64,7 @@ def _scatter(out: Tensor, lse: Tensor, batch: int, seq: int, rate: int) -> tuple
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, options: Attention) -> Tensor:
-    """Mixed dilated attention: (batch, seq, heads, dim) to (batch, seq, heads x dim)."""
+    """Compute mixed dilated attention: (batch, seq, heads, dim) to (batch, seq, heads x dim)."""
     batch, seq, heads, dim = q.shape
     outs, lses = [], []
     for segment, rate in zip(options.segment_lengths, options.dilation_rates, strict=True):
@@ -95,7 +95,7 @@ def _norm(state: Mapping[str, Tensor], name: str, x: Tensor, eps: float = 1e-5) 
 
 
 def _xpos(x: Tensor, inverse: bool) -> Tensor:
-    """(batch, seq, heads, dim), turned and scaled about the middle of the sequence."""
+    """Return x `(batch, seq, heads, dim)`, rotated, and scaled by the distance to the middle of the sequence."""
     seq, dim = x.shape[1], x.shape[3]
     channel = torch.arange(0, dim, 2, device=x.device)
     scale = ((channel + 0.4 * dim) / (1.4 * dim)) ** ((torch.arange(seq, device=x.device) - (seq + 1) // 2) / 512)[
@@ -109,7 +109,7 @@ def _xpos(x: Tensor, inverse: bool) -> Tensor:
 
 
 def attention(state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Attention) -> Tensor:
-    """torchscale's `DilatedAttention` of x `(batch, seq, embed_dim)`."""
+    """Compute torchscale's `DilatedAttention` of x `(batch, seq, embed_dim)`."""
     q, k, v = (_linear(state, f"{prefix}{name}_proj", x).unflatten(-1, (options.num_heads, -1)) for name in "qkv")
     if options.xpos:
         q, k = _xpos(q, False), _xpos(k, True)
@@ -132,7 +132,7 @@ def _cross_attention(state: Mapping[str, Tensor], prefix: str, x: Tensor, source
 def stack(
     state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Attention, source: Tensor | None = None
 ) -> Tensor:
-    """torchscale's pre-norm LongNet encoder or decoder on embedded x `(batch, seq, embed_dim)`; a decoder with
+    """Run torchscale's pre-norm LongNet encoder or decoder on embedded x `(batch, seq, embed_dim)`. A decoder with
     cross-attention reads the states `source`."""
     i = 0
     while f"{prefix}layers.{i}.self_attn.q_proj.weight" in state:
@@ -152,8 +152,8 @@ def stack(
 
 
 def gigapath(state: Mapping[str, Tensor], x: Tensor, places: Tensor, options: Attention) -> Tensor:
-    """GigaPath's embedding of slides x `(batch, tiles, in_chans)`, by the cls token. places: their fixed positions
-    `(batch, tiles, embed_dim)`."""
+    """Return GigaPath's embedding of slides x `(batch, tiles, in_chans)`, made from the cls token. `places` are the
+    fixed position encodings of the tiles, `(batch, tiles, embed_dim)`."""
     x = _linear(state, "patch_embed.proj", x) + places
     x = torch.cat((state["cls_token"].expand(len(x), -1, -1), x), 1)
     return _norm(state, "norm", stack(state, "encoder.", x, options)[:, 0], 1e-6)

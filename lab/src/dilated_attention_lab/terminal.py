@@ -1,4 +1,4 @@
-"""Consoles, tables and progress of the commands. Rich is imported when one of them is made."""
+"""Make consoles, tables and progress bars for the commands. Rich is imported when one of them is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the backends are right on this machine: calls of every kind, judged by the definition in double precision.
+"""Check the backends on this machine: compare calls of every kind with the definition in double precision.
 
 `dilated-attention info --check` runs them at one head_dim, `dilated-attention bench gpu` at every head_dim and type.
 """
@@ -21,21 +21,21 @@ from dilated_attention.plumbing import Facts, table
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The relative error, in norm, that rounding may cause in out, lse, dq, dk and dv."""
 ROW = 15
-"""The factor by which the relative error of one row may be larger. Measured at 200 and 777 tokens: at most 5 times the
-bar, in dk of scores far below zero."""
+"""The factor by which the relative error of one row may exceed the bar. The largest measured is 5, at 200 and 777
+tokens, in dk of scores far below zero."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One call, forward and backward, on random numbers.
+    """Describe one call, forward and backward, on random numbers.
 
     Attributes:
-        pattern, options: of `attention`, for the sequence length.
-        needs: whether the call asks for more than causality, which FlashAttention has not.
-        of_lse: a gradient of lse comes in, too.
-        views: q, k and v are parts of one tensor whose rows start one element off and have gaps.
-        apart: added to q and taken from k, so that scores lie far below zero.
-        head_dims, dtypes: to run it with.
+        pattern: a function of the sequence length that returns the pattern; options: arguments of `attention`.
+        needs: whether the call needs a feature, apart from causality, that FlashAttention lacks.
+        of_lse: whether the backward also gets a gradient of lse.
+        views: whether q, k and v are parts of one tensor whose rows start one element off and have gaps.
+        apart: a number added to q and subtracted from k, so that scores lie far below zero.
+        head_dims, dtypes: the values to run the call with.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Check:
     apart: float = 0.0
 
     def inputs(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
+        """Return random q, k and v."""
         generator = torch.Generator(device).manual_seed(0)
         packed = torch.randn(self.shape(head_dim), generator=generator, device=device)
         q, k, v = self.parts(packed.to(dtype))
@@ -64,13 +64,13 @@ class Check:
         return self.batch, self.seq_len, self.heads + 2 * self.kv_heads, head_dim + self.views
 
     def parts(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v in it; copies but for `views`."""
+        """Return q, k and v as parts of `packed`: views if `self.views`, else copies."""
         parts = packed[..., int(self.views) :].split((self.heads, self.kv_heads, self.kv_heads), 2)
         q, k, v = (x if self.views else x.contiguous() for x in parts)
         return q, k, v
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> dict[str, Tensor]:
-        """out, lse, dq, dk and dv by name."""
+        """Run forward and backward; return out, lse, dq, dk and dv by name."""
         pattern = self.pattern(self.seq_len)
         options: dict[str, Any] = {
             key: x.to(q.device) if isinstance(x, Tensor) else x for key, x in self.options.items()
@@ -90,9 +90,9 @@ class Check:
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
     def errors(self, backend: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, float]:
-        """The relative error of each of them, against the definition on the same numbers.
+        """Return the relative error of each result of `run`, against the definition on the same numbers.
 
-        Raises BackendError where the backend does not serve the call.
+        Raises BackendError if the backend does not serve the call.
         """
         inputs = self.inputs(dtype, head_dim, device)
         with poisoned_memory():
@@ -123,11 +123,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative error in norm, over what is finite.
+    """Return the relative error in norm, over the finite entries.
 
-    It is infinite where the two are not finite in the same places and ways. If the error of one row over `ROW` is
-    larger, return that: the error of few rows vanishes in the norm of all. A row is what a token has in a head; its
-    error counts relative to its norm, or to the rows' root mean square if that is larger.
+    It is infinite if the entries that are not finite differ. If the error of one row, divided by `ROW`, is larger,
+    return that: errors of a few rows vanish in the norm of all. A row is one token of one head. Its error counts
+    relative to its norm, or to the rows' root mean square if that is larger.
     """
     finite, actual = expected.isfinite(), actual.double()
     if not torch.equal(finite, actual.isfinite()):
@@ -148,7 +148,7 @@ HEAD_DIMS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
 
 
 def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
-    """Every head_dim, type and feature, at a length that should be one that nothing divides."""
+    """Return calls with every head_dim, dtype and feature. `seq_len` should be a length that no block size divides."""
 
     def branches(n: int) -> Dilated:
         return Dilated((n // 3, n), (1, 3))
@@ -185,7 +185,7 @@ def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
 
 
 def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
-    """Lists of their own for every query head, in which some rows see nothing."""
+    """Return a random layout with separate lists per head. The first query block of head 0 sees nothing."""
     blocks = -(-seq_len // 64)
     chosen = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.4
     chosen[:, 0, 0] = False
@@ -202,11 +202,11 @@ LEFT_OUT = (
     "packed",
     "blocks of each head",
 )
-"""The `checks` left out of `info --check`: kernels have no code of their own for these."""
+"""The `checks` left out of `info --check`: kernels have no separate code for these."""
 
 
 def kinds(seq_len: int = 200) -> list[Check]:
-    """A call of each kind that has code of its own in some backend."""
+    """Return one call for each kind that some backend has separate code for."""
     names = {"every head_dim": "two branches", "every head_dim, causal": "two branches, causal"}
     found = [check for check in checks(seq_len, (64,)) if check.name not in LEFT_OUT]
     return [replace(check, name=names.get(check.name, check.name)) for check in found]
@@ -242,7 +242,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def serving(device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The backends that serve a device, and why the others do not."""
+    """Return the backends, apart from "reference", that serve a device, and why the others do not."""
     facts = Facts(device, dtype_on(device))
     absent = {name: why for name, backend in table.BACKENDS.items() if (why := backend.why_not(facts))}
     return [name for name in table.BACKENDS if name not in (*absent, "reference")], absent

@@ -1,4 +1,4 @@
-"""The command `dilated-attention`: which commands there are, and how they end.
+"""Define the command line `dilated-attention`: which commands there are, and how they end.
 
 Each command is a module, loaded when it is called: PyTorch takes seconds to load, and a list of commands needs none
 of it.
@@ -47,7 +47,7 @@ ARGUMENTS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options are added when it is first asked to parse."""
+    """Parse the options of a command, which are added at the first parse."""
 
     def __init__(self, *arguments: Any, command: str = "", **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def options(self) -> dict[str, str]:
-        """Return the option for each name that an error may use for it."""
+        """Return the option for each name that an error may give to an argument."""
         self.complete()
         names = {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
         return names | {name: option for name, option in ARGUMENTS.items() if option in names.values()}
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None, loaded: Callable[[], object] = 
     """Run one command and return its exit code.
 
     The code is 0; 2 for bad input, and 1 for training that diverged or results that could not be kept, with one line
-    on stderr; 128 + n after signal n. Bad input is a ValueError or an OSError, from wherever. Any other error is a
-    fault of ours and shows where.
+    on stderr; 128 + n after signal n. Bad input is any ValueError or OSError. Any other error is a bug, and is raised
+    with its traceback.
 
     Args:
         loaded: called when the modules of the command are loaded, before it runs.

@@ -1,4 +1,4 @@
-"""`convert`: a released checkpoint as a folder of this library, and how far the two are apart."""
+"""`convert`: write a released checkpoint as a folder of this library, and print how much their outputs differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train`: a byte-level language model, by one process or by several under torchrun."""
+"""`train`: train a byte-level language model in one process, or in several under torchrun."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
-    """An option that --resume takes from the run if it is not given."""
+    """Add an option that --resume takes from the run if it is not given."""
     help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
     parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
 
 
 def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
-    """An option that the namespace holds only if given: --resume takes the others from the checkpoint."""
+    """Add an option that the namespace holds only if given: --resume takes the others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
         text += f" (default: {DEFAULTS[field]})"
     metavar = {int: "N", seed: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")
@@ -171,7 +171,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
 def _connect(
     options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
 ) -> Ranks | None:
-    """This process's place in a run of several, all started with the same options and versions; None if alone."""
+    """Connect the processes of a run after checking that their options and versions agree; None for one process."""
     if watch is None and options.context_parallel == 1:
         return None
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
@@ -195,8 +195,8 @@ def _onwards(out: Path) -> str:
 
 
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
-    """Say why `train` ends, in one line. One of several processes exits here, without the collective goodbye that the
-    others may not answer."""
+    """Print in one line why `train` ends, and return the code. One of several processes exits here instead, because
+    leaving the group could wait for ranks that do not answer."""
     print(f"dilated-attention train: error: {in_options('train', ' '.join(problem.split()))}", file=sys.stderr)
     if watch is not None:
         watch.leave(problem)

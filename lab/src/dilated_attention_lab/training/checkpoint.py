@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a folder a step, written by one process or many, read by any number.
+"""Write and read checkpoints of a run: one folder per step, written and read by any numbers of processes.
 
     checkpoint/step-40/index.json                what was saved; for every tensor, which rows lie in which file
     checkpoint/step-40/rank-0-of-2.safetensors   the rows that rank 0 holds, and the tensors that all ranks hold
@@ -39,14 +39,14 @@ class Peers(Protocol):
     @property
     def size(self) -> int: ...
     def greatest(self, value: int) -> int:
-        """The greatest of all ranks' values, on every rank."""
+        """Return the greatest of all ranks' values, on every rank."""
 
     def gathered(self, value: bytes) -> list[bytes]:
-        """All ranks' values, of one length, on every rank."""
+        """Return all ranks' values, which have the same length, on every rank."""
 
 
 class Alone:
-    """One process."""
+    """Implement `Peers` for a single process."""
 
     rank, size = 0, 1
 
@@ -89,10 +89,10 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint, its digests checked.
+    """Describe a whole checkpoint whose digests were checked.
 
     Attributes:
-        about: what its writer said of it.
+        about: what its writer stored about it.
         tensors: by name, the shape and the shards: file, first row and number of rows of each, in the order of rows.
     """
 
@@ -101,7 +101,7 @@ class Checkpoint:
     tensors: Mapping[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
-        """ValueError unless these are the names that begin with `prefix`, and the shapes, of the checkpoint."""
+        """Raise ValueError unless the tensors whose names begin with `prefix` have exactly these names and shapes."""
         there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
         storage.require_names(shapes, there, str(self.path))
         for name, shape in shapes.items():
@@ -109,9 +109,9 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
 
     def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
-        """Fill the pieces' tensors: all those of the checkpoint whose names begin with `prefix`.
+        """Fill the pieces' tensors, which must be all whose names begin with `prefix`.
 
-        ValueError where the names, a shape or a dtype are not those of the checkpoint.
+        Raises ValueError if the names, a shape or a dtype differ from the checkpoint's.
         """
         self.require({name: piece.shape for name, piece in pieces.items()}, prefix)
         wanted: dict[str, list[tuple[str, int, int]]] = {}
@@ -126,7 +126,7 @@ class Checkpoint:
 
 
 def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
-    """Copy those rows of a shard that lie in the piece."""
+    """Copy the rows of a shard that lie in the piece."""
     stored = opened.get_slice(name)
     shape = (rows, *piece.shape[1:]) if piece.shape else ()
     if tuple(stored.get_shape()) != shape:
@@ -142,7 +142,7 @@ def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piec
 def write(
     folder: Path, step: int, pieces: Mapping[str, Piece], about: Mapping[str, Any], *, keep: int, peers: Peers
 ) -> Path:
-    """Write `folder`/step-`step`; of the earlier ones the newest `keep` stay.
+    """Write `folder`/step-`step` and return its path. Keep the newest `keep` earlier checkpoints only.
 
     Checkpoints of this step and of later ones, which are damaged or of a run that this one replaces, are removed just
     before the new one takes its name.
@@ -209,7 +209,7 @@ def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str,
 
 
 def _remove(folder: Path, numbers: list[int]) -> None:
-    """Whole checkpoints lose their name at once, and their files after that."""
+    """Remove checkpoints. Each is renamed first, so that none keeps its name with a part of its files."""
     for number in numbers:
         old = folder / f".old-step-{number}"
         os.replace(folder / f"step-{number}", old)
@@ -218,7 +218,7 @@ def _remove(folder: Path, numbers: list[int]) -> None:
 
 @contextmanager
 def _together(peers: Peers, path: Path) -> Iterator[None]:
-    """An error on every rank where one of them fails to write, or to read what another has written."""
+    """Raise an error on every rank if one fails, in the `with` block, to write or to read what another has written."""
     found: OSError | ValueError | None = None
     try:
         yield
@@ -232,15 +232,15 @@ def _together(peers: Peers, path: Path) -> Iterator[None]:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, whole or damaged, in order."""
+    """Return the steps that have a checkpoint, whole or damaged, in order."""
     found = (re.fullmatch(r"step-(\d{1,15})", path.name, re.ASCII) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def newest(folder: Path, peers: Peers) -> Checkpoint:
-    """The newest whole checkpoint, the same on every rank; warns of newer ones that are damaged.
+    """Return the newest whole checkpoint, the same on every rank. Warns of newer ones that are damaged.
 
-    ValueError where none is whole, or where it is of another format.
+    Raises ValueError if none is whole, or if it is of another format.
     """
     damaged: list[str] = []
     left = steps(folder)
@@ -259,7 +259,7 @@ def newest(folder: Path, peers: Peers) -> Checkpoint:
 
 
 def _damage(path: Path, peers: Peers) -> str | None:
-    """The first damaged file of a checkpoint and why, or None. Each rank checks a part of the files."""
+    """Return a damaged file of a checkpoint and what is wrong, or None. Each rank checks a part of the files."""
     names, found, error = [storage.SUMS], 0, ""
     try:
         digests = storage.read_digests(path)
@@ -278,7 +278,7 @@ def _damage(path: Path, peers: Peers) -> str | None:
 
 
 def _opened(path: Path) -> Checkpoint:
-    """A checkpoint by its index. ValueError when that is of another format or form."""
+    """Return the checkpoint that an index describes. Raises ValueError if the index is of another format or form."""
     index = path / INDEX
     try:
         about = json.loads(storage.read_bytes(index))
@@ -294,7 +294,7 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _stored(name: str, entry: Any, files: set[str]) -> Any:
-    """The shape and the shards of a tensor; ValueError or TypeError unless the shards, one after another, are all."""
+    """Return the shape and the shards of a tensor. Raises an error unless the shards hold all rows in order."""
     shape, shards = tuple(entry["shape"]), tuple((file, first, rows) for file, first, rows in entry["shards"])
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"tensors: {name}: shape={shape}: must be sizes")

@@ -47,12 +47,12 @@ class Demo:
     Attributes:
         window, window_reach: tokens that a row sees, and how far back the last row reaches through all layers.
         window_cost: the window's score entries over those of dilated attention.
-        near, far: right answers by model where the fact is within the window's reach, and where it is beyond.
-        by_distance: right answers by model and distance.
+        near, far: share of right answers by model where the fact is within the window's reach, and where it is beyond.
+        by_distance: share of right answers by model and distance.
         lessons: optimizer steps by sequence length, the same for both models.
         step_seconds: seconds of a forward and backward over one sequence of `tokens`, by attention.
-        text_bytes: read in training; table_bits: bits per held-out byte of a table counted from the same bytes.
-        bits: bits per held-out byte by how much context the model may use.
+        text_bytes: bytes read in training; table_bits: bits per held-out byte of a table counted from the same bytes.
+        bits: bits per held-out byte, by the bytes of context that the model may use.
     """
 
     tokens: int
@@ -74,7 +74,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     """Run both parts, print and save what they found: figures.jsonl, demo.png. Returns the exit code, 0.
 
     Args:
-        tokens: in a sequence to answer about. seconds: of training on text.
+        tokens: length of the sequence with the fact. seconds: time of training on text.
     """
     text = read_text([]).split(CONTEXT)
     out.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: 
 
 @torch.no_grad()
 def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], context: int) -> float:
-    """Over the last `SCORED` bytes of each window, given the `context` bytes before them, or a quarter more."""
+    """Return bits per byte over the last `SCORED` bytes of each window, given `context` to 1.25 `context` bytes."""
     bits = []
     stretch = min(SCORED, max(1, context // 4))
     before = min(context, windows.shape[1] - 1 - SCORED)

@@ -1,4 +1,4 @@
-"""Training steps, their state, and its checkpoint."""
+"""Run training steps, and save and load their state."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Recipe:
             raise ValueError(f"dtype={self.dtype!r}: must be {' or '.join(DTYPES)}")
 
     def rate(self, step: int) -> float:
-        """Learning rate of the step with index `step`."""
+        """Return the learning rate of the step with index `step`."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -76,11 +76,11 @@ class Recipe:
 
 
 class Training:
-    """A model in training. On the CPU the losses depend on (config, recipe, text, thread count) alone, to the last bit,
-    even if it is saved and loaded on the way; with `ranks`, also on their number.
+    """Train a model. On the CPU the losses depend on (config, recipe, text, thread count) alone, to the last bit, even
+    if the training is saved and loaded on the way; with `ranks`, also on their number.
 
     Args:
-        ranks: the processes that share it; each calls every method, with the same arguments.
+        ranks: the processes that share the training; each calls every method, with the same arguments.
     """
 
     def __init__(
@@ -127,7 +127,10 @@ class Training:
         return len(self.losses)
 
     def step(self) -> float:
-        """One optimizer step; its loss in nats per byte. FloatingPointError, nothing updated, if it is not finite."""
+        """Run an optimizer step, and return its loss in nats per byte.
+
+        Raises FloatingPointError, and updates nothing, if the loss or the gradient is not finite.
+        """
         begin = time.perf_counter()
         if self.ranks is not None:
             self.ranks.watch.place = f"step {self.finished_steps + 1}"
@@ -156,7 +159,7 @@ class Training:
 
     @torch.no_grad()
     def held_out_bits_per_byte(self, windows: int) -> float:
-        """Mean cross entropy in bits over at most `windows` held-out windows, without dropout."""
+        """Return the mean cross entropy in bits over at most `windows` held-out windows, without dropout."""
         held_out = self.split.sample_held_out(windows).to(self.device)
         mode = self.model.training
         self.model.eval()
@@ -168,7 +171,7 @@ class Training:
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.
 
-        OSError if it cannot be written; the older ones then stay.
+        Raises OSError if it cannot be written; the older ones then stay.
         """
         about = {
             "config": json.loads(self.config.to_json()),
@@ -182,9 +185,9 @@ class Training:
         return checkpoint.write(folder, self.finished_steps, self._pieces(self._state()), about, keep=keep, peers=peers)
 
     def load(self, stored: Checkpoint, about: About) -> None:
-        """Continue from a checkpoint of the same configuration, recipe and text; else ValueError, and nothing changes.
+        """Continue from a checkpoint of the same configuration, recipe and text, written by any number of ranks.
 
-        Any number of ranks may have written it.
+        Raises ValueError for any other checkpoint, and changes nothing.
         """
         for name, mine, theirs in (
             ("model", self.config, about.config),
@@ -243,7 +246,7 @@ class Training:
 
 
 def _require_memory(config: LongNetConfig, device: torch.device, ranks: int) -> None:
-    """ValueError where the weights, which each rank makes whole, and its share of gradients and moments cannot fit."""
+    """Raise ValueError if the whole weights and one rank's share of gradients and moments exceed the memory."""
     count = sum(parameter.numel() for parameter in LongNetLM.empty(config).parameters())
     needed, there = count * (4 + 12 // ranks), memory(device)
     if there is not None and needed > there:
@@ -271,9 +274,9 @@ class About:
 
 
 def read_checkpoint(folder: Path, ranks: Ranks | None = None) -> tuple[Checkpoint, About]:
-    """The newest whole checkpoint in a folder, and what it says of itself.
+    """Return the newest whole checkpoint in a folder, and what it says about itself.
 
-    Warns of newer ones that are damaged. ValueError where none is whole, or where it is not of this format.
+    Warns of newer ones that are damaged. Raises ValueError if none is whole, or if it is not of this format.
     """
     stored = checkpoint.newest(folder, ranks or checkpoint.Alone())
     try:

@@ -1,4 +1,4 @@
-"""N-grams of bytes: a table of counts for a language model to beat, and embeddings of n-grams for one to use."""
+"""Provide n-grams of bytes: a table of counts for a language model to beat, and a model with n-gram embeddings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MOST_ORDER = 6
 class _Counts:
     """Hold the counts of one order.
 
-    These are sorted n-grams and how often each was seen; sorted contexts, their counts, and their next bytes.
+    These are sorted n-grams and how often each was seen; sorted contexts, how often each was seen, and how many
+    different bytes followed it.
     """
 
     grams: Numbers
@@ -38,7 +39,7 @@ class _Counts:
 
 
 class NgramTable:
-    """P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
+    """Estimate P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
 
     P_n = (count + kinds P_(n-1)) / (total + kinds), where `kinds` is how many bytes were seen after this context.
 
@@ -53,7 +54,7 @@ class NgramTable:
         self._orders = [_count(np.concatenate([_grams(text, n) for text in arrays])) for n in range(order + 1)]
 
     def bits_per_byte(self, text: Int[Tensor, " bytes"], skip: int) -> float:
-        """Mean -log2 P over the bytes after the first `skip`."""
+        """Return the mean -log2 P over the bytes after the first `skip`."""
         whole = text.numpy().astype(np.int64)
         chance = np.full(len(whole), 1 / 256)
         for order, counts in enumerate(self._orders):
@@ -66,7 +67,7 @@ class NgramTable:
 
 
 def _grams(text: Numbers, order: int) -> Numbers:
-    """The n-gram that ends at each byte from number `order` on, as one integer."""
+    """Return, for each byte except the first `order`, the n-gram that ends there, as one integer."""
     grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
     for i in range(order + 1):
         grams = grams << 8 | text[i : i + len(grams)]
@@ -80,13 +81,13 @@ def _count(grams: Numbers) -> _Counts:
 
 
 def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
-    """The value of each wanted key, 0 where there is none."""
+    """Return the value of each wanted key, or 0 if there is none."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 
 
 class NgramLM(LongNetLM):
-    """A byte-level `LongNetLM` that is given the n-grams at each byte, so that a small model spends nothing on them.
+    """Give a byte-level `LongNetLM` embeddings of the n-grams at each byte, which a small model then need not compute.
 
     Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to a byte's embedding:
     in one half of its channels those of the n-grams that end there, in the other half those that end one byte before.
@@ -94,7 +95,7 @@ class NgramLM(LongNetLM):
     bytes earlier (induction heads, Olsson et al. 2022, arXiv:2209.11895). All of it is trained.
 
     Args:
-        sizes: bytes in each kind of n-gram. rows: of the table of each kind.
+        sizes: bytes in each kind of n-gram. rows: rows in the table of each kind.
         sharpness: initial logit of a perfect match in the first layer's comparison.
     """
 
@@ -127,7 +128,7 @@ class NgramLM(LongNetLM):
 
 
 def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
-    """A row for the `size` bytes up to each; before the first byte there are zeros."""
+    """Return a table row for the `size` bytes that end at each token; bytes before the first count as zeros."""
     mixed = torch.zeros_like(tokens)
     for back in range(size):
         mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back
@@ -137,9 +138,9 @@ def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tenso
 def learn(
     model: NgramLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
 ) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
-    """Train, and yield what each step read, and its loss in nats per byte.
+    """Train, and yield the bytes that each step read and its loss in nats per byte.
 
-    A third goes to short pieces of text, several per step, the rest to whole windows.
+    A third of the training goes to short pieces of text, several per step, the rest to whole windows.
 
     Args:
         progress: the share done, given the number of steps; training ends after the step that reaches 1.

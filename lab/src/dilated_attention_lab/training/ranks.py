@@ -1,4 +1,4 @@
-"""Training on several processes: samples over one axis of a mesh, tokens over the other, parameters over both."""
+"""Train on several processes: samples over one axis of a mesh, tokens over the other, parameters over both."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dilated_attention_lab.training.watch import Watch
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, as a mesh of two axes, `data` and `context`.
+    """Hold the processes of a run, as a mesh of two axes, `data` and `context`.
 
     Attributes:
         everyone: the two axes flattened: the parameters are sharded over it, and their gradients averaged.
-        watch: watches over all of them.
+        watch: the watch over all processes.
     """
 
     mesh: DeviceMesh
@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and reports."""
+        """Return whether this is the process that writes and reports."""
         return dist.get_rank() == 0
 
     @property
@@ -91,30 +91,30 @@ class Ranks:
         fully_shard(model, mesh=self.everyone)
 
     def samples(self, batch: Tensor) -> Tensor:
-        """The samples of a batch that this rank computes."""
+        """Return the samples of a batch that this rank computes."""
         return batch.chunk(self.data)[self.mesh["data"].get_local_rank()]
 
     def mean(self, *values: float) -> list[float]:
-        """Means over all ranks."""
+        """Return the mean of each value over all ranks."""
         total = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
         dist.all_reduce(total)
         return (total / dist.get_world_size()).tolist()
 
     def greatest(self, value: int) -> int:
-        """The greatest of all ranks' values."""
+        """Return the greatest of all ranks' values."""
         tensor = torch.tensor(value, device=self.mesh.device_type)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor.item())
 
     def gathered(self, value: bytes) -> list[bytes]:
-        """All ranks' values, of one length, on every rank."""
+        """Return all ranks' values, which have the same length, on every rank."""
         mine = torch.tensor(list(value), dtype=torch.uint8, device=self.mesh.device_type)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine)
         return [bytes(theirs.tolist()) for theirs in everyone]
 
     def gather(self, model: LongNetLM) -> LongNetLM | None:
-        """The model on one device, on the first rank; None on the others."""
+        """Return the whole model on the first rank; None on the others."""
         weights = {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
         if not self.first:
             return None
@@ -124,15 +124,15 @@ class Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return how many ranks share the samples, and how many a sequence."""
+        """Return how many ranks share the samples of a batch, and how many share a sequence."""
         return {"data": self.data, "context": self.mesh["context"].size()}
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A sharded tensor's whole, on every rank."""
+        """Return a sharded tensor's whole, on every rank."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def piece(self, tensor: Tensor) -> Piece:
-        """This rank's rows of a tensor, where it is sharded: the first ranks have equally many, the last ones fewer."""
+        """Return this rank's rows of a sharded tensor, or a whole one. Only the last ranks may have fewer rows."""
         if not isinstance(tensor, DTensor):
             return Piece.whole(tensor)
         rows = -(-len(tensor) // self.everyone.size())
@@ -141,7 +141,7 @@ class Ranks:
 
 
 def require_divisor(context_parallel: int, processes: int) -> None:
-    """ValueError unless the processes form groups of `context_parallel`."""
+    """Raise ValueError unless the processes form groups of `context_parallel`."""
     if context_parallel < 1 or processes % context_parallel:
         raise ValueError(
             f"--context-parallel {context_parallel} must divide the number of processes, {processes}; "

@@ -1,4 +1,4 @@
-"""Recall: a fact anywhere in a sequence, a question at its end; and a model with a local window to compare with."""
+"""Train recall of a fact anywhere in a sequence, asked at its end; compare with a model with a local window."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.nn import SelfAttention
 
 VALUES, FILLERS = 16, 48
-"""Token ids: 0 to 15 are facts, 16 is the question, and 48 more say nothing."""
+"""Token ids: 0 to 15 are facts, 16 is the question, and the next 48 are fillers."""
 CHANCE = 1 / VALUES
 SEGMENT, MIDDLE = 128, 2048
 LAYERS, HEADS, WIDTH = 2, 4, 64
 WINDOW_BLOCK = 32
 CURRICULUM = ((128, 32), (512, 8), (2048, 4))
-"""Tokens and sequences of a step, one stage after another: what is learned on short sequences holds on longer ones."""
+"""Tokens per sequence and sequences per step, by stage: what is learned on short sequences holds on longer ones."""
 MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 """The most steps of each stage, by its number of tokens."""
 
 
 def pattern(tokens: int) -> Dilated:
-    """Three branches in which the last token of each segment of 128 takes part, so that two layers reach everything.
+    """Return three branches in which each 128th token takes part, so that two layers reach every token.
 
-    In the first layer that token sees its whole segment; in the second the question, the last token of all, sees every
-    such token. Offsets by head would leave the question without far keys in the heads whose residue is not its own.
+    In the first layer such a token sees its segment of 128; in the second the question, the last token of all, sees
+    every such token. With offsets by head, the question would see far keys only in the head that serves its residue.
     """
     rates = (1, 16, SEGMENT)
     offsets = tuple((rate - 1,) * HEADS for rate in rates)
@@ -56,7 +56,7 @@ def config(pattern: Dilated | None) -> LongNetConfig:
 
 
 class LocalWindow(nn.Module):
-    """Causal attention to the nearest tokens, by a block layout: it takes the place of a model's dilated attention."""
+    """Compute causal attention to the nearest tokens with a block layout, in place of a model's dilated attention."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class LocalWindow(nn.Module):
 
 
 def use_window(model: LongNetLM, window: int) -> None:
-    """Put a local window in the place of the attention of every layer."""
+    """Replace the attention of every layer with a local window."""
     for block in model.blocks:
         assert isinstance(block.attention, SelfAttention)
         block.attention.attention = LocalWindow(window)  # type: ignore[assignment]
 
 
 def window_of_equal_cost(tokens: int) -> int:
-    """The shortest window, in steps of half a block, with at least as many score entries as `pattern`."""
+    """Return the shortest window, in steps of half a block, with at least as many score entries as `pattern`."""
     window = WINDOW_BLOCK // 2
     while window < tokens and window_entries(tokens, window) < dilated_entries(tokens):
         window += WINDOW_BLOCK // 2
@@ -83,12 +83,12 @@ def window_of_equal_cost(tokens: int) -> int:
 
 
 def dilated_entries(tokens: int) -> float:
-    """Score entries of a head of `pattern`."""
+    """Return the score entries per head of `pattern`."""
     return pattern(tokens).flops(tokens, HEADS, 1, is_causal=True) / 4 / HEADS
 
 
 def window_entries(tokens: int, window: int) -> int:
-    """Score entries of a head: those of the layout's blocks that are not in the future."""
+    """Return the score entries per head of the window's blocks, without those of future keys."""
     layout = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True)
     return (layout.nnz * WINDOW_BLOCK - layout.query_blocks * (WINDOW_BLOCK - 1) // 2) * WINDOW_BLOCK
 
@@ -103,7 +103,7 @@ def window_reach(tokens: int, window: int) -> int:
 
 
 def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]:
-    """The same model, weights included, with dilated attention and with a local window of equal cost."""
+    """Return a model with dilated attention, and one with the same weights and a local window of equal cost."""
     found = {}
     for name in ("dilated", "window"):
         torch.manual_seed(seed)
@@ -115,7 +115,7 @@ def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]
 def draw(
     count: int, tokens: int, generator: torch.Generator, distances: range | None = None
 ) -> tuple[Int[Tensor, "count tokens"], Int[Tensor, " count"]]:
-    """Sequences and answers. distances: of the fact from the question, drawn uniformly; None: any."""
+    """Draw sequences and their answers. distances: those allowed between fact and question; None: any."""
     sequences = torch.randint(VALUES + 1, VALUES + 1 + FILLERS, (count, tokens), generator=generator)
     answers = torch.randint(VALUES, (count,), generator=generator)
     places = range(1, tokens) if distances is None else distances
@@ -132,7 +132,7 @@ def answer(model: LongNetLM, sequences: Int[Tensor, "count tokens"]) -> Float[Te
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A step of the curriculum, by its number within its stage. accuracy: a running mean over the steps so far."""
+    """Describe a step of the curriculum. step: its number in its stage. accuracy: the running mean in this stage."""
 
     tokens: int
     step: int
@@ -142,7 +142,7 @@ class Lesson:
 def learn(
     model: LongNetLM, tokens: int, generator: torch.Generator, most: Mapping[int, int], *, until: float = 0.98
 ) -> Iterator[Lesson]:
-    """Train through the curriculum, as far as it is no longer than `tokens`, and yield after each step.
+    """Train on the stages of the curriculum of at most `tokens` tokens, and yield after each step.
 
     Args:
         most: the most steps of each stage, by its number of tokens. until: the accuracy above which a stage ends early.
@@ -174,14 +174,14 @@ def learn(
 def accuracy(
     model: LongNetLM, tokens: int, generator: torch.Generator, count: int, distances: range | None = None
 ) -> float:
-    """The share of right answers to `count` questions, one sequence at a time."""
+    """Return the share of right answers to `count` questions, computed one sequence at a time."""
     device = next(model.parameters()).device
     pairs = [[x.to(device) for x in draw(1, tokens, generator, distances)] for _ in range(count)]
     return math.fsum(_right(answer(model, sequence), answers) for sequence, answers in pairs) / count
 
 
 def step(model: LongNetLM, sequences: Tensor, answers: Tensor) -> None:
-    """A forward and backward without an update, to be timed."""
+    """Run a forward and backward without an update, to be timed."""
     F.cross_entropy(answer(model, sequences), answers).backward()
     model.zero_grad()
 

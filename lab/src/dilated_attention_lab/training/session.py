@@ -1,4 +1,4 @@
-"""One training run from start, or from its checkpoint, to its report."""
+"""Run one training, from its start or a checkpoint to its report."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BY_HEART = 4.0  # epochs; repeating text up to about as often is nearly as good 
 
 
 def default_pattern(context: int, num_kv_heads: int = 16) -> Dilated:
-    """Three branches of context/16, context/4 and context tokens, at rates 1, 4 and 16 or as few as there are heads:
-    one head for each residue, so that every token takes part in every branch."""
+    """Return branches of context/16, context/4 and context tokens, at rates 1, 4 and 16 or the number of KV heads if it
+    is less, so that every token takes part in every branch. Below 256 tokens, return one dense segment."""
     if context < 256:
         return Dilated((context,), (1,))
     rates = tuple(min(rate, num_kv_heads) for rate in (1, 4, 16))
@@ -58,12 +58,12 @@ def start(
     ranks: Ranks | None = None,
     options: Mapping[str, Any] = OPTIONS,
 ) -> Training:
-    """A new run in `out`, which then holds its options and its checkpoint of step 0, and nothing of an older run.
-    ValueError, nothing written, for bad input, and where `out` holds a checkpoint or what a report would replace,
-    unless `overwrite`.
+    """Begin a run in `out`, which then holds its options and its checkpoint of step 0, and nothing of an older run.
+    Raises ValueError, and writes nothing, for bad input, or if `out` holds a checkpoint or files that the report would
+    replace, unless `overwrite`.
 
     Args:
-        options: for `chosen_options` of a later process.
+        options: what `chosen_options` of a later process finds.
     """
     if saved(out) and not overwrite:
         raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
@@ -91,17 +91,17 @@ def start(
 
 
 def _checkpoint(out: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return out / "checkpoint"
 
 
 def saved(out: Path) -> bool:
-    """Whether there is a checkpoint, whole or damaged."""
+    """Return whether there is a checkpoint, whole or damaged."""
     return bool(checkpoint.steps(_checkpoint(out)))
 
 
 def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
-    """The model of the run's newest whole checkpoint, in evaluation mode."""
+    """Return the model of the run's newest whole checkpoint, in evaluation mode."""
     stored, about = read_checkpoint(_checkpoint(out))
     try:
         model = LongNetLM.empty(about.config, backend=backend)
@@ -154,15 +154,15 @@ def resume(
 
 
 def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Text, finished_steps: int) -> None:
-    """ValueError on every rank unless all train the same model by the same recipe on the same text."""
+    """Raise ValueError on every rank unless all train the same model by the same recipe on the same text."""
     if ranks is not None:
         fields = dataclasses.asdict(config) | dataclasses.asdict(recipe)
         ranks.watch.agree({"text": f"sha256 {text.digest[:16]}", **fields, "finished_steps": finished_steps})
 
 
 def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run that are in neither its model nor its recipe: those given, else those that the run in `out`
-    began with, else the defaults."""
+    """Return the options of a run that are in neither its model nor its recipe: those given, else those that the run in
+    `out` has stored, else the defaults."""
     before: dict[str, Any] = {}
     if out is not None and (path := out / "options.json").exists():
         try:
@@ -198,9 +198,9 @@ def run(
     sample_bytes: int,
     received: Sequence[int] | None = None,
 ) -> int:
-    """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, its progress saved.
+    """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, with the progress saved.
 
-    FloatingPointError if a loss is not finite, or what held-out text takes after the last step.
+    Raises FloatingPointError if a loss, or the result on held-out text, is not finite.
 
     Args:
         received: the list of an enclosing `noted_signals`.
@@ -302,7 +302,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
-    """A held-out prompt, a bar, and `length` sampled bytes."""
+    """Return a held-out prompt, a bar, and `length` sampled bytes as text."""
     middle = len(training.split.held_out) // 2
     prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
@@ -316,7 +316,7 @@ def write_sample(training: Training, model: LongNetLM, length: int) -> str:
 
 
 def _quantiles(training: Training) -> dict[str, float]:
-    """p10, median and p90 of the steps' tokens/s, without the first step, which allocates and plans."""
+    """Return p10, median and p90 of the steps' tokens/s, without the first step, which allocates and plans."""
     tokens = training.recipe.batch_size * training.recipe.context
     rates = sorted(tokens / seconds for seconds in training.seconds[1:] or training.seconds)
     last = len(rates) - 1
@@ -337,7 +337,7 @@ def _steps(training: Training, console: Console) -> Iterator[int]:
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted, so that the step in progress ends whole; a second one kills as usual."""
+    """Note SIGINT and SIGTERM in the yielded list, so that the current step ends. A second one kills as usual."""
     received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Text as bytes: where it is read from, and what of it is held out."""
+"""Read text as bytes, and hold out a part of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD_OUT_EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The bytes of one or more files, one after another in the order of their paths."""
+    """Hold the bytes of one or more files, one after another in the order of their paths."""
 
     content: UInt8[Tensor, " bytes"]
     files: int
@@ -39,7 +39,7 @@ class Text:
     def split(self, context: int) -> Split:
         """Hold out every 20th window of context + 1 bytes (at least one); the rest is for training.
 
-        A pure function of the text's length and the context.
+        The split depends on the text's length and the context only.
         """
         window = context + 1
         windows = len(self.content) // window
@@ -64,7 +64,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Training spans begin at `starts` and hold `choices` windows each; no training window touches a held-out one."""
+    """Hold a split. Training spans begin at `starts`, with `choices` windows each, none of which touches `held_out`."""
 
     content: UInt8[Tensor, " bytes"]
     context: int
@@ -73,7 +73,7 @@ class Split:
     held_out: UInt8[Tensor, "windows context_and_one"]
 
     def batch(self, size: int, generator: torch.Generator) -> Int[Tensor, "batch context_and_one"]:
-        """Windows drawn uniformly from all training windows, overlapping ones included."""
+        """Return windows drawn uniformly from all training windows, overlapping ones included."""
         ends = self.choices.cumsum(0)
         draw = torch.randint(int(ends[-1]), (size,), generator=generator)
         span = torch.searchsorted(ends, draw, right=True)
@@ -87,10 +87,10 @@ class Split:
 
 
 def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
-    """Read files, and folders recursively; none = the standard library's sources. Hidden and binary files are left out,
-    and links to folders not followed.
+    """Read files, and folders recursively; without paths, the standard library's sources. In folders, hidden and binary
+    files are left out, and links to folders are not followed.
 
-    ValueError names a path that is missing, unreadable or empty, or the run's own folder.
+    Raises ValueError for a path that is missing, unreadable or empty, or the run's own folder.
 
     Args:
         out: folder of the run, which may lie within a folder of text: what it holds is left out there.
@@ -116,12 +116,12 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
 
 
 def readable(text: str) -> str:
-    """The text with a dot for each character that cannot be printed, which a terminal might obey."""
+    """Return the text with a dot for each unprintable character, which could control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
 def standard_library() -> Path:
-    """The folder of this interpreter's own Python sources."""
+    """Return the folder of this interpreter's own Python sources."""
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -1,4 +1,4 @@
-"""A watch over the ranks of a training run: who came, who differs, who has gone silent."""
+"""Watch the ranks of a training run: find out which joined, which differ and which went silent."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _ENDED: Final = "ended"
 class Watch:
     """Watch all ranks of a run from one process, from before they form a group until it leaves.
 
-    A thread writes a beat twice per second and reads only the next rank's beat, so that the store's work grows with the
-    number of ranks only. It names a rank that is silent for `timeout` seconds (at least six) even while this process's
-    main thread hangs in a collective, be it of gloo or of NCCL; after SIGTERM, which torchrun sends to the others when
-    a rank has died, it does so within seconds. The first rank that finds out leaves word for all.
+    A thread writes a beat twice per second and reads only the next rank's beat, so that the store's work grows linearly
+    with the number of ranks. It names a rank that is silent for `timeout` seconds (at least six), even while the main
+    thread of this process hangs in a collective of gloo or NCCL. After SIGTERM, which torchrun sends to the others when
+    a rank has died, it names the rank within seconds. The first rank that finds out writes it to the store for all.
 
     Args:
         store: the rendezvous store of all ranks.
-        host: who hosts it, for the error when it does not answer.
+        host: who hosts the store, for the error when it does not answer.
         timeout: seconds after which a silent rank is lost.
 
     Attributes:
         place: where this process is, for errors.
-        store: once all have gathered, this attempt's part of the store: torchrun starts all ranks again with the store
-            of those that were lost, and all that these wrote.
+        store: after `gather`, a part of the store for this attempt only. torchrun restarts all ranks with the same
+            store, which still holds what earlier attempts wrote.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, host: str = "rank 0") -> None:
@@ -57,7 +57,7 @@ class Watch:
 
     @classmethod
     def join(cls, timeout: float) -> Watch:
-        """The watch of a process that has the environment variables of torchrun."""
+        """Return the watch of a process that has the environment variables of torchrun."""
         wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if absent := [name for name in wanted if name not in os.environ]:
             raise ValueError(f"the environment lacks {', '.join(absent)}; run under torchrun")
@@ -83,7 +83,7 @@ class Watch:
         return f"rank {self.rank} of {self.size}{', ' if self.place else ''}{self.place}"
 
     def gather(self) -> None:
-        """Wait for all ranks. ContextParallelError names those that do not come within the timeout."""
+        """Wait for all ranks. Raises a ContextParallelError that names those that do not come within the timeout."""
         self._listen()
         # The store gives no number twice, so rank 0 of this attempt alone can have written under this one's.
         deadline, mine = time.monotonic() + self.timeout, self._door.add("arrivals", 1)
@@ -118,13 +118,13 @@ class Watch:
                 raise ContextParallelError(f"{self}: {presence.named(ranks)} never came, {why}")
 
     def start(self, on_lost: Callable[[str], object]) -> None:
-        """Begin to beat and to watch; `on_lost` ends the process, with the line that it is given."""
+        """Start the thread that beats and watches. It calls `on_lost`, to end the process, with what to print."""
         self._thread = threading.Thread(target=self._run, args=(on_lost,), daemon=True)
         self._thread.start()
         presence.set_witness(self.verdict)
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Compare facts over all ranks. ValueError on every one names those that differ, in what, or that refuse."""
+        """Compare facts over all ranks. Each raises a ValueError that says which ranks differ and how, or refuse."""
         text = json.dumps({name: str(value) for name, value in facts.items()})
         found = self._exchange(text)
         refused = [(rank, each["refused"]) for rank, each in enumerate(found) if "refused" in each]
@@ -134,7 +134,7 @@ class Watch:
             raise ValueError(f"the ranks were started differently: {presence.differences(found)}")
 
     def _exchange(self, text: str) -> list[dict[str, str]]:
-        """Every rank's text of this round. Those that are equal are read once, by their digest; nothing is pickled."""
+        """Return every rank's text of this round, read as JSON. Equal texts are read once, by digest; no pickles."""
         here, self._rounds = f"facts/{self._rounds}", self._rounds + 1
         self._publish(here, text)
         keys = [f"{here}/digest/{rank}" for rank in range(self.size)]
@@ -152,7 +152,7 @@ class Watch:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn the failure of any collective inside into one ContextParallelError that names the lost ranks, and
-        `place`, where it happened. To be entered once."""
+        `place`, where it happened. Enter it only once."""
         try:
             yield
         except RuntimeError as error:
@@ -177,8 +177,8 @@ class Watch:
             return self._verdict
 
     def leave(self, problem: str | None = None) -> None:
-        """Stop watching. With a problem, tell it to the others, and wait a few seconds until they leave, too: torchrun
-        ends all processes as soon as one has failed, and each should have said why."""
+        """Stop watching. With a problem, pass it to the other ranks, and wait a few seconds until they leave, too:
+        torchrun ends all processes as soon as one has failed, and each should first print why."""
         presence.set_witness(None)
         self._left.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -230,8 +230,8 @@ class Watch:
         self._store.set(self._keys[self.rank], str(self._beats))
 
     def _judge(self) -> tuple[str, int]:
-        """The verdict, that which another rank has found or who writes no beat for the time of grace, and how many are
-        silent."""
+        """Return the verdict and the number of silent ranks. The verdict is what another rank has written, or names the
+        ranks that write no beat within `GRACE_SECONDS`."""
         before, deadline = self._store.multi_get(self._keys), time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and not self._store.check(["verdict"]):
             self._beat()
@@ -250,7 +250,7 @@ class Watch:
         return verdict, lost
 
     def _listen(self) -> None:
-        """Learn of signals though the main thread may hang where Python's handlers do not run."""
+        """Receive signals through a pipe: the main thread may hang where Python's signal handlers do not run."""
         if threading.current_thread() is threading.main_thread():
             self._wakeup = os.pipe()
             for end in self._wakeup:
@@ -258,7 +258,7 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
 
     def _terminated(self) -> bool:
-        """Whether SIGTERM has come since the last question."""
+        """Return whether SIGTERM has come since the last call."""
         try:
             return self._wakeup is not None and signal.SIGTERM in os.read(self._wakeup[0], 4096)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Text written by a trained byte-level model, as it comes."""
+"""Write text with a trained byte-level model, character by character."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def write(
     top_p: float | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """`length` sampled bytes that continue `prompt`, as readable text, each character as soon as its bytes are drawn.
+    """Return an iterator over `length` sampled bytes after `prompt`, as readable text, one character at a time.
 
-    The prompt is read, and wrong arguments raise ValueError, before the first piece is asked for.
+    The prompt is read, and wrong arguments raise ValueError, in this call, before the iterator is used.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
