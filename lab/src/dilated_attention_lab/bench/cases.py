@@ -1,4 +1,4 @@
-"""Cases: one call of one method at one shape, as a frozen value, and the work that runs it."""
+"""Describe one call of one method at one shape as a frozen value, and make the work that runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPARSE = ("block-sparse", "block-sparse dilated", "multihead block-sparse", *RIV
 
 
 def contender(call: Callable[[], object]) -> Contender:
-    """One phase, `forward`."""
+    """Make a contender of a call, with one phase, `forward`."""
 
     def work() -> Iterator[str]:
         call()
@@ -45,7 +45,7 @@ def contender(call: Callable[[], object]) -> Contender:
 
 
 def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -> Contender:
-    """Work while a setting holds."""
+    """Make a contender that runs `work` inside the context manager that `setting()` returns."""
 
     def limited() -> Iterator[str]:
         with setting():
@@ -55,16 +55,16 @@ def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -
 
 
 def doubling(first: int, branches: int) -> Dilated:
-    """Segments and rates that double from `first` and 1."""
+    """Return a pattern whose segments and rates double from `first` and 1."""
     return Dilated(tuple(first << i for i in range(branches)), tuple(1 << i for i in range(branches)))
 
 
 DOUBLING = doubling(2048, 20)
-"""Over 2^30 tokens: what the time to make a plan is stated for."""
+"""The pattern, over 2^30 tokens, for which the time to make a plan is stated."""
 
 
 def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two calls to time: making a plan, and finding it in the cache."""
+    """Return two calls to time: making a plan, and finding it in the cache."""
     table = pattern.offset_table(heads)
 
     def find() -> object:
@@ -134,7 +134,7 @@ class Case:
 
     @property
     def pattern(self) -> Dilated:
-        """The dilated factor: one segment of all tokens where there is none."""
+        """Return the dilated factor, or one segment of all tokens if the method has none."""
         if self.method in DILATED:
             groups = self.method == "head groups"
             return Dilated(self.segment_lengths, self.dilation_rates, self.offsets, head_groups=groups)
@@ -160,12 +160,12 @@ class Case:
 
     @property
     def out_bytes(self) -> int:
-        """Size of the output, and of each of q, k and v."""
+        """Return the bytes of the output, which q, k and v have as well."""
         return self.batch * self.seq_len * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        """Return the useful floating-point operations of a forward; a backward adds 2.5 times as many."""
         width = self.heads * self.head_dim
         projections = 8 * self.batch * self.seq_len * width**2 if self.method in MULTIHEAD else 0
         return projections + self.attention_flops
@@ -206,7 +206,7 @@ class Case:
         return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
 
     def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(q, k, v) of each fused call to make: one, except for `dense calls`."""
+        """Return (q, k, v) of each fused call to make: one, except for `dense calls`."""
         if self.method != "dense calls":
             shapes = [(self.batch, self.seq_len, self.heads, self.head_dim)]
         else:
@@ -222,12 +222,12 @@ class Case:
         return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
 
     def _layouts(self) -> Callable[[int], BlockLayout]:
-        """The layouts inside branches, made: a call that is compiled looks them up."""
+        """Make the layouts inside branches, and return a function that looks them up, as a compiled call needs it."""
         made = {count: self.layout(count) for count in {group.queries.count for group in self.plan.groups}}
         return lambda count: made[count]
 
     def prepare(self, device: torch.device | str = "cpu") -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The call, with its layouts and modules made: from q, k and v to out."""
+        """Return the call, with its layouts and modules made: a function from q, k and v to out."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "backend": self.backend}
         if self.method == "block-sparse":
             layout = self.layout(self.seq_len)
@@ -251,7 +251,7 @@ class Case:
         return self._call
 
     def module(self) -> MultiheadDilatedAttention | BlockSparseRingMultiheadDilatedAttention:
-        """The multihead module, its weights drawn with a seed of their own and not trained."""
+        """Return the multihead module. Its weights are drawn with a fixed seed and not trained."""
         width, options = self.heads * self.head_dim, {"dtype": getattr(torch, self.dtype)}
         branches: dict[str, Any] = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
         kind: Any = MultiheadDilatedAttention
@@ -273,7 +273,7 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
 
     def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:
-        """The work: phases `forward` and, with `backward`, `forward+backward`; `repeat` times over."""
+        """Return the work: the phase `forward` of `repeat` calls and, with `backward`, the phase `forward+backward`."""
         inputs = self.inputs(device)
         if backward:
             inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Pictures of results, from their files alone; readable in black and white."""
+"""Draw pictures of results from their files alone, readable in black and white."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MARKERS = {  # variant of `compare`, without its density: marker
 
 
 def draw(results: Path, out: Path) -> Iterator[Path]:
-    """Draw every picture that the files of `results` have rows for; the paths written.
+    """Draw every picture that the files of `results` have rows for, and yield the paths written.
 
-    Raises ValueError where there are no results, or a file that it draws is damaged or of other rows.
+    Raises ValueError if there are no results, or if a file that it draws is damaged or has other rows.
     """
     files = sorted(results.glob("*/*.jsonl"))
     if not files:
@@ -39,7 +39,7 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
 
 
 def draw_file(path: Path, folder: Path) -> Iterator[Path]:
-    """Draw into a folder the pictures that one file has rows for; the paths written."""
+    """Draw into a folder the pictures that one file has rows for, and yield the paths written."""
     pictures = {path.stem: _stages} if path.stem.startswith("profile-") else PICTURES.get(path.stem, {})
     for name, picture in pictures.items():  # results/aot has rows that `read` does not know
         with drawing(path) as rows:
@@ -54,7 +54,7 @@ def draw_file(path: Path, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def drawing(path: Path) -> Iterator[list[Record]]:
-    """The rows of a file. ValueError, naming it, where they lack what the block takes of them."""
+    """Yield the rows of a file. Raises a ValueError that names the file if the `with` block cannot use its rows."""
     rows = read(path)
     try:
         yield rows
@@ -67,7 +67,7 @@ Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
 
 
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
-    """Series side by side on logarithmic axes; None where there is nothing to draw."""
+    """Draw series side by side on logarithmic axes; None if there is nothing to draw."""
     if not any(points for series, _ in panels for *_, points in series.values()):
         return None
     figure = Figure(figsize=(size * len(panels), 4.5), layout="constrained")
@@ -83,7 +83,7 @@ def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure
 
 
 def _compared(rows: list[Record]) -> list[Record]:
-    """Rows of `compare` in the plain setting: float32, one sample, the reports' segments, not compiled."""
+    """Return the rows of `compare` in the plain setting: float32, one sample, the reports' segments, not compiled."""
     plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
     return [
         row
@@ -93,7 +93,7 @@ def _compared(rows: list[Record]) -> list[Record]:
 
 
 def _compare_lengths(rows: list[Record]) -> Figure | None:
-    """Time against length, of variants whose share of entries does not hang on a density."""
+    """Draw time against length, for some variants."""
     shown = {
         "dense": ("-o", "black"),
         "LongNet branches": ("-s", "0.5"),
@@ -114,7 +114,7 @@ def _compare_lengths(rows: list[Record]) -> Figure | None:
 
 
 def _compare_shares(rows: list[Record]) -> Figure | None:
-    """Time over dense against the share of its score entries, at the reports' 4,096 tokens."""
+    """Draw time over dense attention against the share of its score entries, at the reports' 4,096 tokens."""
     series: dict[str, tuple[str, str, list[tuple[float, float]]]] = {
         kind: (marker, "black", []) for kind, marker in MARKERS.items()
     }
@@ -134,7 +134,7 @@ def _variant(row: Record) -> str:
 
 
 def _stages(rows: list[Record]) -> Figure:
-    """One bar a stage, in milliseconds, of the newest call of a profile."""
+    """Draw one bar per stage, in milliseconds, of the newest call of a profile."""
     parameters = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
     own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == parameters]
     least = 0.002 * sum(value for name, value in own if name)

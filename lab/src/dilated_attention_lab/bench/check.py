@@ -1,10 +1,10 @@
-"""The guard against regressions: figures that do not depend on the machine's speed, against `results/baseline.json`,
+"""Guard against regressions: compare figures that do not depend on the machine's speed with `results/baseline.json`,
 which has them by device.
 
-Times enter as ratios to dense attention in the same rounds, of the fastest run of each: what else a machine does only
-adds time. One thread runs them, since several wait for the one that was interrupted. Rounds go on until the ratio is
-within its margin or the patience is over, so a busy machine takes longer and a slower library fails. Memory, calls and
-copies are counted and have no noise.
+Times enter as ratios to dense attention in the same rounds, from the fastest run of each: other work on the machine
+only adds time. They run on one thread, since several would wait for the one that is interrupted. Rounds go on until the
+ratio is within its margin or `PATIENCE` is over. So a busy machine takes longer, and a slower library fails. Memory,
+calls and copies are counted and have no noise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PATIENCE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A figure to hold: `measure(limit)` gives it, and may stop looking for a lower one below the limit."""
+    """Describe a figure that must not rise. `measure(limit)` returns it, and may stop once it is below the limit."""
 
     name: str
     unit: str
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def fastest_ratio(one: Contender, other: Contender, phase: str, limit: float, patience: float | None = None) -> float:
-    """The least time of `one` over the least of `other`, from at least 5 rounds that run both, and half a second."""
+    """Return the least time of `one` over the least of `other`, from at least 5 rounds of both and half a second."""
     patience = PATIENCE if patience is None else patience
     best = {one: float("inf"), other: float("inf")}
     begin, rounds, spent = time.perf_counter(), 0, 0.0
@@ -114,7 +114,7 @@ def _calls(case: Case) -> Callable[[float], float]:
 
 
 class _Launched:
-    """Stands for a compiled kernel: a launch that ends before the driver."""
+    """Replace a compiled kernel by one whose launch does nothing."""
 
     name = "forward"
 
@@ -123,7 +123,7 @@ class _Launched:
 
 
 def _host(backward: bool) -> Callable[[float], float]:
-    """A small call of the Triton backend, as on a GPU, but for what the driver and the GPU take."""
+    """Return a measure of the host's part of a small call of the Triton backend, without driver and GPU."""
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
@@ -174,8 +174,8 @@ def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
 
 
 def read_baseline(path: Path, device: str) -> dict[str, float]:
-    """The device's figures by name; of a device that has none yet, the greatest of any, since how far dense attention
-    gains on short calls differs with the make. ValueError where the file is missing or is no baseline."""
+    """Return the device's figures by name. If it has none yet, return the greatest of any device, since the ratios
+    differ between processors. Raises ValueError if the file is missing or is no baseline."""
     known = entries(path)
     if not known:
         raise ValueError(f"{path}: there is no baseline; write one with --update")
@@ -195,7 +195,7 @@ def write_baseline(path: Path, device: str, values: Mapping[str, float]) -> None
 
 
 def entries(path: Path) -> dict[str, dict[str, Any]]:
-    """Entries of the file by device: none where there is no file. ValueError where it is no baseline."""
+    """Return the entries of the file by device, {} if there is no file. Raises ValueError if it is no baseline."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         for entry in known.values():

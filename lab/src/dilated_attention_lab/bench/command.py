@@ -1,4 +1,4 @@
-"""The command line of `bench`: its arguments, progress and tables."""
+"""Define `bench`, `compare`, `profile`, `plot` and `simulate`: their arguments, progress and tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SUITES = {
 
 
 def add_options(command: str, parser: argparse.ArgumentParser) -> None:
-    """Add what a command takes, and the function that runs it."""
+    """Add the arguments of a command, and the function that runs it."""
     {
         "bench": _add_bench,
         "compare": _add_compare,
@@ -200,7 +200,7 @@ def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made where there is none. ValueError where it cannot be written: before minutes of measuring."""
+    """Return the folder after making it. Raises ValueError, before minutes of measuring, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -460,7 +460,7 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
-    """Take the steps one after another; every row goes to the recorder, and to `rows`, as soon as it is there."""
+    """Run the steps one after another. Each row goes to the recorder and to `rows` as soon as it is there."""
     with closing(_along(steps, lambda step: step.label)) as under_way:
         for step in under_way:
             recorder.forget(failed(step.label))

@@ -1,4 +1,4 @@
-"""Every variant of the reports in the same rounds: time, memory, error against float64, keys reached, score entries."""
+"""Measure each variant of the reports in the same rounds: time, memory, error against float64, keys, score entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setting:
 
     Attributes:
         base: the shape, the dtype, and the branches of those variants that have some.
-        backward, compiled: whether forward and backward are timed too, and the calls compiled.
+        backward: whether forward+backward is timed too. compiled: whether the calls are compiled.
         seconds: about how long the rounds take.
     """
 
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def plain(self) -> bool:
-        """The setting of most rows: its memory is measured, and its ring of two processes."""
+        """Return whether this is a setting in which memory and the ring of two processes are measured."""
         return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
 
     @property
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def has_plan(self) -> bool:
-        """Whether it is the one that the reports' plan is about."""
+        """Return whether the reports' plan has bars for this setting."""
         return self.base == REPORTED and not self.compiled
 
     @property
@@ -134,7 +134,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield one row per variant, and what the bars apply to."""
+    """Yield one row per variant, and the rows that have bars."""
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}
     for name, case in cases.items():
@@ -183,7 +183,7 @@ def _refusal(case: Case) -> str | None:
 
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
-    """Return what is known of a variant besides its time."""
+    """Return error, share of score entries, keys reached and peak memory of a variant, by name."""
     rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
     out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
     q, k, v = (x.cpu() for x in inputs)
@@ -197,12 +197,12 @@ def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> 
 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
-    """The variants of one setting among the rows of a file."""
+    """Return the rows of the variants of one setting, among the rows of a file."""
     return [row for row in _of(setting, rows) if row["name"] == NAME]
 
 
 def held(rows: Sequence[Record], setting: Setting) -> bool:
-    """Whether the rows of a file are all that the setting is measured for: an interruption leaves some out."""
+    """Return whether the rows of a file include all that the setting measures: an interruption leaves some out."""
     shown = [*variants(setting.base), *([TWO] if setting.has_ring_of_two else [])]
     wanted = {*product([NAME], shown), *product([WORST, *(f"{phase}: {RING}" for phase in setting.phases)], [None])}
     if setting.has_plan:
@@ -211,7 +211,7 @@ def held(rows: Sequence[Record], setting: Setting) -> bool:
 
 
 def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
-    """The rows of one setting among those of a file; what is of no variant has the branches as segment lengths."""
+    """Yield the rows of one setting among those of a file. Rows of no variant hold the branches as segment lengths."""
     shared = parameters(setting, "", setting.base)
     names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
     wanted = {name: shared[name] for name in names}
@@ -222,7 +222,7 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
 
 
 def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Two processes of one thread each, in rounds of their own: their time beside one process of two threads."""
+    """Yield the row of a ring of two processes of one thread each, which run in separate rounds."""
     if not setting.has_ring_of_two:
         return
     case = variants(setting.base)["LongNet branches"]
@@ -283,13 +283,13 @@ def contender_of(call: Call, base: Case, device: torch.device, backward: bool) -
 
 
 def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings, and the cells of one setting's rows."""
+    """Return the headings, and the cells of one setting's rows."""
     headings = ("variant", "forward ms", "/ dense", "+ backward", "MiB", "error", "keys", "share")
     return headings, [(_name(row), *_cells(row)) for row in rows]
 
 
 def _name(row: Record) -> str:
-    """The variant, why it has no figures, and what is wrong with what it computes."""
+    """Return the name of a variant, with why it has no figures, or what is wrong with its results."""
     name, figures = str(row["parameters"]["variant"]), row.get("figures", {})
     if row["value"] is None:
         return f"{name}: {row['refused']}"

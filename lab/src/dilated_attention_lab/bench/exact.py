@@ -13,7 +13,7 @@ from dilated_attention_lab.bench.cases import MULTIHEAD, SPARSE, Case
 
 
 def keys_of(case: Case, row: int, head: int) -> Tensor:
-    """The keys that a row sees, one that several branches show as often. DESIGN: sections on branches and layouts."""
+    """Return the keys that a row sees in a head. A key that several branches show is listed several times."""
     pattern, layout_of = case.pattern, _layouts(case)
     found = [torch.empty(0, dtype=torch.int64)]
     table = pattern.offset_table(case.heads)
@@ -39,13 +39,13 @@ def _layouts(case: Case):  # type: ignore[no-untyped-def]
 
 
 def rows_of(case: Case, count: int) -> list[int]:
-    """The first row, the last, and others drawn."""
+    """Return the first row, the last, and others drawn at random, `count` at most."""
     drawn = torch.randint(case.seq_len, (max(count - 2, 0),), generator=torch.Generator().manual_seed(0))
     return sorted({0, case.seq_len - 1, *drawn.tolist()})
 
 
 def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> Tensor:
-    """The output of the chosen rows in float64: (batch, rows, heads, head_dim), 0 where a row sees nothing."""
+    """Return the output of the chosen rows in float64, (batch, rows, heads, head_dim), 0 if a row sees nothing."""
     module = case.module() if case.method in MULTIHEAD else None
     if module is not None:
         assert module.in_proj_weight is not None
@@ -71,6 +71,6 @@ def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> T
 
 
 def keys_reached(case: Case, rows: Sequence[int]) -> float:
-    """Mean over the rows of how many keys a token sees in any head."""
+    """Return the mean over the rows of how many keys a token sees in any head."""
     sets = [torch.cat([keys_of(case, row, head) for head in range(case.heads)]).unique() for row in rows]
     return sum(map(len, sets)) / len(sets)

@@ -1,8 +1,8 @@
-"""Jobs in processes of their own, with a limit in time: what ends one leaves the others their rows.
+"""Run each job in a separate process with a time limit, so that the failure of one leaves the others their rows.
 
 An error that a device reports ends every later call of its process, a kernel that hangs never ends, and a crash takes
-the process along. So each job has a process, which writes each row as soon as it is there; a job that does not end well
-is refused with the reason.
+the process along. So each job has a process, which writes each row as soon as it is there. A job that does not end well
+gets a row with the reason.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs that share a limit.
+    """Hold jobs that share a time limit.
 
     Attributes:
-        seconds: until all of them have ended, their processes' starts included.
+        seconds: the time limit for all jobs together, with the starts of their processes.
         at_once: how many may run at the same time: one where times are taken.
     """
 
@@ -64,7 +64,7 @@ def refused(group: Group, job: Job, reason: str) -> Row:
 
 
 def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
-    """Run a job; `write` is given a line for each row."""
+    """Run a job, and call `write` with a line for each row."""
     try:
         for row in job.run():
             write(json.dumps(asdict(row)))
@@ -73,7 +73,7 @@ def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
 
 
 def rows_apart_from_output() -> TextIO:
-    """This process's standard output, for rows alone: what anything else prints there goes to standard error."""
+    """Return this process's standard output, for rows alone. What else is printed there goes to standard error."""
     rows = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return rows
@@ -83,7 +83,7 @@ def rows_apart_from_output() -> TextIO:
 
 
 def run_apart(group: Group, command: Callable[[Job], Sequence[str]]) -> Iterator[Row]:
-    """The rows of a group's jobs, which `command` serves, and why jobs did not end well."""
+    """Run a group's jobs as `command(job)`; yield their rows, and a row with the reason for each job that failed."""
     end = time.monotonic() + group.seconds
     with ThreadPoolExecutor(group.at_once) as pool:
         for found in pool.map(lambda job: _rows(group, job, command(job), end), group.jobs):

@@ -1,7 +1,7 @@
 """Measure time and memory.
 
 Machines are noisy and other people use them. So everything that is to be compared runs in one process, in rounds: each
-round runs every contender once, starting from another one each time. A ratio is the median of the rounds' ratios, which
+round runs every contender once, in a random order. A ratio is the median of the rounds' ratios, which
 a slow drift of the machine leaves alone, and it comes with its spread. A large matrix product runs in every round too:
 its rate is the ceiling of this machine at this moment.
 """
@@ -32,13 +32,13 @@ UNTOLD = "this system does not tell a process's peak memory"
 
 
 def largest(values: Iterable[float]) -> float:
-    """NaN where one is, which Python's `max` drops unless it comes first."""
+    """Return the largest value, or NaN if one is NaN: Python's `max` drops it unless it comes first."""
     return float(np.max([*values]))
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of a sample, in its own unit."""
+    """Hold quantiles of a sample, in its own unit."""
 
     minimum: float
     p10: float
@@ -71,7 +71,7 @@ class Rounds:
         return Spread.of(self.seconds[name, phase])
 
     def ratio(self, name: str, other: str, phase: str = "forward", factor: float = 1.0) -> Spread:
-        """`factor` times name over other, round by round."""
+        """Return the spread of `factor` times the seconds of `name` over those of `other`, round by round."""
         return Spread.of_ratios(self.seconds[name, phase], self.seconds[other, phase], factor)
 
     @property
@@ -101,7 +101,7 @@ def interleave(
 
     Args:
         contenders: a phase's time counts from the contender's start.
-        dtype: of the matrix product.
+        dtype: dtype of the matrix product.
         least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
     """
     size = 1536 if device.type == "cpu" else 8192
@@ -126,7 +126,7 @@ def interleave(
 
 
 def elapsed(call: Callable[[], object], *, runs: int) -> Spread:
-    """Seconds of a call that leaves nothing running on a device."""
+    """Return the spread of the seconds of a call that leaves nothing running on a device."""
     times = []
     for _ in range(runs):
         start = time.perf_counter()
@@ -153,10 +153,10 @@ def fused_calls(call: Callable[[], object]) -> int:
 
 
 def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = False) -> int | None:
-    """Bytes that a call adds at its peak to what q, k and v take; its output is among them.
+    """Return the bytes that a call adds at its peak to q, k and v, with its output.
 
-    Taken in a process of its own, from the most memory that it ever held: resident on the CPU, allocated on a GPU. None
-    where the system does not tell.
+    They are measured in a new process, from the most memory that it ever held: resident on the CPU, allocated on a GPU.
+    None if the system does not say.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
     peak: int | None = in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
@@ -184,7 +184,7 @@ def in_new_process(
 
 
 def before_peak(case: Case) -> Case:
-    """A short call of the same kind, which runs before the one whose memory is measured."""
+    """Return a short call of the same kind, to run before the one whose memory is measured."""
     return replace(case, seq_len=max(64, 4 * case.block_size))
 
 
@@ -197,7 +197,7 @@ def _measure_peak(request: dict[str, Any]) -> int | None:
 
 
 def peak_above_now(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that a call adds, at its peak, to what this process holds; None where the system does not tell."""
+    """Return the bytes that a call adds, at its peak, to what this process holds; None if the system does not say."""
     forget_peak(device)
     before = peak_memory(device)
     call()
@@ -207,9 +207,9 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
 
 
 def forget_peak(device: torch.device) -> None:
-    """Start measuring the peak memory again; where that is impossible, the peak of making the inputs stays.
+    """Start measuring the peak memory again. If that is impossible, the peak of making the inputs stays.
 
-    Memory that was freed but is kept by the C library is returned first: a call that takes it again would not be seen.
+    Freed memory that the C library keeps is first returned to the system: its reuse by a call would not be seen.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -224,7 +224,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken, or None where the system does not tell."""
+    """Return the bytes that can still be allocated, or None if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""The charts of docs/measured.md, drawn from the files of results by `dilated-attention plot`.
+"""Draw the charts of docs/measured.md from the files of results, for `dilated-attention plot`.
 
 Each chart is a list of panels, plain data without matplotlib. `digest` is a hash of that data. An SVG file carries
 it, and a test compares it with the results: it finds an outdated chart, whichever version of matplotlib drew it.
@@ -38,7 +38,7 @@ MARKERS = "osv^Dx"
 
 @dataclass(frozen=True)
 class Series:
-    """One line of points, or one bar for each group: `x` are numbers, or the names of the groups."""
+    """Hold one line of points, or one bar for each group: `x` are numbers, or the names of the groups."""
 
     label: str
     x: Sequence[float | str]
@@ -48,7 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `kind` is "lines" or "bars"; `settings` go to `Axes.set`; `level` draws a horizontal line."""
+    """Describe a pair of axes. `kind`: "lines" or "bars". `settings`: for `Axes.set`. `level`: a horizontal line."""
 
     kind: str
     series: Sequence[Series]
@@ -137,7 +137,7 @@ def _rows(path: Path, name: str, **wanted: Any) -> list[Record]:
 
 
 def _points(rows: Sequence[Record], parameter: str) -> tuple[list[Any], list[float]]:
-    """Return the values of rows in the order of one of their parameters."""
+    """Return (values of one parameter, values of the rows), in the order of the parameter."""
     rows = sorted(rows, key=lambda row: row["parameters"][parameter])
     return [row["parameters"][parameter] for row in rows], [row["value"] for row in rows]
 
@@ -146,7 +146,7 @@ PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2
 
 
 def length(results: Path) -> list[Panel]:
-    """Time of a forward over the length."""
+    """Chart the time of a forward over the length."""
     path, series = results / ZEN4 / "compare.jsonl", []
     for label, variant in {
         "dense": "dense",
@@ -161,7 +161,7 @@ def length(results: Path) -> list[Panel]:
 
 
 def shares(results: Path) -> list[Panel]:
-    """Time over dense attention against the share of its score entries."""
+    """Chart the time over dense attention against the share of its score entries."""
     rows = _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
     series = []
     for label, kinds in {
@@ -177,7 +177,7 @@ def shares(results: Path) -> list[Panel]:
 
 
 def windows(results: Path) -> list[Panel]:
-    """Time of a window per visible key, over dense attention's time per key."""
+    """Chart the time of a window per visible key, over dense attention's time per key."""
     series = []
     for dtype in ("float32", "bfloat16"):
         for phase in ("forward", "forward+backward"):
@@ -189,7 +189,7 @@ def windows(results: Path) -> list[Panel]:
 
 
 def transformers(results: Path) -> list[Panel]:
-    """Time of transformers models with their own windows, over `sdpa`."""
+    """Chart the time of transformers models with their own windows, over `sdpa`."""
     series = []
     for phase in ("forward", "forward+backward"):
         rows = _rows(results / ZEN4 / "transformers.jsonl", f"{phase}: time over")
@@ -202,7 +202,7 @@ def transformers(results: Path) -> list[Panel]:
 
 
 def blocks(results: Path) -> list[Panel]:
-    """Time of block layouts over dense attention, by density."""
+    """Chart the time of block layouts over dense attention, by density."""
     series = []
     for kind in ("local", "random", "dilated"):
         rows = _rows(
@@ -218,7 +218,7 @@ def blocks(results: Path) -> list[Panel]:
 
 
 def dense(results: Path) -> list[Panel]:
-    """Compare the C++ kernels with PyTorch's own call: dense attention, and the score entries of a dilated pattern."""
+    """Chart the C++ kernels over PyTorch's call: for dense attention, and for a dilated pattern's score entries."""
     dilated = {"seq_len": 8192, "segment_lengths": [2048, 4096, 8192]}
     return [
         _by_machine(results, "forward+backward: time over dense", "dense", seq_len=8192, dilation_rates=[1], heads=4),
@@ -227,7 +227,7 @@ def dense(results: Path) -> list[Panel]:
 
 
 def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
-    """Return one figure of the C++ kernels on every machine, in two dtypes."""
+    """Return a panel with one figure of the C++ kernels on every machine, in two dtypes."""
     series = []
     for dtype in ("float32", "bfloat16"):
         values: dict[str, float] = {}
@@ -239,7 +239,7 @@ def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
 
 
 def selected(results: Path) -> list[Panel]:
-    """Modules that select what they see, over a dense module."""
+    """Chart the time of modules that select their keys, over a dense module."""
     series = []
     for module in ("native sparse attention", "mixture of blocks"):
         rows = _rows(results / EPYC / "selected.jsonl", f"{module}, forward+backward: time over dense")
@@ -249,7 +249,7 @@ def selected(results: Path) -> list[Panel]:
 
 
 def decoding(results: Path) -> list[Panel]:
-    """Time and cache of one new token, by its position."""
+    """Chart the time and the cache size of one new token, by its position."""
     panels = []
     for name, label, unit in (("time a token", "ms per new token", 1.0), ("bytes of the cache", "cache, MB", 1e-6)):
         series = []
@@ -263,7 +263,7 @@ def decoding(results: Path) -> list[Panel]:
 
 
 def peers(results: Path) -> list[Panel]:
-    """Time and memory beside torchscale and a fork of dilated-attention-pytorch."""
+    """Chart time and memory next to torchscale and a fork of dilated-attention-pytorch."""
     rows = {
         row["parameters"]["variant"]: row
         for row in _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
@@ -284,7 +284,7 @@ def peers(results: Path) -> list[Panel]:
 
 
 def recall(results: Path) -> list[Panel]:
-    """Right answers about facts, by their distance."""
+    """Chart the share of right answers about facts, by their distance."""
     series = []
     for method, label in (("dilated", "dilated"), ("window", "window of equal cost")):
         rows = _rows(results / XEON / "quality.jsonl", "recall", method=method, seq_len=262144)
@@ -295,7 +295,7 @@ def recall(results: Path) -> list[Panel]:
 
 
 def text(results: Path) -> list[Panel]:
-    """Held-out text after equal steps and after equal time: means over the seeds that all models of a case have."""
+    """Chart held-out text after equal steps and equal time: means over the seeds that all models of a case have."""
     cases = (
         ("8,192 bytes,\nequal steps", ZEN3, "equal steps", {"seq_len": 8192}),
         ("32,768 bytes,\nequal steps", ZEN4, "equal steps", {"seq_len": 32768, "window": 3584}),

@@ -1,4 +1,4 @@
-"""`plot PATTERN`: any pattern as options of the command line spell it, and its picture."""
+"""`plot PATTERN`: make a pattern from the options of the command line, and draw it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EITHER = {"local": "--window or --density", "global": "--global-tokens or --dens
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of patterns; the namespace holds those that are given."""
+    """Add the options of patterns. The namespace holds only those that are given."""
     group = parser.add_argument_group("patterns", argument_default=argparse.SUPPRESS)
     group.add_argument("--tokens", type=int, metavar="N", help="length of the sequence (1024)")
     group.add_argument("--segments", type=_integers, metavar="N,N", help="segment lengths; with a layout, a product")
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Product:
-    """The pattern that a name and the options given mean. ValueError for what is missing, or not the pattern's."""
+    """Return the pattern that a name and options describe. Raises ValueError if one is missing or does not apply."""
     dilated = _dilated(options)
     if name == "dilated":
         if dilated is None:
@@ -85,7 +85,7 @@ def pattern_of(name: str, options: dict[str, Any]) -> Dilated | BlockLayout | Pr
 
 
 def picture(name: str, options: dict[str, Any], path: Path) -> str:
-    """Draw the pattern as PNG; what there is to say about it, in a line."""
+    """Draw the pattern into a file, and return a line about how many keys a token sees."""
     tokens, head = options.get("tokens", 1024), options.get("head", 0)
     for option, value, most in (("tokens", tokens, MOST_TOKENS), ("heads", options.get("heads", 1), MOST_HEADS)):
         if not 1 <= value <= most:

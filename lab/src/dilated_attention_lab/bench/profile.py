@@ -47,7 +47,7 @@ _OPERATORS = {
     **dict.fromkeys(("copy_", "clone", "contiguous", "_to_copy"), "copies"),
     **dict.fromkeys(("add_", "add"), "sums of gradients"),
 }
-"""Operators whose time counts as theirs where no stage runs them; allocation always does."""
+"""The stage to which an operator's time goes if no other stage runs it; allocation always is its own stage."""
 LAUNCHES = (
     "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx",
     "hipLaunchKernel", "hipExtLaunchKernel", "hipModuleLaunchKernel", "hipExtModuleLaunchKernel",
@@ -67,16 +67,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One call, taken apart.
+    """Hold where one call spent time and memory.
 
     Attributes:
         stages: longest first.
-        milliseconds: of the whole call under the profiler, which itself takes time for every operator.
+        milliseconds: time of the whole call under the profiler, which itself takes time for every operator.
         peak_bytes: most that was allocated at once, above what was before.
         allocations, allocated_bytes: number and sum, freed ones included.
         copies: calls of `aten::copy_`.
         launches: kernels launched on a GPU.
-        idle_milliseconds: of the GPU between the first kernel's start and the last one's end; None without a GPU.
+        idle_milliseconds: idle time of the GPU from the first kernel's start to the last one's end; None without a GPU.
     """
 
     stages: tuple[Stage, ...]
@@ -90,11 +90,11 @@ class Profile:
 
 
 def profile(call: Callable[[], object], device: torch.device, trace: Path | None = None, runs: int = 3) -> Profile:
-    """Run `call` once to warm up, then `runs` times under the profiler, and take the fastest apart: a machine that does
-    something else for a while adds it to whichever stage it hits.
+    """Run `call` once to warm up, then `runs` times under the profiler, and return the profile of the fastest run:
+    other work on the machine adds to whichever stage it hits.
 
     Args:
-        trace: where to put the Chrome trace of the fastest.
+        trace: where to write the Chrome trace of the fastest run.
     """
     call()
     synchronize(device)
@@ -130,7 +130,7 @@ def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.
 
 
 def _total(recorded: torch.profiler.profile) -> float:
-    """Milliseconds of the call."""
+    """Return the milliseconds of the call."""
     return next(e.cpu_time_total for e in recorded.events() or () if e.name == _MARK + "all") / 1e3
 
 
@@ -156,7 +156,7 @@ def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stage(event: Any) -> str:
-    """The stage of an event's own time."""
+    """Return the stage that an event's own time belongs to."""
     operator = _OPERATORS.get(event.name.removeprefix("aten::")) if event.name.startswith("aten::") else None
     if operator == "allocation":
         return operator
@@ -170,14 +170,14 @@ def _stage(event: Any) -> str:
 
 
 def _counts(event: Any, stage: str) -> bool:
-    """Whether an event is one more run of its stage, not a part of one."""
+    """Return whether an event is one more run of its stage, not a part of one."""
     if event.name.startswith(_MARK):
         return True
     return event.name.startswith("aten::") and stage in _OPERATORS.values()
 
 
 def _memory(recorded: torch.profiler.profile) -> tuple[int, int, int]:
-    """(peak, number, sum) of the allocations, in bytes."""
+    """Return (peak bytes, number, total bytes) of the allocations."""
     raw: Any = recorded.profiler
     changes = [event for event in raw.kineto_results.events() if event.name() == "[memory]"]
     held = peak = number = total = 0
@@ -214,7 +214,7 @@ def once(case: Case) -> dict[str, Spread]:
 
 
 def training_step(case: Case, device: torch.device) -> Contender:
-    """Forward and backward of a two-block language model with the case's heads and pattern, without the optimizer."""
+    """Return a contender: forward and backward of a two-block language model with the case's heads and pattern."""
     pattern = case.pattern if case.method == "dilated" else None
     config = LongNetConfig(embed_dim=case.heads * case.head_dim, num_heads=case.heads, num_layers=2, pattern=pattern)
     model = LongNetLM(config).to(device)
@@ -229,7 +229,7 @@ def training_step(case: Case, device: torch.device) -> Contender:
 
 
 def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward: bool) -> Iterator[Row]:
-    """Yield what to record of a profile."""
+    """Yield the rows that record a profile."""
     parameters = {**case.parameters, "backward": backward}
     for stage in found.stages:
         yield Row(f"{OWN_TIME}{stage.name}", parameters, stage.milliseconds, "ms")

@@ -25,7 +25,9 @@ Samples = dict[str, list[float]]
 
 
 def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = ()) -> dict[str, Any]:
-    """Run `mode` of this module in `ranks` processes of one thread each. RuntimeError where one of them fails.
+    """Run `mode` of this module in `ranks` processes of one thread each, and return what it measures.
+
+    Raises RuntimeError if a process fails.
 
     Args:
         limit: a command in front of theirs, that gives them a slower network.
@@ -51,7 +53,7 @@ def _free_port() -> int:
 
 
 def limited(megabits: int) -> list[str]:
-    """A command that runs another one in a network namespace of its own, whose link moves so much a second."""
+    """Return a command that runs another one in a new network namespace, whose link has this rate."""
     slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
     script = f'ip link set lo up && {slower} && exec "$@"'
     return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
@@ -67,7 +69,7 @@ def limit_refusal() -> str | None:
 
 
 def _interleave(contenders: Mapping[str, Callable[[], float | None]], rounds: int) -> Samples:
-    """Seconds of every contender in every round, the slowest rank's; a contender may say them itself."""
+    """Return every contender's seconds in every round, on the slowest rank. It may return its seconds itself."""
     names = list(contenders)
     samples: Samples = {name: [] for name in names}
     for i in range(rounds + 1):  # the first is a warm-up
@@ -102,7 +104,7 @@ def _tensors(case: Case) -> list[torch.Tensor]:
 
 
 def _scaling(case: Case, rounds: int) -> dict[str, Any]:
-    """A forward and backward of the same sequence on rank 0 alone, and on all ranks."""
+    """Time a forward and backward of the same sequence on rank 0 alone, and on all ranks."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     alone = _training_step(case, tensors, None)
@@ -123,7 +125,7 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _single(case: Case, rounds: int) -> dict[str, Any]:
-    """A mesh of one rank, and no mesh."""
+    """Time a forward and backward over a mesh of one rank, and without a mesh."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     samples = _interleave(
@@ -133,7 +135,7 @@ def _single(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _overlap(case: Case, rounds: int) -> dict[str, Any]:
-    """A forward with its exchange hidden, waited for where it starts, and left out; and the exchange alone."""
+    """Time a forward with its exchange hidden, waited for where it starts, and left out; and the exchange alone."""
     mesh = dist.group.WORLD
     assert mesh is not None
     q, k, v = (shard_sequence(x, mesh) for x in _tensors(case)[:3])
@@ -161,7 +163,7 @@ def _overlap(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _ring(case: Case, rounds: int) -> dict[str, Any]:
-    """A forward, and a forward and backward, on all ranks; and how far the output is from one process's."""
+    """Time a forward, and a forward and backward, on all ranks; compare the output with one process's."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     shards = [shard_sequence(x, mesh) for x in tensors]

@@ -1,4 +1,4 @@
-"""Links that stand in for a network: one that moves nothing, and one that hides nothing."""
+"""Replace the link to a network by one that moves nothing, or by one that hides no communication."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dilated_attention.plumbing import Framing, Link, Transfer
 
 
 class RehearsalLink(Link):
-    """The end of a group that has no other ends: transfers are counted and take no time, normals arrive.
+    """Count the transfers of a rank whose peers do not exist. They take no time, and normals arrive.
 
     Attributes:
-        filled: seconds of CPU time spent drawing them, which no real rank spends.
+        filled: seconds of CPU time spent drawing the normals, which no real rank spends.
     """
 
     filled: float = 0.0
@@ -37,7 +37,7 @@ class RehearsalLink(Link):
 
 
 class PatientLink(Link):
-    """A link that waits for every transfer where it starts: what hiding communication is measured against."""
+    """Wait for every transfer where it starts, to measure how much communication other links hide."""
 
     def started(self, works: list[dist.Work], *arguments: Any) -> Transfer:
         with self.guard("while waiting"):

@@ -1,4 +1,4 @@
-"""Pages of the documents that are generated whole from the files of results: tables, and which machine measured what.
+"""Generate pages of the documents from the files of results: tables, and which machine measured what.
 
 `dilated-attention plot` writes them to docs/tables/<device>/<suite>.md and docs/machines.md. A figure without a value
 (refused, not installed) is counted and not listed; the file of results says why it has none.
@@ -21,7 +21,7 @@ WIDEST = 6
 """The most figures in a row of a table; if a case has more, each figure is a line and each case a column."""
 
 LONGEST = 2400
-"""Words of a page; what does not fit goes to a further one."""
+"""The most words of a page; the rest goes to further pages."""
 
 USUAL = {"batch": "1", "offsets": "head", "is_causal": "no", "dtype": "float32", "compiled": "no", "method": "dilated"}
 """Parameters that a table names only where they differ between its lines or are something else."""

@@ -1,4 +1,4 @@
-"""Rows of results: one JSON object per line, in results/<device>/<suite>.jsonl.
+"""Store rows of results, one JSON object per line, in results/<device>/<suite>.jsonl.
 
 A row says what was measured, the value, its spread, and on what: device, versions, commit, date. A file holds one row
 per figure: measuring it again replaces the row. Every row is written as soon as it is there.
@@ -28,10 +28,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure.
+    """Hold one figure.
 
     Attributes:
-        name: of the figure; with the parameters it is the row's key within its suite.
+        name: name of the figure; with the parameters it is the row's key within its suite.
         value: a median where there is a spread; None where `refused` says why there is none.
         unit: `x` for a ratio, else `s`, `bytes`, `GFLOP/s`, `calls`, ...
         bar: what the value may not exceed.
@@ -57,7 +57,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, parameters: Mapping[str, Any], spread: Spread, unit: str = "x", **others: Any) -> Row:
-        """A row of the median of a spread."""
+        """Return a row whose value is the median of a spread."""
         return cls(name, parameters, spread.median, unit, spread=spread, **others)
 
     @property
@@ -66,14 +66,14 @@ class Row:
 
 
 def device_folder(device: torch.device) -> str:
-    """`cpu-2-threads-amd-epyc`, `cuda-nvidia-h200`: the device in words, without the name of the machine."""
+    """Return the device in words, such as `cpu-2-threads-amd-epyc`, without the name of the machine."""
     words = device_name(device).rpartition(", ")[0] if device.type != "cuda" else device_name(device)
     threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
     return f"{device.type}{threads}-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def commit() -> str | None:
-    """The commit of the package's sources, with `-dirty` where they differ from it; None outside a repository."""
+    """Return the commit of the package's sources, with `-dirty` if they differ from it; None outside a repository."""
     sources = str(Path(__file__).parent.parent)
 
     def git(*arguments: str) -> str:
@@ -88,7 +88,7 @@ def commit() -> str | None:
 
 
 class Recorder:
-    """Writes the rows of one suite; where the folder cannot be written, to standard output instead."""
+    """Write the rows of one suite; if the folder cannot be written, print them to standard output."""
 
     def __init__(self, folder: Path, suite: str, device: torch.device) -> None:
         self.path = folder / device_folder(device) / f"{suite}.jsonl"
@@ -121,11 +121,11 @@ class Recorder:
         return list(self._rows.values())
 
     def forget(self, name: str) -> None:
-        """Leave out the rows of that name from the next time that a row is written."""
+        """Drop the rows of that name. The file loses them when the next row is written."""
         self._rows = {key: row for key, row in self._rows.items() if row["name"] != name}
 
     def forget_like(self, beginning: str, parameters: Mapping[str, Any]) -> None:
-        """Forget like `forget`, for all names of one case that begin with the given text."""
+        """Drop, like `forget`, the rows of one case whose names begin with the given text."""
         self._rows = {
             key: row
             for key, row in self._rows.items()
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def failed(label: str) -> str:
-    """The name of the row that says why a step stopped, until the step is run again."""
+    """Return the name of the row that says why a step stopped, until the step is run again."""
     return f"failed: {label}"
 
 
@@ -143,7 +143,7 @@ def _key(record: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file. ValueError, naming the line, where one is no row."""
+    """Return the rows of a file. Raises a ValueError that names the first line that is no row."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:

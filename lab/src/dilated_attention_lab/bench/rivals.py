@@ -1,7 +1,7 @@
-"""Other ways to run a block layout, as PyTorch offers them: what block-sparse attention is compared with.
+"""Run a block layout in other ways that PyTorch offers, to compare block-sparse attention with.
 
-Each makes its tables once, outside the timed call, and takes q, k and v `(1, seq, heads, head_dim)`, whose heads share
-the layout.
+Each function makes its tables once, and returns the call to time. The call takes q, k and v `(1, seq, heads,
+head_dim)`, whose heads share the layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def flex(layout: BlockLayout) -> Call:
-    """FlexAttention, compiled."""
+    """Return a call of compiled FlexAttention."""
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='flex' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
     mask_on = cache(block_mask(layout).to)
@@ -41,7 +41,7 @@ def flex(layout: BlockLayout) -> Call:
 
 
 def block_mask(layout: BlockLayout) -> BlockMask:
-    """A layout of whole blocks for compiled FlexAttention, which wants lists as wide as the sequence on CPU."""
+    """Return a mask with a layout's whole blocks. Compiled FlexAttention on CPU needs lists as wide as the sequence."""
     active = layout.dense_blocks()
     diagonal = torch.eye(layout.query_blocks, dtype=torch.bool) & layout.is_causal
 
@@ -58,7 +58,7 @@ def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
 
 
 def mask(layout: BlockLayout) -> Call:
-    """`scaled_dot_product_attention` with a boolean mask of all pairs."""
+    """Return a call of `scaled_dot_product_attention` with a boolean mask of all pairs."""
     pairs_on = cache(layout.dense_mask().to)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def mask(layout: BlockLayout) -> Call:
 
 
 def gather(layout: BlockLayout) -> Call:
-    """Each block row gathers its key blocks; rows are padded to the longest, and one masked call serves all."""
+    """Return a call that gathers the key blocks of each block row, padded to the longest row, for one masked call."""
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='gather' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
     counts, rows = layout.counts[0, 0], layout.query_blocks
@@ -97,7 +97,7 @@ def gather(layout: BlockLayout) -> Call:
 
 
 def sparse(layout: BlockLayout) -> Call:
-    """torch.sparse, head by head: `sampled_addmm` on CSR, `softmax` on COO (there is none on CSR), `mm` on CSR."""
+    """Return a call of torch.sparse per head: `sampled_addmm` on CSR, `softmax` on COO (CSR has none), `mm` on CSR."""
     pairs = layout.dense_mask()[0, 0]
     crow = F.pad(pairs.sum(1).cumsum(0), (1, 0))
     at = pairs.nonzero().T.contiguous()

@@ -1,10 +1,10 @@
-"""One rank of a large world: its real code on PyTorch's fake process group, where rows of normals arrive at once.
+"""Run the real code of one rank of a large world on PyTorch's fake process group, where normals arrive at once.
 
 Three kinds of figures come out, and are labelled as such everywhere:
 
     measured   this rank's compute, in seconds of its one thread's CPU time, and peak memory on this device;
     counted    bytes, messages and rounds, where tensors are handed to `torch.distributed`;
-    modelled   time of communication, latency x messages + bytes / bandwidth, and all of the other schemes.
+    modelled   time of communication, latency x messages + bytes / bandwidth, and all figures of other schemes.
 
 The rank is the world's last, which computes and receives most when causal.
 """
@@ -34,7 +34,7 @@ from dilated_attention_lab.bench.results import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A context parallel call of all ranks together; segments and rates double from `first_segment` and 1 up to it.
+    """Describe a context parallel call. Segments and rates double from `first_segment` and 1, up to `seq_len`.
 
     Attributes:
         seq_len: tokens over all ranks.
@@ -63,16 +63,16 @@ class World:
 
     @property
     def shard(self) -> int:
-        """Tokens of the last rank."""
+        """Return the number of tokens of the last rank."""
         return self.seq_len - (self.ranks - 1) * self.seq_len // self.ranks
 
     @property
     def row_bytes(self) -> int:
-        """The keys and values of one token, all heads."""
+        """Return the bytes of the keys and values of one token, all heads."""
         return 2 * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     def plan(self, transport: str | None = None) -> ExchangePlan:
-        """Return what the last rank moves, from the formula."""
+        """Return what the last rank moves, in closed form."""
         return exchange_plan(
             self.pattern,
             self.seq_len,
@@ -86,7 +86,7 @@ class World:
         )
 
     def others(self) -> dict[str, tuple[int, int]]:
-        """(bytes, messages) that a rank receives in a forward under other schemes; modelled, by closed formulas.
+        """Return (bytes, messages) that a rank receives in a forward, by scheme; modelled, by closed formulas.
 
         `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: the rows of each
         branch among the ranks of a segment. `official LongNet`: the same over the whole world, as torchscale does.
@@ -168,7 +168,7 @@ def world_sizes(least: int, most: int) -> list[int]:
 
 
 def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
-    """The figures of a world, each named by its kind."""
+    """Yield the figures of a world, each named by its kind."""
     parameters = asdict(found.world) | {"transport": found.transport}
     figures: list[tuple[str, float | None, str]] = [
         ("measured: forward", found.forward[0], "s"),
@@ -190,14 +190,14 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
 
 
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
-    """Run the worlds one after another, `rounds` times, in one process of its own, of one thread."""
+    """Run the worlds in turns, `rounds` times, in one new process of one thread."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
 
 
 def _group(ranks: int) -> ProcessGroup:
-    """The last `ranks` ranks of the process's world; this process is their last."""
+    """Return the group of the last `ranks` ranks of the world; this process is their last."""
     size = dist.get_world_size()
     if ranks == size:
         assert dist.group.WORLD is not None
@@ -206,7 +206,7 @@ def _group(ranks: int) -> ProcessGroup:
 
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
-    """A forward and a backward: their seconds without the drawing of normals, and what they moved."""
+    """Return a function that runs a forward and a backward, and returns their seconds, without drawing, and traffic."""
     link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
     q, k, v, gradient = (torch.randn(shape, dtype=getattr(torch, world.dtype)) for _ in range(4))
@@ -231,7 +231,7 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
 
 
 def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
-    """Rehearse in this process: the peak memory is the largest world's, unless there is one world only."""
+    """Rehearse in this process. The peak memory is reported only if there is a single world."""
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     calls = [_call(world, _group(world.ranks)) for world in worlds]

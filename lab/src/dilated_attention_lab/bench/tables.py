@@ -1,4 +1,4 @@
-"""Figures in documents, written from the files of results between two comments.
+"""Write figures into documents, from the files of results, between two comments.
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name="time over dense calls" -->
     <!-- end of results -->
@@ -30,7 +30,7 @@ SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of r
 
 
 def render(text: str, results: Path) -> str:
-    """The document with every span written anew. ValueError, naming the span, where it asks for what is not there."""
+    """Return the document with every span rewritten. Raises a ValueError that names a span whose rows are missing."""
 
     def fill(span: re.Match[str]) -> str:
         rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
@@ -51,7 +51,7 @@ def render(text: str, results: Path) -> str:
 
 
 def write(document: Path, results: Path) -> bool:
-    """Write a document's spans anew; whether it changed."""
+    """Rewrite a document's spans, and return whether it changed."""
     try:
         before = document.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -94,7 +94,7 @@ def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
 
 
 def verdict(rows: list[Record]) -> str:
-    """Whether the rows that have a bar meet it."""
+    """Return whether the rows that have a bar meet it, in words."""
     judged = [row["met"] for row in rows if "met" in row]
     if len(judged) == 1:
         return "met" if judged[0] else "not met"
@@ -114,7 +114,7 @@ def table(rows: list[Record]) -> str:
 
 
 def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return figure, case, value, ratios to others, bar, and one line per row.
+    """Return the headings (figure, case, value, ratios to others, bar), and one line per row.
 
     A column that no row fills is left out.
     """
@@ -151,7 +151,7 @@ def value(row: Record) -> str:
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
-    """A case in words, as far as they tell it from the others of its suite."""
+    """Return a case in words, as far as they distinguish it from the others of its suite."""
     words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
     if ranks := parameters.get("ranks"):
         words.append(f"{ranks:,} ranks")
@@ -178,7 +178,7 @@ def describe(parameters: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Three figures."""
+    """Return a number as text, with two or three significant digits, or as an integer at 1,000 and above."""
     if value and abs(value) < 0.1:
         return f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The contents of `bench gpu`: its cases, and the pieces of its parts, one idea per file."""
+"""Define the cases of `bench gpu`. The files of this folder hold the pieces of its parts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ SMALL = replace(PAPER, seq_len=4096, heads=8, head_dim=64, segment_lengths=(1024
 
 
 def sparse(density: float, seq_len: int = 32768) -> Case:
-    """Random blocks of 128 of 32,768 tokens, or of 64 of 4,096 smaller ones."""
+    """Return random blocks of 128 tokens; up to 4,096 tokens, blocks of 64 with fewer and narrower heads."""
     base = replace(PAPER, method="block-sparse", blocks="random", density=density, seq_len=seq_len)
     return base if seq_len > 4096 else replace(base, heads=8, head_dim=64, block_size=64)

@@ -1,4 +1,4 @@
-"""Whether the kernels are right: every feature at small sizes, and just the machine code that is timed."""
+"""Check the kernels: every feature at small sizes, and exactly the machine code that is timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dilated_attention_lab.verification import BARS, Check, poisoned_memory, rel
 
 
 def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:
-    """The largest relative error of each dtype and head_dim, judged on the float64 oracle of the same inputs."""
+    """Yield the largest relative error of each dtype and head_dim, against the float64 oracle on the same inputs."""
     for dtype, head_dim in product(check.dtypes, check.head_dims):
         if backend != "flash" or (dtype != torch.float32 and head_dim % 8 == 0):
             errors = check.errors(backend, dtype, head_dim, device)
@@ -37,7 +37,7 @@ def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, floa
 
 
 def as_timed(case: Case, label: str) -> Check:
-    """A case at 2,048 tokens, or at its own fewer ones, where the oracle can follow: it launches the same kernels.
+    """Return a check of a case, shortened to at most 2,048 tokens for the oracle. It launches the same kernels.
 
     Tiles are full and need no mask, all branches share a launch, and no gradient of lse is asked for.
     """
@@ -53,7 +53,7 @@ def as_timed(case: Case, label: str) -> Check:
 
 
 def wide(check: Check, device: torch.device) -> Iterator[Row]:
-    """Use 64-bit offsets, which only huge strides need."""
+    """Check with 64-bit offsets, which otherwise only huge strides need."""
     with patch.object(triton, "WIDE_FROM", 0):
         yield from correctness(replace(check, name=f"{check.name}, wide offsets"), "triton", device)
 
@@ -62,7 +62,7 @@ def wide(check: Check, device: torch.device) -> Iterator[Row]:
 
 
 def elsewhere(device: torch.device) -> Iterator[Row]:
-    """A plan of context parallelism: a local branch, then keys that other ranks sent; judged on native in float64."""
+    """Check a plan of context parallelism, a local branch and keys that other ranks sent, against native in float64."""
     local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, high=0, first=True)
     received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
     aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, high=0)
@@ -91,7 +91,7 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
 
 def captured(case: Case, device: torch.device) -> Iterator[Row]:
-    """The forward compiled, and replayed as a CUDA graph on other inputs: the same numbers as without."""
+    """Check that the forward gives the same numbers compiled, and as a CUDA graph that is replayed on other inputs."""
     call = case.prepare()
     with torch.no_grad():
         inputs, others = case.inputs(device)[0], case.inputs(device)[0]
@@ -108,7 +108,7 @@ def captured(case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """A CUDA graph of a call, and the tensor that each replay writes."""
+    """Return a CUDA graph of a call, and the tensor that each replay writes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -121,14 +121,14 @@ def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 def far_rows(device: torch.device) -> Iterator[Row]:
-    """The last segments of more than 2^31 elements, which see nothing else, against a call on them alone."""
+    """Check the last segments of more than 2^31 elements, which see nothing else, against a call on them alone."""
     last = max(PAPER.segment_lengths)
     far = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
     yield from last_rows(far, last, device)
 
 
 def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
-    """The `last` tokens, which form whole segments, computed among the others and alone: the same numbers."""
+    """Check that the `last` tokens, which form whole segments, get the same numbers with the others and alone."""
     inputs = [*case.inputs(device)[0], case.inputs(device)[0][0]]
     elements = f"{case.seq_len * case.heads * case.head_dim / 2**31:.2f} x 2^31 elements"
     few = [x[:, -last:].clone() for x in inputs]
@@ -140,7 +140,7 @@ def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
 
 @poisoned_memory()
 def _trained(case: Case, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv of the case's call on q, k, v and dout."""
+    """Return out, dq, dk and dv of the case's call on q, k, v and dout."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out = case.prepare()(q, k, v)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])

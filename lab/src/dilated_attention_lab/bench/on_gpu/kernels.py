@@ -1,4 +1,4 @@
-"""Tiles of the kernels, beside those that ship in the same rounds."""
+"""Time other tiles of the kernels, in the same rounds as those that ship."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CANDIDATES: dict[Kernel, list[tuple[int, int, int, int]]] = {
     "dkdv": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 128, 8, 2),
              (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3), (64, 16, 8, 3)],
 }  # fmt: skip
-"""Tiles to try: own, loop, warps, stages."""
+"""Tiles to try, each (own, loop, warps, stages)."""
 OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4))
             for stages in (3, 4, 5)]  # fmt: skip
-"""The same of a forward over lists of blocks, whose loads take a stage more to run as far ahead."""
+"""The same for a forward over lists of blocks, whose loads need one more stage to run as far ahead."""
 
 
 @contextmanager
 def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
-    """The kernels of a case with other tiles than those that ship."""
+    """Use other tiles than those that ship for the kernels of a case, in the `with` block."""
     architecture, key = ARCHITECTURES[triton.architecture(device)], (kernel, getattr(torch, case.dtype).itemsize)
     has_lists = case.method == "block-sparse" and key in architecture.of_lists
     shapes = architecture.of_lists if has_lists else architecture.shapes
@@ -45,7 +45,7 @@ def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> It
 
 
 def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
-    """A call with the tiles that ship, then with others, each run once; and why others do not run."""
+    """Return the calls with the tiles that ship and with others, each run once; and why others do not run."""
     has_lists, size = case.method == "block-sparse", getattr(torch, case.dtype).itemsize
     architecture = ARCHITECTURES[triton.architecture(device)]
     shipped = architecture.shape(kernel, size, case.head_dim, masked=False, has_lists=has_lists)

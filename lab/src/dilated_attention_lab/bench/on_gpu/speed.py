@@ -32,13 +32,13 @@ DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 
 def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
-    """One dense call of PyTorch's with a given kernel, on `(batch, heads, seq, head_dim)`."""
+    """Return a dense call of PyTorch with a given kernel, on `(batch, heads, seq, head_dim)`."""
     rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
     return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, runs: int = 20) -> Spread:
-    """Seconds of a call, after a first one."""
+    """Return the spread of the seconds of a call, without the first one."""
     found = []
     for _ in range(runs + 1):
         measure.synchronize(device)
@@ -57,7 +57,7 @@ def dense_makers(case: Case, device: torch.device, *, backward: bool) -> Makers:
 
 
 def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders that run, each tried once; and why the others do not."""
+    """Return the contenders that run, each tried once; and why the others do not."""
     found, refused = {}, {}
     for name, make in makers.items():
         try:
@@ -71,7 +71,7 @@ def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
 
 
 def equal_work(case: Case) -> Case:
-    """One dense sequence with about as many score entries as a dilated case."""
+    """Return a dense sequence with about as many score entries as a dilated case."""
     entries = case.flops // (4 * case.head_dim * case.heads * case.batch)
     length = math.isqrt(entries * (2 if case.is_causal else 1))
     return replace(case, method="dense", backend="auto", seq_len=max(128, length // 128 * 128))
@@ -83,7 +83,7 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
 
 
 def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
-    """Rates of every backend, forward and backward, and of dense kernels of equal work, in the same rounds."""
+    """Yield the rates of every backend, and of dense kernels of equal work, in the same rounds."""
     even = equal_work(case)
     makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
     contenders, refused = serving({**makers, **dense_makers(even, device, backward=True)})
@@ -119,7 +119,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
-    """Against FlexAttention with the same blocks, or against dense kernels over the whole sequence."""
+    """Compare with FlexAttention on the same blocks, or with dense kernels over the whole sequence."""
     ours = {"triton": partial(case.contender, device)}
     if flex:
         rival = replace(case, method="flex", backend="auto")
@@ -136,7 +136,7 @@ def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool)
 
 
 def small(device: torch.device, budget: float) -> Iterator[Row]:
-    """A short sequence, where the calls on the host count: eager, and as a CUDA graph."""
+    """Time a short sequence, where calls on the host matter: eager, and as a CUDA graph."""
 
     def replayed() -> Contender:
         inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
@@ -173,8 +173,8 @@ def against(
     """Compare the forward time of each of ours with the fastest of `rivals`, which are called `title`.
 
     Args:
-        work: useful floating-point operations of everyone.
-        most: rounds.
+        work: useful floating-point operations of each contender.
+        most: the largest number of rounds.
     """
     contenders, refused = serving({**ours, **rivals})
     dtype = getattr(torch, case.dtype)

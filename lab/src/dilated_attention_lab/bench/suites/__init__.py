@@ -19,7 +19,7 @@ LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One stretch of a suite's progress bar.
+    """Describe one step of a suite's progress bar.
 
     Attributes:
         needs: cases whose inputs it holds at the same time, each with whether it runs a backward.
@@ -31,12 +31,12 @@ class Step:
 
 
 def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
-    """A row's `times`: of these phases, or of all."""
+    """Return a row's `times`, for these phases or for all."""
     return {" ".join(key): rounds.spread(*key) for key in rounds.seconds if not phases or key[1] in phases}
 
 
 def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, float]:
-    """A row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
+    """Return a row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
     useful = {name: count / rounds.spread(name, phase).median / 1e9 for name, count in flops.items()}
     return {**useful, MATMUL: rounds.matmul_gflops}
 
@@ -44,7 +44,7 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
 def over(
     rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
 ) -> Row:
-    """The time of a contender over another's."""
+    """Return a row with the time of a contender over another's."""
     times = {key: rounds.spread(key, phase) for key in (name, other)}
     title = title or f"{phase}: time over {other}"
     return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)
@@ -53,7 +53,7 @@ def over(
 def peak(
     case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None, beside_out: bool = False
 ) -> Step:
-    """Peak memory of one case above its inputs, or with `beside_out` above inputs and output, over the output's."""
+    """Return a step: a case's peak memory above its inputs, and with `beside_out` its output, over the output's."""
     phase = "forward+backward" if backward else "forward"
     inputs = "q, k, v and out" if beside_out else "q, k, v"
 

@@ -173,7 +173,7 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
 
 
 _CHOOSING = {"antidiagonals": (0.15, 0.15), "columns and diagonals": (0.20, 0.20)}
-"""The bar of a selector's time over the attention that follows: full, causal; of the others 0.05 and 0.08."""
+"""Bars for a selector's time over the attention that follows, (full, causal); other selectors have (0.05, 0.08)."""
 
 
 def _choosing(case: Case, device: torch.device, budget: float, *, judged: bool) -> Step:
@@ -238,9 +238,9 @@ def _not_measured(model: str, seq_len: int, heads: int, why: str) -> Iterator[Ro
 def _quality(
     model: str, found: activations.Heads, block_size: int, is_causal: bool, bars: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Attention mass in the blocks chosen over that in the best blocks, as many in each row; and the output's error.
+    """Yield the attention mass that selectors lose against the best blocks, as many per row; and the output's error.
 
-    bars: of the mass lost, by selector.
+    bars: bars for the mass lost, by selector.
     """
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
@@ -267,7 +267,7 @@ def _quality(
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:
-    """The part of `block_mass` that a layout holds, over what the best lists hold.
+    """Return the part of `block_mass` that a layout holds, over what the best lists hold.
 
     The best lists are as long, and keep the diagonal as every list must.
     """
@@ -278,7 +278,7 @@ def captured(mass: Tensor, layout: BlockLayout) -> float:
 
 
 def block_mass(q: Tensor, k: Tensor, block_size: int, is_causal: bool) -> Tensor:
-    """The share of each query block's softmax that falls on each key block, exact: `(batch, heads, rows, columns)`."""
+    """Return the exact share of each query block's softmax on each key block, `(batch, heads, rows, columns)`."""
     n, ratio = q.shape[1], q.shape[2] // k.shape[2]
     keys = k.repeat_interleave(ratio, 2).transpose(1, 2)
     token = torch.arange(n)

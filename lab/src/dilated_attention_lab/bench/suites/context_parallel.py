@@ -43,7 +43,7 @@ def _case(seq_len: int, branches: int, heads: int) -> Case:
 
 
 def _bytes() -> Iterator[Row]:
-    """Counted; that real processes move as much is what the tests show, to the byte."""
+    """Yield the counted bytes. Tests compare the counts with the bytes of real processes."""
     world = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")
     for transport, bar in (("doubling", 41.0), ("exchange", None)):
         plan, parameters = world.plan(transport), asdict(replace(world, transport=transport))

@@ -25,7 +25,7 @@ LAYOUTS: tuple[tuple[Blocks, float], ...] = (("local", 0.1), ("local", 0.25), ("
 ROWS = (4, 16, 32, 64, 128)
 
 Bars = Mapping[tuple[str, str], tuple[float, float]]
-"""For each dtype (TILES for bfloat16 in the tiles of AMX) and phase, for the head_dims of HEAD_DIMS."""
+"""Bars by dtype (TILES for bfloat16 in the tiles of AMX) and phase, one for each of HEAD_DIMS."""
 
 TILES = "bfloat16 in tiles"
 _BFLOAT16: Bars = {("bfloat16", "forward"): (0.80, 0.80), ("bfloat16", "forward+backward"): (0.60, 0.60)}
@@ -104,7 +104,7 @@ def _row(
     rounds: Rounds, name: str, case: Case, rival: str, phase: str, bars: Bars, flops: Mapping[str, float],
     density: float = 1.0,
 ) -> Row:  # fmt: skip
-    """Compare contender `name` with `rival` and with the native backend by time; `flops`: of a forward."""
+    """Compare contender `name` with `rival` and with the native backend by time. `flops` are of a forward."""
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
@@ -119,7 +119,7 @@ def _row(
 
 
 def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
-    """A dilated pattern over dense attention of the same score entries."""
+    """Compare a dilated pattern with dense attention of the same score entries."""
     cases = {OURS: case, f"{OURS}, native": replace(case, backend="native"), rival: replace(case, method=rival)}
 
     def run() -> Iterator[Row]:
@@ -133,7 +133,7 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 
 
 def _blocks(base: Case, budget: float) -> Step:
-    """Blocks of 128, over dense attention and the density that they have."""
+    """Compare blocks of 128 tokens with dense attention times their density."""
     sparse = {
         f"{blocks} {density:.0%}": replace(base, method="block-sparse", blocks=blocks, density=density)
         for blocks, density in LAYOUTS
@@ -161,21 +161,21 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
-    """Segments so short that what a tile costs besides its products decides: what `auto` rests on."""
+    """Time segments so short that the overhead of a tile decides. The choice of `auto` rests on them."""
     cases = [_short(replace(DILATED, seq_len=4096, dtype=dtype), rows) for rows in ROWS]
     phases = "forward", "forward+backward"
     return Step(f"short segments, {dtype}, over native", lambda: _over_native(cases, phases, None, budget))
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Return calls whose time is the overhead of reaching the kernel."""
+    """Time calls that are mostly the overhead of reaching the kernel."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 
 
 @contextmanager
 def _high_precision() -> Iterator[None]:
-    """Products of float32 are three of bfloat16."""
+    """Let PyTorch compute a product of float32 as three of bfloat16, in the `with` block."""
     torch.set_float32_matmul_precision("high")
     try:
         yield
@@ -184,7 +184,7 @@ def _high_precision() -> Iterator[None]:
 
 
 def _halves(case: Case, bar: float, budget: float) -> Step:
-    """Float32 under `set_float32_matmul_precision("high")`, over PyTorch's float32 and ours."""
+    """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's float32 and ours."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
 
     def run() -> Iterator[Row]:

@@ -30,7 +30,7 @@ from dilated_attention_lab.bench.suites import Step, peak
 from dilated_attention_lab.verification import Check, checks
 
 CORES = 14
-"""Jobs at once, of the 16 cores that a part's time is stated for."""
+"""The number of jobs that run at once, on the 16 cores for which a part's time is stated."""
 MILLION = 1 << 20
 
 
@@ -49,7 +49,7 @@ class Machine:
 
 
 def steps(device: torch.device, part: int | None = None) -> list[Step]:
-    """A step is a group. ValueError without a GPU."""
+    """Return one step per group. Raises ValueError without a GPU."""
     if device.type != "cuda":
         raise ValueError("the gpu suite needs a GPU: --device cuda")
     machine = Machine.of(device)
@@ -77,7 +77,7 @@ def _serve(request: dict[str, Any]) -> None:
 
 
 def part_1(machine: Machine) -> list[Group]:
-    """Go or no-go: what is timed is right; its times; then everything else is right."""
+    """Decide go or no-go: check what is timed, time it, then check everything else."""
     device, native = machine.device, ["native"] + ["flash"] * machine.has_flash
     plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
     as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
@@ -164,7 +164,7 @@ def ceilings(device: torch.device) -> Iterator[Row]:
 
 
 def timed_cases() -> dict[str, Case]:
-    """Every case that a job times, each kernel once: lengths and densities that share kernels stand for one another."""
+    """Return the cases that jobs time, one per kernel: lengths and densities that share a kernel are not repeated."""
     found = {
         f"nested branches, head_dim {head_dim}{', causal' * causal}": replace(
             PAPER, head_dim=head_dim, is_causal=causal
@@ -176,7 +176,7 @@ def timed_cases() -> dict[str, Case]:
 
 
 def _right(found: Sequence[Check], backend: str, device: torch.device) -> Iterator[Job]:
-    """A job a check; of triton, which compiles, one for each type and head_dim."""
+    """Yield one job per check; for triton, which compiles, one per check, dtype and head_dim."""
     for check in found:
         pairs = product(check.dtypes, check.head_dims) if backend == "triton" else ()
         for dtype, d in pairs:

@@ -23,7 +23,7 @@ from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step
 
 MODULES = (difflib, logging, pathlib, random, shutil, statistics, textwrap, unittest)
-"""Their documentation is the texts: English, of many pages, wherever Python is."""
+"""The modules whose documentation is the text: many pages of English on every machine with Python."""
 
 TOKENS = 512
 PATTERNS = {
@@ -70,7 +70,7 @@ def _rows(device: torch.device) -> Iterator[Row]:
 
 @torch.no_grad()
 def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Unit vectors `(texts, width)`: the mean of the last layer over the real tokens, as the model was trained."""
+    """Return unit vectors `(texts, width)`: the mean of the last layer over the real tokens, as in training."""
     real = batch["attention_mask"].unsqueeze(-1)
     hidden = model(**batch).last_hidden_state
     return torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)

@@ -55,7 +55,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 
 def slide_weights(layers: int) -> dict[str, Tensor]:
-    """Random weights of GigaPath's slide encoder, under its names."""
+    """Return random weights of GigaPath's slide encoder, under its names."""
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {"cls_token": torch.randn(1, 1, WIDTH, generator=generator) / 50}
 
@@ -83,14 +83,14 @@ def slide_weights(layers: int) -> dict[str, Tensor]:
 
 
 def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random tiles of one slide, x and coords."""
+    """Return random tiles of one slide, x and coords."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, tiles, IN_CHANS, generator=generator)
     return x.to(device), torch.randint(GRID * 256, (1, tiles, 2), generator=generator).to(device)
 
 
 def encoders(layers: int, tiles: int, device: torch.device) -> Mapping[str, Any]:
-    """Both ways to one embedding, without arguments, by name; they share no weights."""
+    """Return, by name, two functions without arguments that compute the same embedding. They share no weights."""
     x, coords = slide(tiles, device)
     return {OURS: _ours(layers, x, coords, device), RIVAL: _rival(layers, x, coords, device)}
 
@@ -198,7 +198,7 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
 
 
 def cache_at(config: LongNetConfig, position: int, room: int, device: torch.device) -> KeyValueCache:
-    """A cache after `position` tokens, of random keys and values: what a token costs depends on no value in it."""
+    """Return a cache after `position` tokens, with random values: the cost of a token does not depend on them."""
     cache = KeyValueCache(config, 1, max_len=position + room, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for layer in cache.layers:
@@ -210,7 +210,7 @@ def cache_at(config: LongNetConfig, position: int, room: int, device: torch.devi
 
 
 def cache_bound(config: LongNetConfig) -> float:
-    """Most bytes that the keys and values of a sample's segments take in float32, however long it grows."""
+    """Return the most bytes that a sample's keys and values take in float32, however long the sample grows."""
     assert isinstance(config.pattern, Dilated)
     branches = zip(config.pattern.segment_lengths, config.pattern.dilation_rates, strict=True)
     return 2 * config.num_layers * sum(w / r for w, r in branches) * config.embed_dim * 4
@@ -257,7 +257,7 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
 
 
 def _training(device: torch.device, count: int) -> Iterator[Row]:
-    """The same small language model with either attention: the same bytes, the same steps, in turns."""
+    """Train a small language model with either attention in turns, on the same bytes for the same steps."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
     options: dict[str, Any] = {"embed_dim": 64, "num_layers": 2, "num_heads": 2}

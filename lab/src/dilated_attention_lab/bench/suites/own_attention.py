@@ -52,7 +52,7 @@ def _mistral(layers: int) -> Any:
 
 
 def _gpt_oss(layers: int, heads: int) -> Any:
-    """The shape of a head, the window and the sinks of gpt-oss; fewer heads and experts, and a narrower model."""
+    """Return a model with the head_dim, window and sinks of gpt-oss, but fewer heads and experts, and narrower."""
     from transformers import GptOssConfig, GptOssModel
 
     config = GptOssConfig(

@@ -31,14 +31,14 @@ ORDERS = (2, 3, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Trainings on pieces of text.
+    """Describe trainings on pieces of text.
 
     Attributes:
         context: bytes of a piece.
-        pattern: of the dilated model.
+        pattern: pattern of the dilated model.
         window: tokens of the local window, a few more than a token of the dilated model sees on average.
-        steps: of the trainings of equal steps, in which ATTENTIONS take part.
-        seconds: of the trainings of equal time, in which IN_TIME take part.
+        steps: steps of the trainings of equal steps, in which ATTENTIONS take part.
+        seconds: seconds of the trainings of equal time, in which IN_TIME take part.
     """
 
     context: int
@@ -119,7 +119,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 @cache
 def _sources(context: int) -> Split:
-    """PyTorch's own Python sources, some tens of megabytes, which every machine that runs this has."""
+    """Return the split of PyTorch's own Python sources, tens of megabytes, which every machine that runs this has."""
     files = sorted(Path(torch.__file__).parent.rglob("*.py"))
     return read_text([file for file in files if file.stat().st_size]).split(context)
 
@@ -145,7 +145,7 @@ def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
 
 
 def _distances(reach: int, length: int) -> list[tuple[int, int]]:
-    """Within the window's reach, and beyond it in steps of four."""
+    """Return ranges of distances: one within the window's reach, and beyond it ranges that grow fourfold."""
     edges = [1, min(reach + 1, length)]
     while edges[-1] < length:
         edges.append(min(4 * edges[-1], length))
@@ -162,7 +162,7 @@ def _model(attention: str, text: Text, seed: int, device: torch.device) -> Ngram
 
 
 def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
-    """The same bytes in the same order for every attention, as many steps; and tables of the same bytes."""
+    """Train every attention on the same bytes for the same number of steps; count tables from the same bytes."""
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
     bits: dict[str, float] = {}
@@ -195,13 +195,13 @@ def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -
 
 
 def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], float]) -> list[Tensor]:
-    """The bytes that each step read, in the order of the seed."""
+    """Train a model, and return the bytes that each step read. The seed gives their order."""
     generator = torch.Generator().manual_seed(seed)
     return [pieces.to(torch.uint8) for pieces, _ in learn(model, _sources(context), generator, progress)]
 
 
 def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
-    """Bits per byte of text that the model has not seen, and by position in it."""
+    """Yield the bits per byte of held-out text, in all and by position; return the value in all."""
     found = by_position(model, windows)
     mean = statistics.fmean(found.values())
     yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")
@@ -218,7 +218,7 @@ def _clock(seconds: float) -> Callable[[int], float]:
 
 @torch.no_grad()
 def by_position(model: NgramLM, windows: Tensor) -> dict[int, float]:
-    """Mean bits per byte over eighths of the windows, by the position where each begins."""
+    """Return the mean bits per byte over eighths of the windows, by the position where each begins."""
     losses = [
         F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows
     ]

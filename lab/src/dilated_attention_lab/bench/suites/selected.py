@@ -38,11 +38,11 @@ MODULES: Mapping[str, Any] = dict(zip(SETTINGS, (NativeSparseAttention, BlockAtt
 BARS = {8192: 1.0, 32768: 0.25}
 """The largest ratio of native sparse attention's time, forward and backward, to dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
-"""The largest ratio of time of lists of 2,048 of 32,768 tokens to others."""
+"""The largest ratio of the time of lists of 2,048 of 32,768 tokens to each other way."""
 LEARNERS = ("dilated", "window", "dense", *SETTINGS)
 CONTEXT, WINDOW = 8192, 1024
 GATHERED = 128
-"""Queries whose keys the gather holds at a time; in its backward each piece fills a gradient of all keys."""
+"""The queries whose keys `gather` holds at a time; in its backward each piece fills a gradient of all keys."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
@@ -75,7 +75,7 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
 
 
 def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contender:
-    """Forward and backward to the leaves, the first of which has the shape of the output."""
+    """Make a contender: forward, and backward to the leaves. The first leaf has the shape of the output."""
     gradient = torch.randn_like(leaves[0])
 
     def work() -> Iterator[str]:
@@ -88,7 +88,7 @@ def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contende
 
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
-    """One list of single tokens for each query, for all heads: what an indexer of tokens gives, drawn uniformly."""
+    """Time lists of single tokens, one per query for all heads, drawn uniformly; an indexer would choose them."""
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
-    """Each query's keys and values, copied, then plain products; some queries at a time, made again in backward.
+    """Attend by copying each query's keys and values, some queries at a time, which the backward copies again.
 
     q: `(1, seq, heads, head_dim)`; k, v: `(1, seq, 1, head_dim)`; chosen: `(seq, keys)`.
     """
@@ -146,7 +146,7 @@ def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
 
 
 class _InBlock(nn.Module):
-    """A module that selects, in the place of a block's `SelfAttention`."""
+    """Run a module that selects in place of a block's `SelfAttention`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _InBlock(nn.Module):
 
 
 def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Training:
-    """A small language model with the attention of that name, in training."""
+    """Return the training of a small language model with the attention of that name."""
     pattern = Dilated((WINDOW, recipe.context), (1, 4)) if name == "dilated" else None
     config = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern)
     training = Training(config, recipe, text, device=device)
@@ -176,7 +176,7 @@ def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Tra
 
 
 def _training(context: int, count: int, seed: int, device: torch.device) -> Step:
-    """The same bytes, as many steps, in turns."""
+    """Train all learners in turns, on the same bytes for the same number of steps."""
 
     def run() -> Iterator[Row]:
         text, recipe = read_text([]), Recipe(context=context, steps=count, seed=seed)

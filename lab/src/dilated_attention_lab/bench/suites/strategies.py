@@ -1,4 +1,4 @@
-"""Ways to bring a branch's rows to the fused operator, for `compare`; all else, and the results, are the same."""
+"""Compare ways to bring a branch's rows to the fused operator. All else, and the results, are the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Strategy:
 
     Attributes:
         take: x, group -> rows `(segments, count, heads, ...)`.
-        put: writes such rows into x; None where `take` gives a view of x, in which they are already.
+        put: writes such rows into x; None if `take` returns a view of x, in which they already are.
     """
 
     take: Callable[[Tensor, StridedGroup], Tensor]
@@ -41,14 +41,14 @@ def _heads(x: Tensor, group: StridedGroup) -> Tensor:
 
 @cache
 def _index(group: StridedGroup, device: torch.device) -> Tensor:
-    """The tokens of a group, made once, as an implementation that caches its index tables would."""
+    """Return the tokens of a group. They are made once, as in an implementation that caches its index tables."""
     rows = group.queries
     first = rows.start + rows.segment * torch.arange(rows.segments, device=device)
     return (first[:, None] + rows.stride * torch.arange(rows.count, device=device)).flatten()
 
 
 def _segments(x: Tensor, group: StridedGroup) -> tuple[Tensor, int]:
-    """The segments of a group, `(segments, tokens, heads, ...)`, a view, and the offset inside them."""
+    """Return a view of the segments of a group, `(segments, tokens, heads, ...)`, and the offset inside them."""
     x, rows = _heads(x, group), group.queries
     if rows.segments == 1:
         return x[None, rows.start : rows.start + (rows.count - 1) * rows.stride + 1], 0
@@ -103,7 +103,7 @@ STRATEGIES = {
 
 
 def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_causal: bool = False) -> Tensor:
-    """A plan, group by group: `fused.forward` on the rows that the strategy takes, merged by `merge_into`."""
+    """Run a plan group by group: `fused.forward` on the rows that the strategy takes, merged by `merge_into`."""
     q, k, v = q[0], k[0], v[0]
     scale = q.shape[-1] ** -0.5
     out = torch.empty_like(q) if plan.covered else torch.zeros_like(q)
@@ -134,18 +134,18 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 def rows_of(rows: Sequence[Record], case: Case) -> list[Record]:
-    """The rows of a case among those of a file."""
+    """Return the rows of a case among those of a file."""
     wanted = json.loads(json.dumps(case.parameters))
     return [row for row in rows if row["parameters"] == wanted]
 
 
 def held(rows: Sequence[Record], case: Case) -> bool:
-    """Whether a file has all of a case's rows: the last comes last."""
+    """Return whether a file has all of a case's rows: the row that is written last is there."""
     return OVER in {row["name"] for row in rows_of(rows, case)}
 
 
 def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Whole calls in the same rounds, one a strategy, and ours."""
+    """Measure whole calls in the same rounds, one per strategy and `dilated_attention`."""
     plan = case.plan
     with torch.no_grad():
         q, k, v = case.inputs(device)[0]

@@ -55,7 +55,7 @@ def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def _both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
-    """Phases `forward` and `forward+backward`."""
+    """Make a contender with the phases `forward` and `forward+backward`."""
     leaves = tuple(x.requires_grad_() for x in tensors)
     gradient = torch.randn_like(tensors[0])
 
@@ -148,7 +148,7 @@ def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
 
 
 def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
-    """Peak memory of a forward above q, k, v and out."""
+    """Measure the peak memory of a forward above q, k, v and out."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
