@@ -276,7 +276,8 @@ class NativeSparseAttention(SelectingAttention):
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Return the attention of q over the compressed keys; `start` is the position of the first query.
 
-        Each `stride` neighbouring queries see the same keys. As heads of one row they attend causally, one key per row.
+        Every `stride` neighbouring queries see the same keys. As heads of one row they attend causally, with one more
+        key per row.
         """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
         first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
