@@ -1,4 +1,4 @@
-"""MkDocs hooks: links into the repository, and a check of every link of the built site."""
+"""Provide MkDocs hooks: rewrite links into the repository, and check every link of the built site."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINK = re.compile(r"(?<=\]\()((?:\.\./)+)([^)\s#]+)")
 
 
 def _shown() -> list[Path]:
-    """Files outside docs/ that pages may link to; they become part of the site."""
+    """Return the files outside docs/ that pages may link to; they become part of the site."""
     return [
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
@@ -87,7 +87,7 @@ def _decisions() -> str:
 
 
 def _results() -> str:
-    """Every file of results with its number of rows."""
+    """Return a table of every file of results with its number of rows."""
     lines = ["", "## All files", "", "| file | rows |", "|---|---|"]
     for path in sorted((ROOT / "results").rglob("*.jsonl")):
         name = path.relative_to(ROOT / "results").as_posix()
@@ -96,7 +96,7 @@ def _results() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A link that leaves docs/ in the repository stays inside the site: its target was added by `on_files`."""
+    """Rewrite links that leave docs/ so that they stay inside the site, to which `on_files` added their targets."""
     depth = page.file.src_uri.count("/")
     inside = page.file.src_uri.startswith(("results/", "examples/")) or page.file.src_uri in (
         "CONTRIBUTING.md",
@@ -128,7 +128,7 @@ class _Page(HTMLParser):
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Every link to the site itself must have its file, and its anchor. Links to other hosts are not fetched."""
+    """Warn of links to the site itself that lack their file or anchor. Links to other hosts are not fetched."""
     site = Path(config.site_dir)
     pages: dict[Path, _Page] = {}
     for path in site.rglob("*.html"):

@@ -20,7 +20,7 @@ def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
 
 
 def _branches() -> Figure:
-    """Each branch of one head alone, and their union."""
+    """Draw each branch of one head alone, and their union."""
     pattern = Dilated((8, 16, 32), (1, 2, 4))
     figure, axes = _panels(4)
     for panel, segment, rate in zip(axes, pattern.segment_lengths, pattern.dilation_rates, strict=False):
@@ -39,7 +39,7 @@ def _heads() -> Figure:
 
 
 def _offsets() -> Figure:
-    """One branch of rate 4 with 8 heads under each rule; and head groups."""
+    """Draw one branch of rate 4 with 8 heads under each rule, and head groups."""
     figure = Figure(figsize=(10.8, 8.4), layout="constrained")
     rules = {
         'offsets="head"': Dilated((32,), (4,)),
@@ -55,7 +55,7 @@ def _offsets() -> Figure:
 
 
 def _coverage() -> Figure:
-    """Keys per token under two patterns, one of which leaves tokens out."""
+    """Draw the keys per token under two patterns, one of which leaves tokens out."""
     figure = Figure(figsize=(9, 3), layout="constrained")
     for panel, rates in zip(figure.subplots(1, 2), ((1, 4), (2, 4)), strict=True):
         panel.grid(color="0.9")

@@ -54,7 +54,7 @@ MARKS = {
     "beside for with": r"\bbeside (?:dense|compiled|PyTorch|one another|the native|a dense|others)\b",
 }
 BEGINNINGS = r"(?:Of|That|Those|In|What|Whose|Whom|Who|Where|Which|Why|How|By|As|At|From|Beside|With|Without)\b"
-"""What no docstring begins with: the first sentence of one has a verb in the imperative, or says what a value is."""
+"""Words with which no docstring begins: its first sentence has a verb in the imperative, or says what a value is."""
 
 
 class Mark(NamedTuple):
