@@ -247,7 +247,7 @@ def dilate(
 def sparsify(
     model: PreTrainedModel, selector: Selector | None, *, layers: Sequence[int] | None = None, first: int = 2048
 ) -> PreTrainedModel:
-    """Change a transformers model, in place, to attend to chosen blocks in the full layers of a prompt, and return it.
+    """Make a transformers model, in place, attend to chosen blocks of a prompt in layers without windows; return it.
 
     The result approximates the model's own attention. After a prompt, `report(model)` says which share of each
     head's softmax the blocks hold, measured in 32 rows. Layers with windows or chunks, padded and packed batches,

@@ -348,7 +348,7 @@ def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
 
 
 def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
-    """Return the sample, the first position and the position after the last of each block."""
+    """Return (sample, first position, position after the last) of each block."""
     found = []
     for i, row in enumerate(blocks.tolist()):
         edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]

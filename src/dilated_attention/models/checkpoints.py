@@ -385,8 +385,8 @@ def load_longvit(
 
 
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
-    """Return a pattern with offsets by head block, with or without compat,
-    because the weights were trained with them."""
+    """Return a pattern with offsets by head block. The weights were trained with them, so that they apply even if
+    compat is None."""
     return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
 
 

@@ -61,7 +61,7 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, with the attention inside. `parallel.set_context_parallel` calls this method."""
+        """Run over `mesh`, or on one device if None. Call `parallel.set_context_parallel` instead."""
         self.mesh = held_mesh(mesh)
 
     def forward(

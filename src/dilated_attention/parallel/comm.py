@@ -299,7 +299,7 @@ class Link:
     def moved(self, rows: Tensor, leaving: Sequence[int], arriving: Sequence[int], what: str) -> Tensor:
         """Send `leaving[j]` rows to each rank j, and return the rows that arrive, `arriving[j]` from each rank j.
 
-        Both are `(rows, ...)`, in the order of the ranks.
+        Sent and received rows are `(rows, ...)`, in the order of the ranks.
         """
         seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
         sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)

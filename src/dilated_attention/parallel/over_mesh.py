@@ -181,7 +181,8 @@ class _Compute:
         """Return the backend's problem for a plan, with the mask and the dropout of its rows.
 
         Args:
-            queries, keys: the token of each row of q; the token of each row of k, or of each row and head of k.
+            queries: the token of each row of q.
+            keys: the token of each row of k, or of each row and head of k.
             head: the index of q's first head among the call's heads.
         """
         call, dropped = self.call, None
@@ -244,7 +245,7 @@ class _Compute:
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Copy the rows of these queries from each tensor of the shard into a part's rows; all others are `fill`."""
+        """Return each tensor's rows at these queries, in the order of the part's rows. Its other rows are `fill`."""
         index, made = self._index(queries), []
         for x in tensors:
             rows = x.new_full((x.shape[0], queries.layout.seq_len, len(index[2]), *x.shape[3:]), fill)

@@ -65,8 +65,8 @@ class Sharding:
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
-        layouts: the block layouts inside segments, one for each number of rows that a segment has; causal if the call
-            is.
+        layouts: the block layouts inside segments, one for each number of rows that a segment has. They are causal if
+            `is_causal`.
     """
 
     branches: Branches
@@ -232,8 +232,8 @@ class Remote:
     Attributes:
         rows: rows of the key tensor.
         keys: int64, the row key (token * num_heads + head) of each filled slot.
-        slots: int64, the slots of these row keys in the key tensor, row * num_heads + head. No group reads the other
-            slots.
+        slots: int64, where each of these rows lies in the key tensor, (row of the tensor) * num_heads + head. No group
+            reads the other slots.
     """
 
     plan: Plan
