@@ -107,7 +107,7 @@ def _tokens_in_place(model: Pretrained, tokens: int) -> int:
 
 
 def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
-    """Return two functions: call a model on the random input, and run the released algorithm on the same input."""
+    """Return two functions: one calls a model on the random input, one runs the released algorithm on it."""
     config = getattr(model.config, "encoder", model.config)
 
     def options(x: Any, is_causal: bool = False) -> released.Attention:

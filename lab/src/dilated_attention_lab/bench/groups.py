@@ -33,7 +33,7 @@ class Group:
     """Hold jobs that share a time limit.
 
     Attributes:
-        seconds: the time limit for all jobs together, with the starts of their processes.
+        seconds: the time limit for all jobs together, including the starts of their processes.
         at_once: how many may run at the same time: one where times are taken.
     """
 

@@ -1,9 +1,9 @@
 """Measure time and memory.
 
 Machines are noisy and other people use them. So everything that is to be compared runs in one process, in rounds: each
-round runs every contender once, in a random order. A ratio is the median of the rounds' ratios, which
-a slow drift of the machine leaves alone, and it comes with its spread. A large matrix product runs in every round too:
-its rate is the ceiling of this machine at this moment.
+round runs every contender once, in a random order. A ratio is the median of the rounds' ratios, which a slow drift of
+the machine does not change, and it comes with its spread. A large matrix product runs in every round too: its rate is
+the ceiling of this machine at this moment.
 """
 
 from __future__ import annotations

@@ -206,7 +206,10 @@ def _group(ranks: int) -> ProcessGroup:
 
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
-    """Return a function that runs a forward and a backward, and returns their seconds, without drawing, and traffic."""
+    """Return a function that runs a forward and a backward.
+
+    It returns the seconds of both, without the drawing of normals, then the traffic of both.
+    """
     link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
     q, k, v, gradient = (torch.randn(shape, dtype=getattr(torch, world.dtype)) for _ in range(4))

@@ -1,4 +1,4 @@
-"""Write and read checkpoints of a run: one folder per step, written and read by any numbers of processes.
+"""Write and read checkpoints of a run: one folder per step, written by any number of processes and read by any.
 
     checkpoint/step-40/index.json                what was saved; for every tensor, which rows lie in which file
     checkpoint/step-40/rank-0-of-2.safetensors   the rows that rank 0 holds, and the tensors that all ranks hold

@@ -170,7 +170,7 @@ def against(
     work: Mapping[str, float],
     most: int = 50,
 ) -> Iterator[Row]:
-    """Compare the forward time of each of ours with the fastest of `rivals`, which are called `title`.
+    """Compare the forward time of each contender in `ours` with the fastest of `rivals`, which rows call `title`.
 
     Args:
         work: useful floating-point operations of each contender.

@@ -53,7 +53,7 @@ def over(
 def peak(
     case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None, beside_out: bool = False
 ) -> Step:
-    """Return a step: a case's peak memory above its inputs, and with `beside_out` its output, over the output's."""
+    """Return a step: peak memory above the inputs, or with `beside_out` above inputs and output, over out's bytes."""
     phase = "forward+backward" if backward else "forward"
     inputs = "q, k, v and out" if beside_out else "q, k, v"
 

@@ -36,7 +36,7 @@ MILLION = 1 << 20
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold what the groups depend on."""
+    """Hold the device, its architecture, and whether FlashAttention is available."""
 
     device: torch.device
     target: str = "sm_90"

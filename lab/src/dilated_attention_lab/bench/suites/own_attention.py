@@ -107,7 +107,7 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
 
 
 def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
-    """Compare Gemma's prompt with sdpa's: last logits, peak memory, time. bars: of the time and of the memory."""
+    """Compare Gemma on a prompt with `sdpa`: last logits, peak memory, time. bars: for the time and the memory."""
 
     def run() -> Iterator[Row]:
         parameters = GEMMA_SHAPE | {"seq_len": seq_len}
