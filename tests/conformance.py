@@ -58,8 +58,8 @@ Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def random_calls(count: int) -> settings:
-    """`count` examples, and as many times more as a profile of conftest.py has more than hypothesis' usual 100."""
-    return settings(max_examples=count * settings().max_examples // 100)
+    """`count` examples, and as many times more as a profile of conftest.py has more than the 50 of `make test`."""
+    return settings(max_examples=count * settings().max_examples // 50)
 
 
 def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: int) -> Tensor | None:

@@ -48,7 +48,7 @@ _generator = _TorchGenerator()  # hypothesis holds it weakly
 hypothesis.register_random(_generator)
 # No deadline and no complaint about slow examples: both measure how busy the machine is.
 _relaxed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("ci", derandomize=True, **_relaxed)
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=50, **_relaxed)
 hypothesis.settings.register_profile("explore", derandomize=False, max_examples=400, **_relaxed)
 hypothesis.settings.load_profile("ci")  # pytest --hypothesis-profile=explore looks for new failures
 

@@ -253,14 +253,14 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
 
 
 @pytest.mark.slow
-@random_calls(150)
+@random_calls(80)
 @given(call=calls(products=False))
 def test_layouts_in_float64(call):
     check(call, torch.float64)
 
 
 @pytest.mark.slow
-@random_calls(150)
+@random_calls(80)
 @given(call=calls(products=False))
 def test_layouts_in_float32(call):
     check(call, torch.float32)
@@ -281,28 +281,28 @@ def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is
 
 
 @pytest.mark.slow
-@random_calls(150)
+@random_calls(80)
 @given(call=calls(products=True), dtype=FULL_PRECISION)
 def test_products(call, dtype):
     check(call, dtype)
 
 
 @pytest.mark.slow
-@random_calls(150)
+@random_calls(80)
 @given(call=calls(products=False, ragged=True), dtype=FULL_PRECISION)
 def test_ragged_layouts(call, dtype):
     check(call, dtype)
 
 
 @pytest.mark.slow
-@random_calls(120)
+@random_calls(60)
 @given(call=calls(products=True, ragged=True), dtype=FULL_PRECISION)
 def test_ragged_products(call, dtype):
     check(call, dtype)
 
 
 @pytest.mark.slow
-@random_calls(60)
+@random_calls(40)
 @given(
     call=st.one_of(calls(products=False), calls(products=False, ragged=True), calls(products=True, ragged=True)),
     dtype=HALF_PRECISION,
@@ -313,7 +313,7 @@ def test_half_precision(call, dtype):
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
-@random_calls(40)
+@random_calls(30)
 @given(call=st.one_of(calls(products=False, ragged=True), calls(products=True, ragged=True)))
 def test_reference_backend(call):
     check(call, torch.float64, "reference")

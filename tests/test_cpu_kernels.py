@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import test_bad_input
 import test_dropout
 import test_properties
 import test_windows
-from conformance import band_of, causal, evaluate, excesses, problem
+from conformance import band_of, causal, evaluate, excesses, problem, random_calls
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
@@ -433,7 +433,7 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
 
 
 @pytest.mark.slow
-@settings(max_examples=max(150, settings().max_examples))
+@random_calls(100)
 @given(
     call=st.one_of(
         test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(ragged=True, compat=True)

@@ -187,8 +187,16 @@ class TestTypes:
     def test_head_dims(self, head_dim, is_causal):
         check_case(Case(90, 2, 1, head_dim, (50, 90), (1, 2)), is_causal)
 
-    @pytest.mark.parametrize(("head_dim", "is_causal"), [(16, False), (48, True), (64, False), (128, True)])
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "is_causal"),
+        [
+            (torch.float16, 16, False),
+            (torch.float16, 128, True),
+            (torch.bfloat16, 48, True),
+            (torch.bfloat16, 64, False),
+        ],
+        ids=str,
+    )
     def test_half_precision(self, dtype, head_dim, is_causal):
         check_case(Case(130, 2, 2, head_dim, (64, 130), (1, 2), dtype), is_causal)
 
@@ -534,10 +542,10 @@ class TestWindows:
         ids=str,
     )
     def test_every_edge(self, window, is_causal):
-        counts = test_windows.seen(130, 130, window.before, window.after, window.rate, window.leading, is_causal)
+        counts = test_windows.seen(98, 98, window.before, window.after, window.rate, window.leading, is_causal)
         errors = excesses(
             lambda q, k, v: attention(q, k, v, window, is_causal=is_causal, return_lse=True, backend="triton"),
-            tensors(1, 130, 2, 1, 16), counts.int().expand(1, -1, -1), scale=0.25,
+            tensors(1, 98, 2, 1, 16), counts.int().expand(1, -1, -1), scale=0.25,
         )  # fmt: skip
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
@@ -579,9 +587,16 @@ class TestWindows:
 
 @interpreted
 class TestSoftcap:
-    @both
-    @pytest.mark.parametrize("softcap", [0.5, 1e6])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        ("softcap", "is_causal", "dtype"),
+        [
+            (0.5, False, torch.float32),
+            (0.5, True, torch.bfloat16),
+            (1e6, True, torch.float32),
+            (1e6, False, torch.bfloat16),
+        ],
+        ids=str,
+    )
     def test_branches(self, softcap, is_causal, dtype):
         plan, table = dilated(100, 2, (32, 100), (1, 2))
         counts = count_matrix((32, 100), (1, 2), table, 100, is_causal=is_causal)

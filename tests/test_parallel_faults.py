@@ -294,9 +294,14 @@ def train_one_shard():
     """Only rank 0's shard wants gradients, as behind a trainable prefix."""
     rank = dist.get_rank()
     whole = torch.randn(1, 64, 4, 4, generator=torch.Generator().manual_seed(0))
-    own = whole.chunk(SIZE, 1)[rank].clone().requires_grad_(rank == 0)
-    for training in (False, True):  # an evaluation first, in which none does
-        with torch.set_grad_enabled(training):
+    own = whole.chunk(SIZE, 1)[rank].clone()
+    for grad_mode, wanted in (
+        (False, False),
+        (True, False),
+        (True, rank == 0),
+    ):  # evaluations first, in which none does
+        own.requires_grad_(wanted)
+        with torch.set_grad_enabled(grad_mode):
             out = dilated_attention(own, own, own, (32, 128), (1, 2), mesh=dist.group.WORLD)
     assert out.requires_grad
     out.square().sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from conformance import band_of
+from conformance import band_of, random_calls
 from dilated_attention import Dilated
 from dilated_attention.parallel import exchange_plan
 from dilated_attention.parallel.partition import (
@@ -155,7 +155,7 @@ def shardings(draw: st.DrawFn) -> tuple:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None, derandomize=True)
+@random_calls(100)
 @given(shardings())
 def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> None:
     check(Sharding(*arguments))

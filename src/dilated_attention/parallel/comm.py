@@ -166,7 +166,7 @@ class Forwards:
 class Agreed:
     """Hold what the ranks have agreed on for one call description, and the forwards of each layer with it."""
 
-    wanted: bool | None = None  # whether some rank wants gradients, in calls that can have them; None: not compared yet
+    wanted: bool = False  # whether some rank has wanted gradients, in calls that can have them
     layers: dict[str, Forwards] = field(default_factory=dict)
 
 
@@ -224,8 +224,8 @@ class Link:
             description: one `name=value` per line, for everything that must be equal so that the ranks' messages
                 fit.
             problem: why this rank refuses its own call, if it does.
-            wanted: whether this rank wants gradients of a call that can have them; compared once per description, and
-                again when this rank wants them and no rank did.
+            wanted: whether this rank wants gradients of a call that can have them; compared in every such call until
+                some rank does.
         """
         self.require_alive()
         self.calls += not self._compared_first  # once per call, which may compare before it runs
@@ -234,7 +234,7 @@ class Link:
         agreed = self._agreed.get(self.fingerprint)
         if agreed is not None and problem is not None:
             raise self._refusal(problem)
-        if agreed is not None and (wanted is None or agreed.wanted or wanted is agreed.wanted):
+        if agreed is not None and (wanted is None or agreed.wanted):
             return agreed
         text = description if problem is None else f"refused={problem}"
         self.fingerprint = fingerprint(text)
