@@ -232,6 +232,16 @@ def test_bench_prints_a_table_and_keeps_the_rows(tmp_path, capsys, monkeypatch):
     assert "GiB" in rows[1]["refused"]
 
 
+def test_the_file_to_share_has_the_rows_of_every_suite(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for suite in ("foundation", "blocks"):
+        monkeypatch.setitem(command.SUITES, suite, Suite)
+    assert exit_code("bench", "foundation", "blocks", "--share", "--out", "rows") == 0
+    (path,) = tmp_path.glob("rows-cpu-*.txt")
+    assert str(path) in capsys.readouterr().out
+    assert [row["suite"] for row in results.read(path)] == ["foundation"] * 3 + ["blocks"] * 3
+
+
 def test_a_disk_that_fills_up_while_measuring_is_no_success(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

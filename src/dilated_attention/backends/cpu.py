@@ -73,7 +73,7 @@ def on_request(facts: Facts) -> str | None:
     if ARM64:
         return (
             "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change "
-            "that, run `dilated-attention bench cpu` on such a machine and send its file with a pull request"
+            "that, run `dilated-attention bench cpu --share` on such a machine and attach its file to an issue"
         )
     if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from dilated_attention.plumbing import TRANSPORTS
+from dilated_attention.plumbing import TRANSPORTS, storage
 from dilated_attention_lab.bench import check, compare, pattern_options, simulate, tables
 from dilated_attention_lab.bench.cases import DILATED, SPARSE, Case, Method
 from dilated_attention_lab.bench.measure import MATMUL, Spread, lack_of_memory, refusal
 from dilated_attention_lab.bench.profile import OWN_TIME, once, profile, rows, training_step
-from dilated_attention_lab.bench.results import Recorder, Row, failed
+from dilated_attention_lab.bench.results import Recorder, Row, device_folder, failed
 from dilated_attention_lab.bench.suites import (
     Step,
     block_sparse,
@@ -92,6 +92,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
     )
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="also write all rows to one file here, to attach to an issue of the project",
+    )
     parser.add_argument("--part", type=int, choices=gpu.PARTS, help="run only this part of gpu (at most nine minutes)")
     parser.add_argument("--baseline", type=Path, help="baseline file of check (default: results/baseline.json)")
     parser.add_argument("--update", action="store_true", help="with check: write the baseline file")
@@ -101,7 +106,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     names = dict.fromkeys(options.suite)
     if "check" in names:
-        unread = ("quick", "only", "device", "out", "part")
+        unread = ("quick", "only", "device", "out", "share", "part")
         others = [name for name in names if name != "check"]
         others += [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]
         if others:
@@ -125,7 +130,9 @@ def _bench(options: argparse.Namespace) -> int:
     if not any(steps.values()):
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
     folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
+    shared = _writable(Path.cwd()) / f"rows-{device_folder(device)}.txt" if options.share else None
     code = 0
+    text = ""
     for name, chosen in steps.items():
         recorder = Recorder(folder, name, device)
         rows: list[Row] = []
@@ -135,10 +142,14 @@ def _bench(options: argparse.Namespace) -> int:
             show(table(f"{name}, interrupted", rows))
             return 130
         show(table(name, rows))
+        text += recorder.text
         if recorder.failure is None:
             _tell(recorder.path, word="rows in")
         else:
             code = 1
+    if shared is not None:
+        storage.write_text(shared, text)
+        print(f"attach {shared} to an issue of the kind 'Rows from my machine'")
     return code
 
 

@@ -109,12 +109,17 @@ class Recorder:
         self._rows[_key(record)] = record
         if self.failure is None:
             try:
-                storage.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self._rows.values()))
+                storage.write_text(self.path, self.text)
                 return
             except OSError as error:
                 self.failure = f"{self.path} cannot be written ({error.strerror}); rows go to standard output"
                 print(self.failure, file=sys.stderr)
         print(json.dumps(record), flush=True)
+
+    @property
+    def text(self) -> str:
+        """The content of the suite's file: one JSON object per line."""
+        return "".join(json.dumps(row) + "\n" for row in self._rows.values())
 
     @property
     def rows(self) -> list[Record]:
