@@ -120,10 +120,11 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     for start in range(0, len(tokens), FORECAST_GROUP):
         token = tokens[start : start + FORECAST_GROUP]
         first = start // FORECAST_GROUP % stride
-        seen = (token - first) // stride + 1  # the keys 0, first + stride, first + 2 stride, ... up to the token
-        keys = torch.cat([k[:, :1], k[:, first + stride :: stride]], 1)
+        # the keys 0, first + stride, first + 2 stride, ... up to the token
+        seen = ((token - first) // stride + 1).clamp(min=0)
+        keys = torch.cat([k[:, :1], k[:, first + stride : first + int(seen.max()) * stride : stride]], 1)
         sample = Sample(
             q[:, token.flatten()], weight[: len(token)], keys, grid.k_block // stride, grid.scale, logarithm
         )
-        found += [share for _, share in shares(sample, seen.clamp(min=0), grid.columns)]
+        found += [share for _, share in shares(sample, seen, grid.columns)]
     return torch.cat(found, 2)
