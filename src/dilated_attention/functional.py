@@ -322,8 +322,7 @@ def block_sparse_attention(
             head or KV head and by batch element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of
             the first n tokens. With `cu_seqlens` the layout is for the length of the longest sample, and a longer one
             is refused. Its lists may then differ by sample: `BlockLayout.stack` joins one layout per sample. Over a
-            mesh all packed samples share their lists. With `q_start` or `k_start` the layout covers all positions of q
-            and k, and may be longer.
+            mesh packed samples share their lists. With `q_start` or `k_start` the layout may be longer than q and k.
         is_causal: leave out the blocks above the diagonal, and mask by token the blocks that it cuts.
 
     Examples:
