@@ -21,7 +21,7 @@ from dilated_attention.plan import Plan
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse, `(batch, seq, heads)`, of a call on a backend with its own `attend`, differentiable."""
+    """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths

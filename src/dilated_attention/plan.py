@@ -383,9 +383,9 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Return queries (rows), keys (columns) and their band, without rows and columns that see or show nothing.
+    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band in their numbers.
 
-    Bounds of the band, `low` and `high`, that hide nothing become None. Returns None if no row sees a column.
+    A bound of the band, `low` or `high`, that hides nothing becomes None. Returns None if no row sees a column.
     """
     left = 0 if low is None else max(0, low)
     right = columns.count if high is None else min(columns.count, high + rows.count)

@@ -217,7 +217,7 @@ class _Groups:
         self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add one group for each number of key blocks that a lane lists. Entries (lane, key) are sorted."""
+        """Add a group for each list length: all lanes with equally many key blocks. Entries (lane, key) are sorted."""
         if not len(lane):
             return
         lanes, counts = torch.unique_consecutive(lane, return_counts=True)

@@ -136,7 +136,7 @@ class Sequence:
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: Group) -> bool:
-        """Return whether the operator's causal mask serves: each row has one key block, its own query block."""
+        """Return whether the operator's causal mask hides all later keys: a row's one key block is its query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:

@@ -260,7 +260,8 @@ def launches(
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
-    """Return the rows per tile: as many as fit a core's cache, if that leaves enough tiles for many threads."""
+    """Return the rows per tile: MAX_OWN, twice as many for keys with AMX; half as many if head_dim exceeds 128, or if
+    there are too few rows for many threads."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
@@ -338,7 +339,7 @@ class _Arguments:
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Call the library once. Raise MemoryError if it cannot allocate memory for its threads."""
+    """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
     table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,

@@ -61,7 +61,7 @@ class Scores(NamedTuple):
         return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
-        """Return the scores of some problems, heads, rows and keys."""
+        """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
         bias, pairs = self.bias, self.pairs
         if bias is not None:
             every = slice(None)

@@ -387,7 +387,9 @@ def forward(
     *,
     operators: ModuleType = fused,
 ) -> tuple[Tokens, TokenStatistic]:
-    """Return (out, lse) of a problem: out like q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf without keys.
+    """Return (out, lse) of a problem, both contiguous: out shaped like q, and lse `(batch, seq, heads)`.
+
+    A query that sees no key gets out 0 and lse -inf.
 
     Args:
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.

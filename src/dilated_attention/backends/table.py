@@ -27,7 +27,7 @@ class Backend:
     """Describe one way to compute attention.
 
     Attributes:
-        merits: why `auto` chooses this backend, for the calls that it gives to it.
+        merits: the reason that is reported when `auto` chooses this backend.
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if it does.
         forward, backward: compute a `Problem`; the arguments are those of `native`.

@@ -38,7 +38,7 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return the rows [start, stop) of a crossing segment that `tokens`, a run of its tokens, are."""
+    """Return the rows [start, stop) of a crossing segment at which `tokens`, a run of its tokens, lie."""
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
@@ -60,7 +60,7 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 
 
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return, for each entry of the lists of these heads of the layout and query blocks, its list's number and its key
+    """Return, for each entry in the lists of `heads` (of the layout) and `query_blocks`, its list's number and its key
     block. Lists are numbered by batch element, head and query block."""
     tables = layout.to("cpu")
     indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()

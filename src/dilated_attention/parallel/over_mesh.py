@@ -197,7 +197,7 @@ class _Compute:
         return Problem(plan, call.positive_scale, hidden, layouts or None, dropped, call.softcap)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
-        """Return the problem over all tokens for this rank's share of the heads."""
+        """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
         tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
         return self.problem(heads.plan, q, tokens, tokens, heads.layouts, first)
 
@@ -211,7 +211,7 @@ class _Compute:
         return Problem(part.plan, self.call.positive_scale, hidden, layouts, softcap=self.call.softcap)
 
     def forward(self, part: parts.Part, state: State | None) -> State:
-        """Return the running (out, lse) with a part merged into it."""
+        """Return the running (out, lse) `state` with a part merged into it; None: there is no earlier part."""
         run, problem = self.call.backend.forward, self._problem(part)
         if part.queries is None:
             return run(problem, self.q, part.keys, part.values, state)

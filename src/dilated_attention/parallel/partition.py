@@ -110,7 +110,7 @@ class Sharding:
         return next(layout for layout in self.layouts if layout.seq_len == rows)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield the tokens [start, stop) of each packed sample, which has a segment grid; or of the whole sequence."""
+        """Yield the tokens [start, stop) that share a segment grid: each packed sample, or the whole sequence."""
         yield from pairwise(self.samples or (0, self.seq_len))
 
 
@@ -233,9 +233,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row key (token * num_heads + head) of each filled slot.
-        slots: int64, where each of these rows lies in the key tensor, (row of the tensor) * num_heads + head. No group
-            reads the other slots.
+        keys: int64, the row keys (token * num_heads + head) of the received rows.
+        slots: int64, where each of them lies in the key tensor, (row of the tensor) * num_heads + head. No group reads
+            other places.
     """
 
     plan: Plan
