@@ -233,7 +233,7 @@ def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, 
     """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden.
 
     `position`: each query's position. A token is hidden if it comes after its query, or if `chosen` has -1 or an
-    earlier block again in its place; token 0 then stands in for it.
+    earlier block again in its place; token 0 then replaces it.
     """
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]
